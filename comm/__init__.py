@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire.comm.default import default_reducer
     from thinwire.comm.errors import CallMismatch, CommError, NonFiniteInput, PeerLost, WireMismatch
-    from thinwire.comm.exchange.bucketed import BucketedAllReduce
-    from thinwire.comm.exchange.error_feedback import ErrorFeedback
-    from thinwire.comm.exchange.plain import CompressedAllReduce
+    from thinwire.comm.exchange.memory import ErrorMemory
+    from thinwire.comm.exchange.reducer import Reducer
     from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
     from thinwire.comm.groups.nccl import prepare_nccl
     from thinwire.comm.groups.threads import ThreadGroup, run_threads
     from thinwire.comm.keeps import Keeps
     from thinwire.comm.layout import VectorLayout
-    from thinwire.comm.protocol import Group, Reducer, Stats
+    from thinwire.comm.protocol import Group, Stats
 
 __all__ = [
-    "BucketedAllReduce",
     "CallMismatch",
     "CommError",
-    "CompressedAllReduce",
-    "ErrorFeedback",
+    "ErrorMemory",
     "Group",
     "Keeps",
     "NonFiniteInput",
@@ -46,15 +43,14 @@ __all__ = [
 _MODULES = {
     "default": ("default_reducer",),
     "errors": ("CallMismatch", "CommError", "NonFiniteInput", "PeerLost", "WireMismatch"),
-    "exchange.bucketed": ("BucketedAllReduce",),
-    "exchange.error_feedback": ("ErrorFeedback",),
-    "exchange.plain": ("CompressedAllReduce",),
+    "exchange.memory": ("ErrorMemory",),
+    "exchange.reducer": ("Reducer",),
     "groups.distributed": ("SoloGroup", "TorchGroup"),
     "groups.nccl": ("prepare_nccl",),
     "groups.threads": ("ThreadGroup", "run_threads"),
     "keeps": ("Keeps",),
     "layout": ("VectorLayout",),
-    "protocol": ("Group", "Reducer", "Stats"),
+    "protocol": ("Group", "Stats"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

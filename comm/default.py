@@ -16,15 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.codecs import SignCodec
-from thinwire.comm.exchange.bucketed import BucketedAllReduce
-from thinwire.comm.exchange.node_first import NodeFirst
-from thinwire.comm.exchange.plain import CompressedAllReduce
-from thinwire.comm.exchange.solo import SoloReducer
+from thinwire.comm.exchange.reducer import Reducer, flat_reducer, lone_reducer, node_first_reducer
 from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
 from thinwire.comm.groups.nodes import Nodes, Topology, nodes_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.layout import DEFAULT_BUCKET, VectorLayout
-from thinwire.comm.protocol import FullWire, Group, Reducer
+from thinwire.comm.protocol import Codec, FullWire, Group
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +31,7 @@ def default_reducer(
     layout: VectorLayout,
     like: Tensor,
     *,
-    codec: SignCodec | None = None,
+    codec: Codec | None = None,
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
     keeps: Keeps = Keeps.NOTHING,
@@ -44,33 +41,29 @@ def default_reducer(
 ) -> Reducer:
     """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
 
-    codec: how values are written; None: signs, with a scale for each block of the default length. With scales of the
-    1-norm the exchange is the plain one, flat. Else it is in buckets of at most bucket_elements, none across one of
-    `cuts`, and keeps of the others what it is asked to (comm/keeps.py). full: how the mean of a gradient is sent.
-    topology: "node_first" gets NodeFirst, which keeps nothing of the others; "auto" where that can be, and a line of
-    the log where not.
-    sums: as in BucketedAllReduce, with "flat" only; of one rank, which keeps none, nothing follows from it.
+    codec: how vectors are written; None: signs, with a scale for each block of the default length. bucket_elements,
+    cuts, keeps, full, sums: as in flat_reducer. topology: "node_first" exchanges signs by node first, which keeps
+    nothing of the others, with sums as they are; "auto" does where that can be, and logs why not.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
     left. Collective. Raises: WireMismatch, PeerLost; ValueError where "node_first" cannot be.
     """
     group, codec = given_or_default(group), codec or SignCodec()
     if group.size == 1:
-        return SoloReducer(group, layout, like)
+        return lone_reducer(group, layout, like)
     if topology != "flat":
         if sums is not None:
             raise ValueError(f'topology = "{topology}": must be "flat" where kept sums are of {sums}')
-        nodes = _nodes(group, like, full)
+        nodes = _nodes(group, like, codec, full)
         if isinstance(nodes, Nodes):
+            assert isinstance(codec, SignCodec)
             if keeps is not Keeps.NOTHING and group.rank == 0:
                 logger.warning("keeps_nothing asked=%s reason=topology is node_first", keeps.value)
-            return NodeFirst(nodes, layout, codec, like, bucket_elements=bucket_elements, cuts=cuts, full=full)
+            return node_first_reducer(nodes, layout, codec, like, bucket_elements=bucket_elements, cuts=cuts, full=full)
         if topology == "node_first":
             raise ValueError(f'topology = "node_first": {nodes}. "auto" is "flat" where that is so')
         if group.rank == 0:
             logger.warning("topology_flat ranks=%d reason=%s", group.size, nodes)
-    if codec.scale != "l2":
-        return CompressedAllReduce(group, layout, codec, like, full=full)
-    return BucketedAllReduce(
+    return flat_reducer(
         group,
         layout,
         codec,
@@ -83,11 +76,18 @@ def default_reducer(
     )
 
 
-def _nodes(group: Group, like: Tensor, full: FullWire) -> Nodes | str:
+def _nodes(group: Group, like: Tensor, codec: Codec, full: FullWire) -> Nodes | str:
     """The groups for node first, or why there can be none. Collective. Raises: PeerLost."""
+    if not isinstance(codec, SignCodec) or codec.scale != "l2":
+        return f"codec {codec.name} has no exchange by node first"
     if full == "int8":
         return "full exchanges in 8 bits keep errors of whole vectors on every rank"
     return nodes_of(group, like.device)
+
+
+def has_process_group() -> bool:
+    """Has torch.distributed been initialised, so that DistributedDataParallel can be in the process?"""
+    return dist.is_available() and dist.is_initialized()
 
 
 def given_or_default(group: Group | None) -> Group:

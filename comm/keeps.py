@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Keeps(StrEnum):
-    """What BucketedAllReduce keeps beside a rank's own error memory; the same on every rank."""
+    """What an exchange of signs keeps beside a rank's own error memory; the same on every rank."""
 
     NOTHING = "nothing"
     """The server error of a rank that dies is lost, and the mean of the others' worker errors stands for its own."""

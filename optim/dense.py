@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.protocol import ErrorMemory
+from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.contract import hyperparameters
 from thinwire.contract.hyperparameters import BETAS, EPS, LR, MOMENTUM, WEIGHT_DECAY
 from thinwire.optim import adam_math, lamb_math

@@ -17,9 +17,9 @@ from benchmarks.gpu.clock import Call, Launched, Measured
 from benchmarks.gpu.echo import Echo
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.exchange.bucketed import BucketedAllReduce
+from thinwire.comm.exchange.reducer import Reducer, flat_reducer
 from thinwire.comm.groups.threads import ThreadGroup, run_threads
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.protocol import Group
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
 
 RANKS = 8
@@ -55,7 +55,7 @@ class OverAnyGroup:
         """As the optimizer would over several ranks."""
         space = self.space  # type: ignore[attr-defined]
         most, cuts = self.bucket_elements, space.cuts  # type: ignore[attr-defined]
-        return BucketedAllReduce(group, space.layout, SignCodec(), space.p_N, bucket_elements=most, cuts=cuts)
+        return flat_reducer(group, space.layout, SignCodec(), space.p_N, bucket_elements=most, cuts=cuts)
 
 
 class Adam1(OverAnyGroup, OneBitAdam):

@@ -1,4 +1,4 @@
-"""The same work as a chain of torch operations, each a pass over memory, as CompressedAllReduce does it."""
+"""The same work as a chain of torch operations, each a pass over memory, as the rows of any codec have it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.layout import VectorLayout
+from thinwire.comm.protocol import Group, Result
 
 SAMPLED = 4096
 """Elements whose R is looked at: 16 kB from each rank in fp32, where all of R would be a full exchange."""
@@ -61,3 +63,32 @@ def sampled_elements(layout: VectorLayout, device: torch.device) -> Tensor:
     run_k = torch.searchsorted(before_r, nth_k, right=True) - 1
     starts_r = torch.tensor([start for start, _ in layout.live], dtype=torch.int64)  # also where there are none
     return (starts_r[run_k] + nth_k - before_r[run_k]).to(device)
+
+
+def fidelity_of(memory: ErrorMemory, layout: VectorLayout, result: Result, group: Group) -> Fidelity:
+    """Of the exchange that memory, of kept sums, and result are of. Collective: one mean. Modifies nothing.
+
+    Raises: PeerLost.
+    """
+    at_k = sampled_elements(layout, memory.worker[0].scale_b.device)
+    residual_k = memory.worker[0].scale_b.new_zeros(len(at_k))
+    worker_sums, server_sums, given = (residual_k.new_zeros(numel) for numel in (3, 3, 1))
+    for place, worker, server in zip(memory.places, memory.worker, memory.server, strict=True):
+        worker_sums += alignment(worker.sum_c.to(residual_k), worker.sent())
+        here_k = (at_k >= place.worker.at.start) & (at_k < place.worker.at.stop)
+        residual_k[here_k] += worker.error()[at_k[here_k] - place.worker.at.start]
+        sent_c, own = server.sent(), place.own.at
+        server_sums += alignment(server.sum_c.to(residual_k), sent_c)
+        result_c = torch.empty_like(sent_c)
+        if place.own.numel:
+            result.decode_(result_c, own.start, own.stop)
+        own_k = (at_k >= own.start) & (at_k < own.stop)
+        inside_k = at_k[own_k] - own.start
+        residual_k[own_k] += group.size * (server.sum_c - sent_c)[inside_k]
+        given += result_c[inside_k].square().sum()
+    gathered = torch.cat([worker_sums, server_sums, given, residual_k])
+    group.mean_(gathered)
+    length = float(torch.linalg.vector_norm(gathered[7:]))
+    *sums, given_mean = gathered[:7].tolist()
+    ratio = length / sqrt(group.size * given_mean) if given_mean > 0 else None
+    return Fidelity(density(sums[:3]), density(sums[3:]), ratio)

@@ -10,7 +10,7 @@
 With topology node_first a rank exchanges slices of the vector, of which each box has a worker error: what moves do not
 name is not its part, and boxes stand for ranks.
 
-Errors are written, not kept sums (kept_sums.py): c - s sgn(c), with which the next exchange begins anyway. Where sums
+Errors are written, not kept sums (memory.py): c - s sgn(c), with which the next exchange begins anyway. Where sums
 are kept in bfloat16 they are written, and the scales: an error has more bits than they have, and cannot be kept so.
 """
 

@@ -16,7 +16,6 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.layout import VectorLayout
 
 
@@ -38,11 +37,6 @@ class Part:
         if own is None:
             return vector_N[self.start : self.stop]
         return own if self.inside is None else own[self.inside]
-
-
-def by_run(start: int, table: BlockTable, layout: VectorLayout) -> list[Part]:
-    """The bucket that begins at `start`, cut around every run that stands alone: at ends of blocks."""
-    return _between([start + bound for bound in table.on_host.starts.tolist()], layout)
 
 
 def by_segment(start: int, stop: int, layout: VectorLayout) -> list[Part]:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange.kept_sums import KeptSums
+from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.rows import BucketRows, Crossing, Received
 from thinwire.comm.kernels.blocks import RowMemory
 from thinwire.comm.kernels.choose import Kernels
@@ -31,7 +31,7 @@ WORKER = 0.4
 
 def add_rebuilt_(
     part_N: Tensor,
-    memory: KeptSums,
+    memory: ErrorMemory,
     rows: Sequence[tuple[BucketRows, Crossing]],
     kernels: Kernels,
     missing: Collection[int],
@@ -46,7 +46,7 @@ def add_rebuilt_(
     size = len(rows[0][0].chunks)
     for (one, crossing), kept in zip(rows, memory.worker, strict=True):
         # One vector of a bucket's size at a time: a regroup is when a rank holds the most.
-        error_b = kept.error(one.table).mul_(len(missing) * (WORKER - 1) / (holders * size))
+        error_b = kept.error().mul_(len(missing) * (WORKER - 1) / (holders * size))
         _add_left(part_N, error_b, one, missing)
         del error_b
         sent_b = part_N.new_empty(one.table.numel)
@@ -73,7 +73,7 @@ def add_rebuilt_(
 
 
 def left_squares(
-    memory: KeptSums,
+    memory: ErrorMemory,
     rows: Sequence[tuple[BucketRows, Crossing]],
     kernels: Kernels,
     rank: int,
@@ -88,7 +88,7 @@ def left_squares(
     found, worker = memory.worker[0].scale_b.new_zeros(2), 0.0
     known = memory.outliers.known(rank) if memory.outliers is not None else []
     for k, ((one, crossing), kept, of_worker) in enumerate(zip(rows, memory.server, memory.worker, strict=True)):
-        error_b = of_worker.error(one.table)
+        error_b = of_worker.error()
         worker += torch.linalg.vector_norm(error_b) ** 2
         if not one.own_table.numel:
             continue
@@ -104,7 +104,7 @@ def left_squares(
         del error_b
         out_c = own_c
         result.decode_(out_c, one.own.start, one.own.stop)
-        error_c = kept.error(one.own_table)
+        error_c = kept.error()
         if known:
             at_k, known_k = known[k]
             error_c.index_add_(0, at_k, known_k, alpha=-1)

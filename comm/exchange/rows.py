@@ -161,11 +161,6 @@ class BucketRows:
         self.sent_nB[: self._num_filled, 0] = 0  # by a mask on the device the host would wait for it
 
 
-def rows_of(buckets: Buckets, block: int, rank: int, size: int, like: Tensor, keeps: Keeps) -> list[BucketRows]:
-    """The rows of all buckets."""
-    return [BucketRows(bucket, buckets, block, rank, size, like, keeps=keeps) for bucket in buckets]
-
-
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Where everything is in the rows of a result: the buckets, values that share a scale, ranks that serve.

@@ -2,7 +2,7 @@
 
     def work(group):
         faulty = FaultyGroup(group)
-        reducer = CompressedAllReduce(faulty, layout, codec, like)          # its own calls are not counted: not armed
+        reducer = flat_reducer(faulty, layout, codec, like)          # its own calls are not counted: not armed
         faulty.arm(Fault(ranks=(2,), collective="all_gather", call=3, what=What.LOSE))
         with pytest.raises(PeerLost): ...
     run_threads(3, work)

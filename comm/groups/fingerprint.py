@@ -56,7 +56,7 @@ def exchange_facts(layout: VectorLayout, codec: Codec, buckets: Buckets | None =
         "live runs": len(layout.live),
         "segments": len(layout.segments),
         "layout": f"#{layout.fingerprint():08x}",
-        "codec": _codec_text(codec),
+        "codec": codec_text(codec),
     }
     if buckets is not None:
         facts |= {"buckets": len(buckets), "cut": f"#{buckets.fingerprint():08x}"}
@@ -77,7 +77,7 @@ def refuse_differing(everyone: list[dict[str, str]]) -> None:
             )
 
 
-def _codec_text(codec: Codec) -> str:
+def codec_text(codec: Codec) -> str:
     """Name and settings, as sign:4096:l2; of a codec that is no dataclass the name and the fingerprint."""
     if dataclasses.is_dataclass(codec):
         settings = [str(getattr(codec, field.name)) for field in dataclasses.fields(codec)]

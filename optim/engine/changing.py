@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.comm.calls import calls_of
 from thinwire.comm.errors import CommError
+from thinwire.comm.groups.fingerprint import codec_text
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.buffers import Buffers
@@ -47,7 +48,7 @@ def send_frozen(optimizer: FlatOptimizer[Any], groups: Sequence[dict[str, Any]])
 
 def refuse_mismatch(optimizer: FlatOptimizer[Any], call: str, more: Sequence[str] = ()) -> None:
     """Compare over all ranks what is trained, and how. Collective. Raises: as parameters.refuse_other_models."""
-    sizes = f"blocks of {optimizer.codec.block} and buckets of {optimizer.bucket_elements}"
+    sizes = f"codec {codec_text(optimizer.codec)} and buckets of {optimizer.bucket_elements}"
     every = [param for group in optimizer.param_groups for param in group["params"]]
     changed = hasattr(optimizer, "space") and not is_laid_out(optimizer)
     lines = [

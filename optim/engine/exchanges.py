@@ -17,9 +17,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from thinwire.comm.exchange.memory import ErrorMemory
+from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.kernels.choose import reads_narrow
 from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import ErrorMemory, FullWire, Reducer
+from thinwire.comm.protocol import FullWire
 
 
 class Carrier(Protocol):

@@ -13,11 +13,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from thinwire.comm.exchange.memory import ErrorMemory
+from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.exchange.rows import Cut, Received
 from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.kernels.choose import kernels_for
 from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import ErrorMemory, Reducer, Result
+from thinwire.comm.protocol import Result
 
 
 class OverFactors:

@@ -22,9 +22,11 @@ from thinwire.comm.calls import calls_of
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.default import default_reducer, given_or_default
 from thinwire.comm.errors import CommError
+from thinwire.comm.exchange.memory import ErrorMemory
+from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.protocol import ErrorMemory, FullWire, Group, Reducer
+from thinwire.comm.protocol import Codec, FullWire, Group
 from thinwire.contract.hyperparameters import ADAM
 from thinwire.optim.engine import changing, saving, shares, state_dicts, stepping
 from thinwire.optim.engine.ages import Age, runs_of
@@ -74,7 +76,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     bucket_elements: int = 0
     """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of all, from 4 Mi to 64 Mi. See sized()."""
 
-    codec: ClassVar[SignCodec] = SignCodec()
+    codec: ClassVar[Codec] = SignCodec()
     """How what is compressed is written."""
 
     narrow: tuple[str, ...] = ()

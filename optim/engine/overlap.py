@@ -27,9 +27,10 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.errors import CommError, PeerLost
-from thinwire.comm.exchange.stepwise import leave
+from thinwire.comm.exchange.exchange import leave
+from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.layout import Span
-from thinwire.comm.protocol import Group, Reducer
+from thinwire.comm.protocol import Group
 from thinwire.comm.signals import deferred
 from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.flat import FlatSpace

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.exchange.held import Held
+from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.groups.texts import gather_texts
-from thinwire.comm.protocol import ErrorMemory, Group
+from thinwire.comm.protocol import Group
 from thinwire.optim.engine.checking import ABSENT, is_count, refuse, refuse_missing
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.engine.states import frozen_names

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from torch import Tensor
 
-from thinwire.comm.protocol import ErrorMemory
+from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.momentum import InRows
 

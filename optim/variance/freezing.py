@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.kernels.blocks import spread
-from thinwire.comm.protocol import ErrorMemory, FullWire
+from thinwire.comm.protocol import FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, fused_momentum
 from thinwire.optim.engine.hyperparameters import AdamHyper
@@ -153,7 +154,7 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         for h in groups:
             if h.seen is not None:
                 adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
-        floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.codec.block))
+        floored_N = floor_variance_(v_N, layout.live, layout.blocks(self.floor_block))
         self.evidence["floored_elements"] = int(floored_N.count_nonzero())
         self.frozen_at = now
         self.on_freeze(floored_N, [None if age.unseen is None else now - age.unseen for age in self.ages])

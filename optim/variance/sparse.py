@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.protocol import ErrorMemory
+from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.optimizer import State
@@ -299,7 +299,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
             if h.seen:  # 0: it is zero
                 adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
         layout = self.space.layout
-        raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.codec.block))
+        raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.floor_block))
         self.evidence["floored_elements"] = int(raised_N.count_nonzero())
 
     def divisor(self, at: slice) -> Tensor | None:

@@ -24,8 +24,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.comm.exchange.memory import ErrorMemory
+from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.layout import Span
-from thinwire.comm.protocol import ErrorMemory, FullWire, Reducer
+from thinwire.comm.protocol import FullWire
 
 MOSTLY = 0.25
 """The part of the mean gradient that must be zero, so that R is brought together."""

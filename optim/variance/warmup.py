@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.codecs import SignCodec
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.bf16 import Noise, noise_of
+from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import LR_WARMUP_STEPS, REFRESH, TOTAL_STEPS
 from thinwire.optim import adam_math
@@ -33,7 +35,7 @@ from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
 logger = logging.getLogger(__name__)
 
 VARIANCE = 1 << 16
-"""What numbers are drawn for here, beside those of comm.exchange.kept_sums."""
+"""What numbers are drawn for here, beside those of comm.exchange.memory."""
 LARGE_CHANGE = 2
 """Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
 
@@ -138,11 +140,16 @@ class WarmupOptimizer(FlatOptimizer[State]):
     def keep_refreshed(self, step: int) -> None:
         """Floor the v that `step` has brought up to date, and note it."""
         v_N, layout = self.vectors.v_N, self.space.layout
-        raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.codec.block))
+        raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.floor_block))
         self.evidence["floored_elements"] = int(raised_N.count_nonzero())
         self.evidence["variance_refreshes"] = self.evidence.get("variance_refreshes", 0) + 1
         self.saved["refreshed_at"] = step
         logger.info("variance_refreshed step=%d times=%d", step, self.evidence["variance_refreshes"])
+
+    @property
+    def floor_block(self) -> int:
+        """Values that have one floor under their variance: those that share a scale of signs."""
+        return self.codec.block if isinstance(self.codec, SignCodec) else DEFAULT_BLOCK
 
     @property
     def beta2(self) -> float:
@@ -197,7 +204,7 @@ class WarmupOptimizer(FlatOptimizer[State]):
         raised_N = torch.zeros_like(v_N, dtype=torch.bool)
         if seen:
             floored_N = v_N.clone()
-            floor_variance_(floored_N, layout.live, layout.blocks(self.codec.block))
+            floor_variance_(floored_N, layout.live, layout.blocks(self.floor_block))
             for at in places:
                 raised_N[at] = v_N[at] < floored_N[at]
                 v_N[at] = floored_N[at]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.covering import every_value
+from tests.optim.constructing import construct
 from tests.optim.reference.written_out import bits
 from thinwire.comm import CallMismatch, SoloGroup, run_threads
 from thinwire.comm.calls import Calls, Place, calls_of, mismatch, refuse_other_calls
@@ -95,7 +96,7 @@ NET = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Line
 
 def made(cls, group, **more):
     net = copy.deepcopy(NET)
-    return net, cls(net.parameters(), lr=1e-2, group=group, **more)
+    return net, construct(cls, net.parameters(), lr=1e-2, group=group, **more)
 
 
 def train(net, optimizer, rank, steps=1):
@@ -109,7 +110,6 @@ def train(net, optimizer, rank, steps=1):
 PHASES = {
     "adam_w": (OneBitAdam, {"warmup": 100}),
     "onebit_adam": (OneBitAdam, {"warmup": 2}),
-    "l1": (OneBitAdam, {"warmup": 2, "scale": "l1"}),
     "onebit_lamb": (OneBitLamb, {"warmup": 2}),
     "zero_one_adam": (ZeroOneAdam, {"var_freeze_step": 2}),
 }

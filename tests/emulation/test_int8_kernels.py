@@ -8,7 +8,7 @@ import torch
 from tests.comm.kernels.test_int8 import BAD, values
 from tests.emulation.emulator import Emulator, KernelFault, kernels_in, require_compiler
 from thinwire.comm.codecs.int8 import Int8Codec
-from thinwire.comm.exchange.narrow_mean import KernelRows, NarrowRows
+from thinwire.comm.exchange.any_codec import CodecRows, KernelRows
 from thinwire.comm.kernels.cuda import int8 as cuda
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.comm.layout import Buckets, VectorLayout
@@ -27,7 +27,7 @@ def both(numel, size, rank, block, source=None):
     buckets, codec, like = Buckets.cut(layout, numel), Int8Codec(block), torch.zeros(0)
     given = next(iter(buckets)), buckets, codec, rank, size, like
     launcher = Emulator(source or cuda.source(), seed=3, resident=3)
-    return layout, NarrowRows(*given), KernelRows(launcher, block, *given), launcher
+    return layout, CodecRows(*given), KernelRows(launcher, block, *given), launcher
 
 
 def exchanged(rows, x_N, error_c, size):
@@ -43,7 +43,7 @@ def exchanged(rows, x_N, error_c, size):
     rows.gathered_nB.copy_(rows.sent_nB)
     rows.gathered_nB[own] = rows.served_B
     out_N = torch.zeros_like(x_N)
-    rows.decode_(out_N)
+    rows.decode_(rows.gathered_nB, out_N)
     return {"sent": rows.sent_nB, "served": rows.served_B, "left": left_N, "server": rows.left_c, "out": out_N}
 
 

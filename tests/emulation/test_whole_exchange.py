@@ -6,8 +6,8 @@ import torch
 from tests.emulation.emulator import Emulator, require_compiler
 from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.errors import NonFiniteInput
-from thinwire.comm.exchange import bucketed
-from thinwire.comm.exchange.bucketed import BucketedAllReduce
+from thinwire.comm.exchange import sign
+from thinwire.comm.exchange.reducer import flat_reducer
 from thinwire.comm.groups.threads import run_threads
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.cpu import CpuKernels
@@ -21,12 +21,12 @@ BAD_STEP = 2
 
 def exchanged(kernels, size, steps, keeps, monkeypatch, device="cpu"):
     """What every rank holds after so many steps; in one of them a rank's vector is not finite, and it is undone."""
-    monkeypatch.setattr(bucketed, "kernels_for", lambda *_: kernels)
+    monkeypatch.setattr(sign, "kernels_for", lambda *_: kernels)
 
     def work(group):
         random = torch.Generator().manual_seed(group.rank)
         x = torch.zeros(LAYOUT.numel, device=device)
-        reducer = BucketedAllReduce(group, LAYOUT, SignCodec(256), x, bucket_elements=1024, keeps=keeps)
+        reducer = flat_reducer(group, LAYOUT, SignCodec(256), x, bucket_elements=1024, keeps=keeps)
         memory, found = reducer.new_memory(), []
         for step in range(steps):
             for start, stop in LAYOUT.live:

@@ -5,7 +5,7 @@ import torch
 
 from tests.emulation.emulator import Emulator, require_compiler
 from tests.optim.constructing import construct
-from thinwire.comm.exchange import bucketed, narrow_mean
+from thinwire.comm.exchange import any_codec, sign
 from thinwire.comm.groups.threads import run_threads
 from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda import kernels as exchange
@@ -48,8 +48,8 @@ class Launchers:
             make(module.source()) for module in (exchange, launches, lamb, int8)
         )
         kernels, moves = CudaKernels(self.exchange), CudaUpdates(self.updates)
-        monkeypatch.setattr(bucketed, "kernels_for", lambda *_: kernels)
-        monkeypatch.setattr(narrow_mean, "int8_launcher", lambda *_: self.int8)
+        monkeypatch.setattr(sign, "kernels_for", lambda *_: kernels)
+        monkeypatch.setattr(any_codec, "int8_launcher", lambda *_: self.int8)
         monkeypatch.setattr(exchanges, "reads_narrow", lambda *_: True)
         monkeypatch.setattr(updates, "_on_cuda", lambda _: moves)
         monkeypatch.setattr(updates, "fits", lambda _: False)

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from thinwire.comm import CompressedAllReduce, TorchGroup, run_threads
+from tests.comm.exchange.plain import plain
+from thinwire.comm import TorchGroup, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.layout import VectorLayout
@@ -26,7 +27,7 @@ def test_threads_on_one_gpu_agree_bit_for_bit_and_with_the_simulation(size):
 
     def work(group):
         x = torch.zeros(LAYOUT.numel, device="cuda")
-        reducer = CompressedAllReduce(group, LAYOUT, SignCodec(), x)
+        reducer = plain(group, LAYOUT, SignCodec(), x)
         memory = reducer.new_memory()
         outs = []
         for ranks in rounds:
@@ -78,7 +79,7 @@ def test_nccl_with_one_rank_runs_every_collective(tmp_path):
         x = torch.randn(LAYOUT.numel, device="cuda")
         x[LAYOUT.num_live :] = 0
         before = x.clone()
-        reducer = CompressedAllReduce(group, LAYOUT, SignCodec(), x)
+        reducer = plain(group, LAYOUT, SignCodec(), x)
         memory = reducer.new_memory()
         reducer.compressed_(x, memory)
         torch.testing.assert_close(x + memory.residual(), before, rtol=0, atol=1e-5)

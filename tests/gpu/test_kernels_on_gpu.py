@@ -13,7 +13,7 @@ from tests.emulation.test_update_kernels import SIZES, UPDATES, vectors
 from tests.emulation.test_whole_exchange import exchanged
 from tests.optim.kernels.test_lamb import Problem
 from thinwire.comm.codecs.int8 import Int8Codec
-from thinwire.comm.exchange.narrow_mean import KernelRows, NarrowRows, rows_of
+from thinwire.comm.exchange.any_codec import CodecRows, KernelRows, rows_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels import fused_reference
 from thinwire.comm.kernels.bf16 import narrow
@@ -183,7 +183,7 @@ def test_a_bucket_in_8_bits_is_that_of_the_cpu_bit_for_bit(numel, size, rank, ke
     layout = VectorLayout.single(numel)
     buckets = Buckets.cut(layout, numel)
     given = next(iter(buckets)), buckets, Int8Codec(), rank, size
-    ours, theirs = rows_of(*given, torch.zeros(0, device=GPU)), NarrowRows(*given, torch.zeros(0))
+    ours, theirs = rows_of(*given, torch.zeros(0, device=GPU)), CodecRows(*given, torch.zeros(0))
     assert isinstance(ours, KernelRows)
     x_N = torch.zeros(layout.numel)
     x_N[:numel] = int8.values(numel, torch.float32)

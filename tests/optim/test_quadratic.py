@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from thinwire.comm import CompressedAllReduce, run_threads
+from tests.comm.exchange.plain import plain
+from thinwire.comm import run_threads
 from thinwire.comm.codecs import DenseCodec
 from thinwire.optim import OneBitAdam
 
@@ -25,24 +26,25 @@ def of_rank(rank, size):
 class Exact(OneBitAdam):
     """Compresses nothing: what is left is Adam under a frozen variance."""
 
-    def make_reducer(self, group):
-        return CompressedAllReduce(group, self.space.layout, DenseCodec(), self.space.p_N)
-
-
-class ForgetfulAllReduce(CompressedAllReduce):
-    """Compresses, and forgets what it left out."""
-
-    def begin(self, memory):
-        memory.worker_N.zero_()
-        memory.server_c.zero_()
-        super().begin(memory)
+    def make_reducer(self, group, keeps=None):
+        return plain(group, self.space.layout, DenseCodec(), self.space.p_N)
 
 
 class Forgetful(OneBitAdam):
-    """On the exchange that forgets."""
+    """On an exchange that forgets what it left out."""
 
-    def make_reducer(self, group):
-        return ForgetfulAllReduce(group, self.space.layout, self.codec, self.space.p_N)
+    def make_reducer(self, group, keeps=None):
+        reducer = plain(group, self.space.layout, self.codec, self.space.p_N)
+        begin = reducer.begin
+
+        def forgetting(memory):
+            version = memory.version
+            memory.restore(torch.zeros_like(self.space.p_N))
+            memory.version = version
+            begin(memory)
+
+        reducer.begin = forgetting
+        return reducer
 
 
 def losses(kind, size, noise, lr):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from thinwire.comm.calls import calls_of
-from thinwire.comm.exchange.stepwise import gather_flags
+from thinwire.comm.exchange.exchange import gather_flags
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample, wrong_with_reported_name

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from tests.comm.exchange.plain import plain
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
 from tests.covering import every_value
-from thinwire.comm import BucketedAllReduce, CompressedAllReduce, NonFiniteInput, WireMismatch, run_threads
-from thinwire.comm.codecs import SignCodec
+from thinwire.comm import Keeps, NonFiniteInput, WireMismatch, run_threads
+from thinwire.comm.codecs import Bf16Codec, SignCodec
+from thinwire.comm.exchange.reducer import flat_reducer
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.kernels.fused_reference import root
 from thinwire.comm.layout import VectorLayout
@@ -19,7 +21,7 @@ CUTS = (64, 200, 504, LAYOUT.numel)
 
 def make(group, dtype=torch.float64, bucket_elements=256, block=64, layout=LAYOUT, **more):
     like = torch.empty(0, dtype=dtype)
-    return BucketedAllReduce(group, layout, SignCodec(block), like, bucket_elements=bucket_elements, **more)
+    return flat_reducer(group, layout, SignCodec(block), like, bucket_elements=bucket_elements, **more)
 
 
 class Ignoring:
@@ -97,7 +99,7 @@ def test_it_is_the_simulation_and_the_compressed_all_reduce_to_rounding_with_the
     errors = SimulatedErrors.zeros(rounds[0])
 
     def work(group):
-        reducer = CompressedAllReduce(group, LAYOUT, SignCodec(block), rounds[0][0])
+        reducer = plain(group, LAYOUT, SignCodec(block), rounds[0][0])
         memory, outs = reducer.new_memory(), []
         for ranks in rounds:
             outs.append(ranks[group.rank].clone())
@@ -252,8 +254,8 @@ def test_steps_in_the_wrong_order_are_refused_before_anything_is_written():
         assert not reducer.is_open
         assert not memory.worker_N.any()
         reducer.abandon()
-        with pytest.raises(TypeError, match="ErrorFeedback"):
-            reducer.begin(CompressedAllReduce(group, LAYOUT, SignCodec(64), x).new_memory())
+        with pytest.raises(TypeError, match="must come from new_memory"):
+            reducer.begin(plain(group, LAYOUT, SignCodec(64), x).new_memory())
         return True
 
     assert run_threads(1, work) == [True]
@@ -263,13 +265,13 @@ def test_what_is_refused_at_construction():
     like = torch.zeros(1)
 
     def work(group):
-        with pytest.raises(ValueError, match='scale "l2"'):
-            BucketedAllReduce(group, LAYOUT, SignCodec(64, "l1"), like)
+        with pytest.raises(ValueError, match="must be nothing and None with codec bf16"):
+            flat_reducer(group, LAYOUT, Bf16Codec(), like, keeps=Keeps.ROWS)
         bucket_elements = 64 if group.rank == 0 else 128
         with pytest.raises(WireMismatch, match=r"rank \d has buckets .*rank \d has buckets "):
             make(group, bucket_elements=bucket_elements)
-        with pytest.raises(WireMismatch, match="buckets"):
-            make(group) if group.rank else CompressedAllReduce(group, LAYOUT, SignCodec(64), like.double())
+        with pytest.raises(WireMismatch, match="has codec sign:64:l2"):
+            make(group) if group.rank else plain(group, LAYOUT, SignCodec(64), like.double())
         return True
 
     assert all(run_threads(2, work))
@@ -341,33 +343,6 @@ def test_an_exchange_sends_one_bit_a_value_each_way_in_two_collectives_a_bucket(
     for sent, collectives in run_threads(size, work):
         assert collectives == 2 * 4
         assert 2 * (size - 1) * layout.numel * 4 // size / sent == pytest.approx(32, rel=0.02)
-
-
-@every_value({"size": [2, 3], "bucket_elements": [200, LAYOUT.numel]})
-def test_fidelity_is_that_of_the_compressed_all_reduce_and_asking_changes_nothing(size, bucket_elements):
-    rounds = inputs(size, 4, torch.float64)
-
-    def work(group):
-        found = []
-        for reducer in (
-            make(group, bucket_elements=bucket_elements, block=8),
-            CompressedAllReduce(group, LAYOUT, SignCodec(8), rounds[0][0]),
-        ):
-            memory = reducer.new_memory()
-            assert reducer.fidelity(memory) is None
-            for ranks in rounds:
-                reducer.compressed_(ranks[group.rank].clone(), memory)
-            found.append(reducer.fidelity(memory))
-            assert reducer.fidelity(memory) == found[-1]
-            assert reducer.fidelity(reducer.new_memory()) is None
-        memory.restore(memory.residual())
-        return found
-
-    results = run_threads(size, work)
-    for ours, theirs in results:
-        assert ours == results[0][0]
-        for name in ("worker_density", "server_density", "residual_ratio"):
-            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-9)
 
 
 def test_saving_moves_the_errors_and_takes_the_densities():

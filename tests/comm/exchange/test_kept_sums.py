@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from tests.comm.exchange.plain import plain
 from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
 from tests.covering import every_value
-from thinwire.comm import CompressedAllReduce, run_threads
+from thinwire.comm import run_threads
 from thinwire.comm.codecs import SignCodec
 
 
@@ -59,7 +60,7 @@ def test_t3_resize_keeps_the_residual_whatever_the_buckets(old, new):
             memory = make(group, torch.float32, bucket_elements).new_memory()
             memory.restore(residual)
             held.append((memory.residual(), bool(memory.worker_N.any())))
-        old_kind = CompressedAllReduce(group, LAYOUT, SignCodec(64), residual).new_memory()
+        old_kind = plain(group, LAYOUT, SignCodec(64), residual).new_memory()
         old_kind.restore(residual)
         return [*held, (old_kind.residual(), bool(old_kind.worker_N.any()))]
 

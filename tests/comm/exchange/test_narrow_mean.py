@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from tests.comm.exchange.plain import plain
 from tests.comm.exchange.test_bucketed import make as make_bucketed
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
 from tests.comm.exchange.test_redone import Losing
 from tests.covering import every_value
-from thinwire.comm import CompressedAllReduce, NonFiniteInput, PeerLost, WireMismatch, default_reducer, run_threads
+from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, default_reducer, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import Refused
 from thinwire.comm.layout import VectorLayout
@@ -21,7 +22,7 @@ def make(group, kind, dtype=torch.float32, wire="int8", layout=LAYOUT):
     if group.size == 1:
         return default_reducer(group, layout, like, full=wire)
     if kind == "plain":
-        return CompressedAllReduce(group, layout, SignCodec(64), like, full=wire)
+        return plain(group, layout, SignCodec(64), like, full=wire)
     if layout is not LAYOUT:
         return default_reducer(group, layout, like, codec=SignCodec(64), bucket_elements=256, full=wire)
     return make_bucketed(group, dtype, full=wire)

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.comm.exchange.plain import plain
 from tests.comm.exchange.test_bucketed_faults import BETA1, EPS, room, step
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.covering import every_value
-from thinwire.comm import BucketedAllReduce, CompressedAllReduce, NonFiniteInput, PeerLost, WireMismatch, run_threads
+from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import Refused
-from thinwire.comm.exchange.node_first import NodeFirst
+from thinwire.comm.exchange.reducer import flat_reducer, node_first_reducer
 from thinwire.comm.exchange.slices import Slices
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.groups.nodes import nodes_of
@@ -36,7 +37,7 @@ def make(group, dtype=torch.float64, bucket_elements=256, block=64, layout=LAYOU
     nodes = nodes_of(group)
     assert not isinstance(nodes, str), nodes
     like = torch.empty(0, dtype=dtype)
-    return NodeFirst(nodes, layout, SignCodec(block), like, bucket_elements=bucket_elements, **more)
+    return node_first_reducer(nodes, layout, SignCodec(block), like, bucket_elements=bucket_elements, **more)
 
 
 def exchanged(boxes, rounds, layout=LAYOUT, **how):
@@ -110,9 +111,9 @@ def test_it_is_on_each_slice_the_compressed_all_reduce_of_the_boxes_means(boxes)
         for number in range(slices.parts):
             layout, like = slices.layout(number), rounds[0][0]
             if LAYOUT.numel % (8 * slices.parts):  # the plain codec knows no block that is dead
-                reducer = BucketedAllReduce(group, layout, SignCodec(64), like, bucket_elements=layout.numel)
+                reducer = flat_reducer(group, layout, SignCodec(64), like, bucket_elements=layout.numel)
             else:
-                reducer = CompressedAllReduce(group, layout, SignCodec(64), like)
+                reducer = plain(group, layout, SignCodec(64), like)
             memory, outs = reducer.new_memory(), []
             for ranks in rounds:
                 mean_N = sum(ranks[rank] for rank in members[group.rank]) / slices.parts
@@ -216,7 +217,7 @@ def test_t3_r_goes_to_any_boxes_and_ranks_with_either_topology(old, new):
 
     def work(group):
         like = torch.empty(0)
-        flat = BucketedAllReduce(group, LAYOUT, SignCodec(64), like, bucket_elements=200)
+        flat = flat_reducer(group, LAYOUT, SignCodec(64), like, bucket_elements=200)
         made = [flat] if new not in BOXES else [flat, make(group, torch.float32, bucket_elements=200)]
         found = []
         for memory in (reducer.new_memory() for reducer in made):
@@ -468,8 +469,8 @@ def test_two_boxes_of_four_send_each_other_less_than_a_2_4th_of_what_flat_sends(
         like, boxes = torch.ones(layout.numel), exchange_boxes(group)
         sent, means = [], []
         for reducer in (
-            BucketedAllReduce(group, layout, SignCodec(), like),
-            NodeFirst(nodes_of(group), layout, SignCodec(), like),
+            flat_reducer(group, layout, SignCodec(), like),
+            node_first_reducer(nodes_of(group), layout, SignCodec(), like),
         ):
             ledger = Ledger(group.stats, boxes)
             reducer.compressed_(like.clone(), reducer.new_memory())
@@ -504,7 +505,7 @@ def test_a_share_of_the_errors_goes_back_bit_for_bit_and_shares_add_up_to_r(boxe
         return held.part(len(of_rank)), memory.residual(), held
 
     def load_elsewhere(group):
-        reducer = BucketedAllReduce(group, LAYOUT, SignCodec(64), torch.empty(0), bucket_elements=200)
+        reducer = flat_reducer(group, LAYOUT, SignCodec(64), torch.empty(0), bucket_elements=200)
         memory = reducer.new_memory()
         memory.hold(held[group.rank])
         flat = memory.held()

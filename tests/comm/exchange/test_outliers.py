@@ -75,7 +75,7 @@ def test_the_loop_that_looks_for_large_errors_is_its_reference(dtype):
         memory = reducer.new_memory()
         for ranks in rounds:
             reducer.compressed_(ranks[group.rank].clone(), memory)
-        for rows, kept in zip(reducer._rows, memory.server, strict=True):
+        for rows, kept in zip(reducer._coder._rows, memory.server, strict=True):
             for bound, most in ((0.0, 10_000), (0.5, 10_000), (0.1, 7), (1e9, 5)):
                 given = kept.sum_c, kept.scale_b, rows.own_table, bound, most
                 assert all(map(torch.equal, larger_than(*given), reference(*given)))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from thinwire.comm import BucketedAllReduce, NonFiniteInput, VectorLayout, run_threads
+from thinwire.comm import NonFiniteInput, VectorLayout, run_threads
 from thinwire.comm.codecs import SignCodec
+from thinwire.comm.exchange.reducer import flat_reducer
 
 BETA1 = 0.9
 # a matrix, one that does not end with a byte, another matrix, two vectors that share a segment
@@ -34,7 +35,7 @@ def elsewhere(g_N, apart):
 
 
 def exchange(group, apart, bucket_elements, poison=None, as_floats=False):
-    reduce = BucketedAllReduce(group, LAYOUT, SignCodec(256), torch.zeros(0), bucket_elements=bucket_elements)
+    reduce = flat_reducer(group, LAYOUT, SignCodec(256), torch.zeros(0), bucket_elements=bucket_elements)
     memory = reduce.new_memory()
     first = filled(group.rank)
     reduce.compressed_(first, memory)
@@ -91,7 +92,7 @@ def test_a_run_that_shares_its_scales_is_read_of_the_vector():
     """As one whose last byte is not full: given or not, the vector is what counts."""
 
     def work(group):
-        reduce = BucketedAllReduce(group, LAYOUT, SignCodec(256), torch.zeros(0))
+        reduce = flat_reducer(group, LAYOUT, SignCodec(256), torch.zeros(0))
         found = []
         for runs in ([], [None, torch.full((999,), 7.0), None, None, torch.full((592,), 7.0)]):
             memory = reduce.new_memory()

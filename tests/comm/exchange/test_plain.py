@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from tests.comm.exchange.plain import plain
 from tests.covering import every_value
-from thinwire.comm import CompressedAllReduce, NonFiniteInput, PeerLost, ThreadGroup, WireMismatch, run_threads
+from thinwire.comm import NonFiniteInput, PeerLost, ThreadGroup, WireMismatch, run_threads
 from thinwire.comm.codecs import REGISTRY, Bf16Codec, DenseCodec, Int8Codec, SignCodec
+from thinwire.comm.exchange.reducer import flat_reducer
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.kernels.reference import BLOCK_SCALES
 from thinwire.comm.layout import VectorLayout
@@ -43,7 +45,7 @@ def reduce_rounds(size, rounds, codec, layout=LAYOUT):
     """Outputs [round][rank] and the residual before and after, by threads."""
 
     def work(group: ThreadGroup):
-        reducer = CompressedAllReduce(group, layout, codec, rounds[0][0])
+        reducer = plain(group, layout, codec, rounds[0][0])
         memory = reducer.new_memory()
         outs = []
         for ranks in rounds:
@@ -131,7 +133,7 @@ def test_a_compressed_exchange_sends_one_bit_a_value_each_way(size):
 
     def work(group):
         x = torch.randn(layout.numel)
-        reducer = CompressedAllReduce(group, layout, SignCodec(), x)
+        reducer = plain(group, layout, SignCodec(), x)
         before = group.stats.sent_bytes, group.stats.collectives
         reducer.compressed_(x, reducer.new_memory())
         compressed = group.stats.sent_bytes - before[0]
@@ -152,7 +154,7 @@ def test_t3_resize_keeps_the_residual(old, new):
         assert residual.abs().max() > 0
 
     def work(group):
-        memory = CompressedAllReduce(group, LAYOUT, SignCodec(block=64), residual).new_memory()
+        memory = plain(group, LAYOUT, SignCodec(block=64), residual).new_memory()
         memory.restore(residual)
         return memory.residual()
 
@@ -175,7 +177,7 @@ def test_a_non_finite_input_is_named_by_every_rank_and_changes_no_error(bad, whe
     rounds = inputs(3, 4, torch.float32)
 
     def work(group):
-        reducer = CompressedAllReduce(group, LAYOUT, SignCodec(block=64), rounds[0][0])
+        reducer = plain(group, LAYOUT, SignCodec(block=64), rounds[0][0])
         memory = reducer.new_memory()
         for ranks in rounds[:3]:
             reducer.compressed_(ranks[group.rank].clone(), memory)
@@ -204,7 +206,7 @@ def test_a_non_finite_input_of_the_full_mean_is_named_by_every_rank(bad):
         if group.rank == 2:
             x[3] = bad
         with pytest.raises(NonFiniteInput, match="rank 2"):
-            CompressedAllReduce(group, LAYOUT, SignCodec(), x).full_(x)
+            plain(group, LAYOUT, SignCodec(), x).full_(x)
         return True
 
     assert all(run_threads(3, work))
@@ -216,6 +218,9 @@ class FailingGroup:
     def __init__(self, group, fail_at):
         self._group, self._left = group, fail_at
         self.rank, self.size, self.stats = group.rank, group.size, group.stats
+
+    def second_communicator(self):
+        return self
 
     def __getattr__(self, name):
         self._left -= 1
@@ -231,7 +236,7 @@ def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(collect
 
     def work(group):
         failing = FailingGroup(group, fail_at=10**9)
-        reducer = CompressedAllReduce(failing, LAYOUT, SignCodec(block=64), rounds[0][0])
+        reducer = plain(failing, LAYOUT, SignCodec(block=64), rounds[0][0])
         memory = reducer.new_memory()
         for ranks in rounds[:2]:
             reducer.compressed_(ranks[group.rank].clone(), memory)
@@ -251,7 +256,7 @@ def test_ranks_that_disagree_are_told_so_with_both_sides(other):
     def work(group):
         codec = SignCodec(block=64) if group.rank == 0 else other
         with pytest.raises(WireMismatch, match=r"rank 0 has codec sign:64:l2, rank 1 has codec sign:(128:l2|64:l1)"):
-            CompressedAllReduce(group, LAYOUT, codec, torch.zeros(1))
+            flat_reducer(group, LAYOUT, codec, torch.zeros(1))
         return True
 
     assert all(run_threads(2, work))
@@ -259,7 +264,7 @@ def test_ranks_that_disagree_are_told_so_with_both_sides(other):
 
 def test_a_residual_of_another_model_is_refused():
     def work(group):
-        memory = CompressedAllReduce(group, LAYOUT, SignCodec(), torch.zeros(1)).new_memory()
+        memory = plain(group, LAYOUT, SignCodec(), torch.zeros(1)).new_memory()
         with pytest.raises(ValueError, match="other parameters"):
             memory.restore(torch.zeros(8))
         return True

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
+from tests.comm.exchange.plain import plain
 from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
-from thinwire.comm import CompressedAllReduce, Keeps, PeerLost, run_threads
+from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.codecs import SignCodec
 
 KINDS = {
     "bucketed": lambda group: make(group, torch.float64),
     "with a replica": lambda group: make(group, torch.float64, keeps=Keeps.REPLICA),
     "with rows kept": lambda group: make(group, torch.float64, keeps=Keeps.ROWS),
-    "plain": lambda group: CompressedAllReduce(group, LAYOUT, SignCodec(64), torch.empty(0, dtype=torch.float64)),
+    "plain": lambda group: plain(group, LAYOUT, SignCodec(64), torch.empty(0, dtype=torch.float64)),
 }
 SLACK = 1e-12
 """4 ulp of the largest kept sum, generously."""

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.comm.exchange.plain import plain
 from tests.comm.gloo_ranks import said, start
-from thinwire.comm import CompressedAllReduce, ThreadGroup, TorchGroup, run_threads
+from thinwire.comm import ThreadGroup, TorchGroup, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.layout import VectorLayout
 
@@ -33,7 +34,7 @@ def exchanged(group):
     layout = VectorLayout.single(10_001)
     generator = torch.Generator().manual_seed(group.rank)
     x = torch.zeros(layout.numel)
-    reducer = CompressedAllReduce(group, layout, SignCodec(block=512), x)
+    reducer = plain(group, layout, SignCodec(block=512), x)
     slot = reducer.new_memory()
     for _ in range(3):
         x[: layout.num_live] = torch.randn(layout.num_live, generator=generator)

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from thinwire.comm import CompressedAllReduce, PeerLost, SoloGroup, WireMismatch, run_threads
+from tests.comm.exchange.plain import plain
+from thinwire.comm import PeerLost, SoloGroup, WireMismatch, run_threads
 from thinwire.comm.codecs import DenseCodec, SignCodec
 from thinwire.comm.groups import fingerprint
 from thinwire.comm.groups.fingerprint import FACTS_BYTES, agree, exchange_facts
@@ -123,7 +124,7 @@ def test_a_rank_that_never_comes_is_found_by_the_time_out():
             return None
         began = time.monotonic()
         with pytest.raises(PeerLost, match=r"rank 1 \(it did not come") as raised:
-            CompressedAllReduce(group, LAYOUT, SignCodec(), torch.zeros(1))
+            plain(group, LAYOUT, SignCodec(), torch.zeros(1))
         assert time.monotonic() - began < 30
         return raised.value.rank
 

@@ -3,18 +3,20 @@
 import pytest
 import torch
 
+from tests.optim.constructing import construct
 from thinwire.comm import run_threads
 from thinwire.comm.groups.mirrored import MirroredGroup
 from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 STEPS = 4
+SMALL = {"bucket_elements": 1 << 12}
 
 
 def train(make, group):
     """Bytes and collectives by kind, of a few steps of a small model."""
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 41)
-    optimizer = make(model.parameters(), lr=1e-9, group=group, overlap=True, bucket_elements=1 << 12)
+    optimizer = make(model.parameters(), lr=1e-9, group=group, overlap=True)
     before = group.stats.sent_bytes
     for _ in range(STEPS):
         model(torch.ones(2, 300)).square().mean().backward()
@@ -26,10 +28,10 @@ def train(make, group):
 @pytest.mark.parametrize(
     "make",
     [
-        Adam,
-        lambda params, **known: OneBitAdam(params, warmup=2, **known),
-        lambda params, **known: OneBitLamb(params, warmup=2, **known),
-        lambda params, **known: ZeroOneAdam(params, dense_steps=1, var_freeze_step=2, **known),
+        lambda params, **known: construct(Adam, params, **SMALL, **known),
+        lambda params, **known: construct(OneBitAdam, params, warmup=2, **SMALL, **known),
+        lambda params, **known: construct(OneBitLamb, params, warmup=2, **SMALL, **known),
+        lambda params, **known: construct(ZeroOneAdam, params, dense_steps=1, var_freeze_step=2, **SMALL, **known),
     ],
     ids=["adam", "onebit_adam", "onebit_lamb", "zero_one_adam"],
 )

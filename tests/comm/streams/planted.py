@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from thinwire.comm.exchange import bucketed, pipeline
-from thinwire.comm.exchange.node_first import NodeFirst
+from thinwire.comm.exchange import pipeline
+from thinwire.comm.exchange.exchange import Exchange
+from thinwire.comm.exchange.node_first import NodeCoder
 from thinwire.comm.exchange.side import DeviceGate, SidePipeline
 
 
@@ -22,7 +23,7 @@ def no_event_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_wait_before_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve = bucketed.BucketedAllReduce._serve
+    serve = Exchange._serve
 
     def at_once(self: Any, k: int) -> None:
         hold = self._pipeline.hold
@@ -32,29 +33,30 @@ def no_wait_before_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             self._pipeline.hold = hold
 
-    monkeypatch.setattr(bucketed.BucketedAllReduce, "_serve", at_once)
+    monkeypatch.setattr(Exchange, "_serve", at_once)
 
 
 def no_wait_before_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = bucketed.settle
+    settle = Exchange._settle
 
-    def forgetful(pipe: Any, first: Any, replicated: Any, second: list[Any]) -> Any:
-        raised = settle(pipe, first, replicated)
-        second[:] = [None] * len(second)
-        return raised
+    def forgetful(self: Any, *, receive: bool) -> None:
+        raised = self._pipeline.drain()
+        self._second[:] = [()] * len(self._second)
+        settle(self, receive=receive)
+        self._error = self._error or raised
 
-    monkeypatch.setattr(bucketed, "settle", forgetful)
+    monkeypatch.setattr(Exchange, "_settle", forgetful)
 
 
 def rows_sent_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The collective does not wait for the stream that encodes: it begins outside of fed()."""
-    send = bucketed.BucketedAllReduce._send
+    send = Exchange._send
 
     def elsewhere(self: Any, k: int) -> None:
         with self._pipeline._streams.on(self._pipeline._streams.stream()):
             send(self, k)
 
-    monkeypatch.setattr(bucketed.BucketedAllReduce, "_send", elsewhere)
+    monkeypatch.setattr(Exchange, "_send", elsewhere)
 
 
 def no_join_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,17 +99,7 @@ def what_an_event_says_after_the_abort_counts(monkeypatch: pytest.MonkeyPatch) -
 
 def mean_of_a_box_passed_on_without_a_look_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of node first alone. What its peers exchange is looked at as ever, but then it is garbage already."""
-    pass_on = NodeFirst._pass_on
-
-    def blind(self: Any, k: int) -> None:
-        admit = self._pipeline.admit
-        self._pipeline.admit = lambda k, fuse: None
-        try:
-            pass_on(self, k)
-        finally:
-            self._pipeline.admit = admit
-
-    monkeypatch.setattr(NodeFirst, "_pass_on", blind)
+    monkeypatch.setattr(NodeCoder, "fuse", lambda self, k: None)
 
 
 SIDE_ADMITTED = SidePipeline.admitted

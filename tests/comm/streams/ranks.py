@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.comm.streams.device import Device, Died, LateKernels, World
 from tests.comm.streams.group import LateGroup
 from thinwire.comm.codecs.sign import SignCodec
-from thinwire.comm.exchange import bucketed, node_first, side
-from thinwire.comm.exchange.bucketed import BucketedAllReduce
-from thinwire.comm.exchange.node_first import NodeFirst
+from thinwire.comm.exchange import node_first, side, sign
+from thinwire.comm.exchange.reducer import Reducer, flat_reducer, node_first_reducer
 from thinwire.comm.groups.nodes import nodes_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.blocks import BlockTable
@@ -31,7 +30,7 @@ here = threading.local()
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on what is made in a rank's thread is made for its late device."""
     kernels = LateKernels(CpuKernels(), lambda: here.device)
-    monkeypatch.setattr(bucketed, "kernels_for", lambda *_: kernels)
+    monkeypatch.setattr(sign, "kernels_for", lambda *_: kernels)
     monkeypatch.setattr(node_first, "kernels_for", lambda *_: kernels)
     monkeypatch.setattr(side, "streams_for", lambda _: here.device)
     make = side.DeviceGate.__init__
@@ -68,10 +67,10 @@ def run_late(world: World, work: Callable[[LateGroup], Any]) -> list[Any]:
     return told
 
 
-def reducer_of(group: Any, keeps: Keeps = Keeps.NOTHING, device: torch.device | None = None) -> BucketedAllReduce:
+def reducer_of(group: Any, keeps: Keeps = Keeps.NOTHING, device: torch.device | None = None) -> Reducer:
     """Of this test's vector, in three buckets."""
     x = torch.zeros(LAYOUT.numel, device=device)
-    return BucketedAllReduce(group, LAYOUT, SignCodec(256), x, bucket_elements=1024, keeps=keeps)
+    return flat_reducer(group, LAYOUT, SignCodec(256), x, bucket_elements=1024, keeps=keeps)
 
 
 def inputs_of(rank: int, steps: int, seed: int = 0) -> list[torch.Tensor]:
@@ -98,11 +97,11 @@ def exchange(reducer: Any, memory: Any, x: torch.Tensor, given: torch.Tensor, *,
     reducer.finish()
 
 
-def by_node_first(group: Any) -> NodeFirst:
+def by_node_first(group: Any) -> Reducer:
     """The same where ranks are in boxes."""
     nodes = nodes_of(group)
     assert not isinstance(nodes, str)
-    return NodeFirst(nodes, LAYOUT, SignCodec(256), torch.zeros(LAYOUT.numel), bucket_elements=1024)
+    return node_first_reducer(nodes, LAYOUT, SignCodec(256), torch.zeros(LAYOUT.numel), bucket_elements=1024)
 
 
 def steps_on(

@@ -136,17 +136,18 @@ def mean_with_a_death(world, step):
         if met.wait() == 0:
             world.kill = (size - 1, world.ran + step)
         met.wait()
-        counts = True
+        counts, was_lost = True, False
         with group.device:
             try:
                 x.copy_(given)
-                for k in range(len(means._rows)):
+                for k in range(len(means._coder._rows)):
                     means.launch(k, x)
                 means.finish()
             except PeerLost:
+                was_lost = True
                 with means.redone() as counts:
                     pass
-        return counts, done(group, lambda: [one.served_B.clone() for one in means._rows]), means.has_lost
+        return counts, done(group, lambda: [one.served_B.clone() for one in means._coder._rows]), was_lost
 
     return run_late(world, work)
 
@@ -157,10 +158,10 @@ def test_a_death_in_a_mean_in_bfloat16_is_that_too(num, monkeypatch):
         means, x, (given,) = reducer_of(group).means("bf16"), torch.zeros(LAYOUT.numel), inputs_of(group.rank, 1)
         means.begin()
         x.copy_(given)
-        for k in range(len(means._rows)):
+        for k in range(len(means._coder._rows)):
             means.launch(k, x)
         means.finish()
-        return [one.served_B.clone() for one in means._rows]
+        return [one.served_B.clone() for one in means._coder._rows]
 
     true, lost = run_threads(3, whole), 0
     late(monkeypatch)
@@ -239,7 +240,7 @@ def test_what_is_refused_or_given_up_is_undone_as_on_the_cpu_bit_for_bit(monkeyp
 
 def served(reducer):
     """The rows that this rank has served."""
-    return [one.served_B.clone() for one in getattr(reducer, "_between", reducer)._rows]
+    return [one.served_B.clone() for one in getattr(reducer._coder, "_signs", reducer._coder)._rows]
 
 
 def errors(memory):

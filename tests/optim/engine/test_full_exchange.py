@@ -340,9 +340,7 @@ def test_replicas_of_server_errors_are_those_of_the_ranks_before_again_once_bits
         assert not memory.kept_of(before)
         train(optimizer, params, group.rank, range(3, STEPS))
         assert memory.kept_of(before)
-        replicas = [
-            kept.sum_c - kept.sent(rows.replica.table) for rows, kept in zip(memory._rows, memory.replica, strict=True)
-        ]
+        replicas = [kept.sum_c - kept.sent() for kept in memory.replica]
         return memory._server_errors(), replicas, flat(params)
 
     results = run_threads(3, work)

@@ -44,10 +44,10 @@ def everything(ranks):
         own = {"worker": worker_N, "server": memory.share(1) - worker_N}
         own["sent"], own["out"] = torch.zeros_like(worker_N), torch.zeros_like(worker_N)
         own["serves"] = torch.zeros_like(worker_N, dtype=torch.bool)
-        for rows, worker, server in zip(memory._rows, memory.worker, memory.server, strict=True):
-            own["sent"][rows.span] = worker.sent(rows.table)
-            own["out"][rows.own] = server.sent(rows.own_table)
-            own["serves"][rows.own] = True
+        for place, worker, server in zip(memory.places, memory.worker, memory.server, strict=True):
+            own["sent"][place.worker.at] = worker.sent()
+            own["out"][place.own.at] = server.sent()
+            own["serves"][place.own.at] = True
         own["outliers"] = torch.zeros_like(worker_N)
         if memory.outliers is not None:
             memory.outliers.add_(own["outliers"], at)

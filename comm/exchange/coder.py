@@ -1,0 +1,218 @@
+"""How the bytes of a bucket are made and read, and what is kept of what they leave out. exchange.py says when.
+
+    coder        file            what crosses                                       error memory
+    SignCoder    sign.py         a sign a value, a scale a block; fused kernels     kept sums, written in place
+    CodecCoder   any_codec.py    rows of any Codec                                  errors, swapped at the end
+    SumCoder     sums.py         the values, in a sum of all ranks or by node       none is needed
+    NodeCoder    node_first.py   exact inside a box, a SignCoder between boxes      that of the SignCoder, of slices
+    AloneCoder   alone.py        nothing: there is one rank                         is given out
+
+A new way to write vectors in fewer bytes is a Codec (docs/adding.md). Only a new order of collectives is a Coder.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.exchange.memory import ErrorMemory
+from thinwire.comm.exchange.parts import Part, by_segment
+from thinwire.comm.kernels.blocks import spread
+from thinwire.comm.layout import Buckets
+from thinwire.comm.protocol import Pending, Result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What a bucket was launched with. vector: x. weight: of x against the last result; None: x itself.
+
+    runs: what was read in place of parts of x. start: what stood for the last result. factor: of each live run, where
+    what was sent is so many times that. form: what makes x, where it is no vector. Without both nothing was given: the
+    bucket was abandoned or refused.
+    """
+
+    vector_N: Tensor | None
+    weight: float | None = None
+    runs: Sequence[Tensor | None] = ()
+    start_N: Tensor | None = None
+    factor_r: Tensor | None = None
+    form: Callable[[slice], Tensor] | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Was the bucket sent as unusable?"""
+        return self.vector_N is None and self.form is None and self.weight is None
+
+
+NOTHING = Given(None)
+"""Of a bucket that holds nothing: it was refused, or the exchange was abandoned."""
+ABSENT = Given(None, weight=0.0)
+"""Of a bucket in which this rank gives nothing, and takes part."""
+GIVEN_AGAIN = object()
+"""What is remembered of an exchange that redone() makes anew of what it was given."""
+
+
+class Coder(ABC):
+    """The bytes of all buckets of vectors of one layout, on one rank. Every method is called by an Exchange.
+
+    in_place: error memory is written while buckets are encoded, so that an error in between may tear it.
+    keeps_results: results stay until the next exchange but one; else they are written over what was launched.
+    serves_on: where a bucket is not received the others are served all the same: other ranks may have it, and the whole
+    result then. Else nothing more is begun.
+    results: two, of which results[turn] was committed last and the other one is being made.
+    """
+
+    in_place = False
+    keeps_results = True
+    serves_on = False
+
+    def __init__(self, buckets: Buckets, like: Tensor) -> None:
+        self.buckets = buckets
+        self.like = like.new_empty(0)
+        self.results: Sequence[Result] = ()
+        self.turn = 0
+        self._parts: list[list[Part]] = [[] for _ in range(len(buckets))]
+        """Of each bucket, where some of the vector may lie elsewhere; made when it first does."""
+
+    @abstractmethod
+    def new_memory(self) -> ErrorMemory:
+        """Error memory for one exchanged vector, empty."""
+
+    def owns(self, memory: ErrorMemory) -> bool:
+        """Was it made here?"""
+        return True
+
+    @abstractmethod
+    def begin(self, memory: ErrorMemory | None, draw: int) -> None:
+        """Have memory for an exchange. draw: its number, by which is rounded. Local."""
+
+    def release(self) -> None:
+        """Let go of wire memory until the next begin(). Local."""
+        return
+
+    def form(self, k: int, given: Given) -> Tensor | None:
+        """Bucket k of what is to be encoded, where that is made before encode(); else None. Writes no error memory."""
+        return self.formed(k, given)
+
+    @abstractmethod
+    def encode(self, k: int, given: Given, formed_b: Tensor | None) -> None:
+        """Write what bucket k sends first. formed: as form() gave it."""
+
+    @abstractmethod
+    def encode_nothing(self, k: int) -> None:
+        """Write in its place rows of zeros, which are usable. Error memory stays as it is."""
+
+    @abstractmethod
+    def refuse(self, k: int, flag: int) -> None:
+        """Write in its place that there is nothing. flag: 0, or REFUSED."""
+
+    @abstractmethod
+    def send(self, k: int) -> Sequence[Pending]:
+        """Start the first collectives of bucket k. Raises: PeerLost."""
+
+    def fuse(self, k: int) -> Tensor | None:
+        """What makes what this rank serves unusable, spoilt; None where nothing would come of it (side.py)."""
+        return None
+
+    @abstractmethod
+    def serve(self, k: int, given: Given) -> None:
+        """What follows from the first collectives of bucket k."""
+
+    def pass_on(self, k: int) -> Pending | None:
+        """Start the second collective of bucket k, where there is one. Raises: PeerLost."""
+        return None
+
+    def receive(self, k: int, given: Given) -> None:
+        """What follows from that. Raises: PeerLost."""
+        return
+
+    @abstractmethod
+    def finite(self) -> Tensor:
+        """0-dim: 1 where all of the result is usable, else 0 or NaN, the same on every rank. May be collective.
+
+        Raises: PeerLost.
+        """
+
+    @abstractmethod
+    def own_flag(self, given: Sequence[Given]) -> Tensor:
+        """0-dim uint8: 1 where all that this rank gave can be encoded, else 0."""
+
+    def complete(self) -> None:
+        """What else crosses with an exchange whose result is usable. Collective. Raises: PeerLost."""
+        return
+
+    def undo(self, given: Sequence[Given], num_served: int, *, lost: bool) -> None:
+        """Have error memory as before. lost: a peer was lost. Local. Nothing where it was not written."""
+        return
+
+    @abstractmethod
+    def keep(self) -> None:
+        """The result counts: error memory is what it has left out. Local. turn is changed by the exchange."""
+
+    def remember(self) -> object | None:
+        """What redone() needs of an exchange that is to be undone, or GIVEN_AGAIN; None: there is nothing to count."""
+        return None
+
+    @contextmanager
+    def redone(self, memory: ErrorMemory | None, given: Sequence[Given], remembered: object) -> Iterator[bool]:
+        """Inside, error memory is as if the exchange had been kept. Gives whether it is."""
+        yield False
+
+    def rebuilds(self, memory: ErrorMemory) -> bool:
+        """Can this rank help to estimate what a rank that is gone held? Asked where `memory` has a last result."""
+        return False
+
+    def add_rebuilt_(
+        self, part_N: Tensor, memory: ErrorMemory, missing: Collection[int], holders: int, *, has_result: bool
+    ) -> None:
+        """part <- part + what this rank knows of it. has_result: this rank adds what all of them know."""
+        return
+
+    def left_squares(self, memory: ErrorMemory) -> Tensor:
+        """As Reducer.left_squares."""
+        return self.like.new_zeros(2)
+
+    def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
+        """How well the last exchange carried what it was given. Collective. Raises: PeerLost."""
+        return None
+
+    def parts_of(self, k: int, given: Given) -> list[Tensor]:
+        """Bucket k of the vector that was given, in tensors that lie end to end."""
+        at = slice(*self.buckets.spans[k])
+        assert given.vector_N is not None
+        if all(run is None for run in given.runs):
+            return [given.vector_N[at]]
+        if not self._parts[k]:
+            self._parts[k] = by_segment(at.start, at.stop, self.buckets.layout)
+        return [part.of(given.vector_N, given.runs) for part in self._parts[k]]
+
+    def formed(self, k: int, given: Given) -> Tensor:
+        """Bucket k of what is to be encoded: float[b]. Not to be modified: it may be part of what was given.
+
+        Rounded as the fused kernels do it: without a fused multiply-add.
+        """
+        at = slice(*self.buckets.spans[k])
+        if given.form is not None:
+            return given.form(at)
+        parts = self.parts_of(k, given)
+        if given.weight is None:
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        factor_b = None
+        if given.factor_r is not None:
+            factor_b = spread(given.factor_r, self.buckets.layout, at.start, at.stop)
+        if given.start_N is not None:
+            from_b = given.start_N[at]
+        else:
+            from_b = self.like.new_empty(at.stop - at.start)
+            self.results[self.turn].decode_(from_b, at.start, at.stop)
+            if factor_b is not None:
+                from_b.div_(factor_b)
+        formed_b = torch.cat([part.to(from_b.dtype) for part in parts])
+        formed_b.sub_(from_b).mul_(given.weight).add_(from_b)
+        return formed_b if factor_b is None else formed_b.mul_(factor_b)
