@@ -20,6 +20,9 @@ RESUMES: Final = (("", ""), *STARTS)
 NO_QUOTA: Final = (
     "couldn't assign flavors to pod set head: insufficient unused quota for cpu in flavor default-flavor, 2 more needed"
 )
+PREEMPTED: Final = (
+    "Preempted to accommodate a workload (UID: 0a1b, JobUID: 2c3d) due to prioritization in the ClusterQueue"
+)
 
 
 def cluster_name(rayjob: Object) -> str:
@@ -57,9 +60,9 @@ def hold(store: Store, rayjob: Object, is_held: bool) -> None:
     store.update(RAYJOBS, rayjob["metadata"]["name"], lambda one: {**one, "spec": {**one["spec"], "suspend": is_held}})
 
 
-def queue(store: Store, rayjob: Object) -> None:
+def queue(store: Store, rayjob: Object, why: str = NO_QUOTA) -> None:
     """Kueue has looked at the RayJob, and has no room for it."""
-    condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": NO_QUOTA}
+    condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": why}
     metadata = {"name": f"rayjob-{rayjob['metadata']['name']}", "ownerReferences": owned_by(rayjob)}
     store.create(WORKLOADS, {"metadata": metadata, "status": {"conditions": [condition]}})
 

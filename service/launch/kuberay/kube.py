@@ -74,8 +74,8 @@ class KubeError(LauncherError):
         self.status, self.reason = status, reason
 
 
-class Expired(Exception):
-    """What a watch was to go on from is gone (410): list again."""
+class Expired(KubeError):
+    """What a list or a watch was to go on from is gone (410): list again."""
 
 
 class Kube:
@@ -130,26 +130,8 @@ class Kube:
 
     def all(self, plural: str, selector: str) -> tuple[list[Object], str]:
         """All of them with these labels, and the version that they are of. Raises KubeError, Expired."""
-        found: list[Object] = []
-        how: Object = {"limit": PAGE}
-        while True:
-            try:
-                page = self._call(
-                    f"list {plural}",
-                    self._custom.list_namespaced_custom_object,
-                    *_ray(plural, self),
-                    label_selector=selector,
-                    **how,
-                )
-            except Expired:
-                if "_continue" not in how:
-                    raise
-                found, how = [], {}  # the server has forgotten the rest of its pages: all in one
-                continue
-            found += page["items"]
-            if not (further := page["metadata"].get("continue")):
-                return found, page["metadata"]["resourceVersion"]
-            how = {"limit": PAGE, "_continue": further}
+        ask = self._custom.list_namespaced_custom_object
+        return self._list(f"list {plural}", ask, *_ray(plural, self), label_selector=selector)
 
     def watch(self, plural: str, selector: str, version: str) -> Iterator[tuple[str, Object]]:
         """What has changed since this version: ADDED, MODIFIED, DELETED, BOOKMARK, each with the object. It ends by
@@ -238,30 +220,22 @@ class Kube:
 
     def pods(self, selector: str) -> list[Object]:
         """Pods with these labels. Raises KubeError."""
-        return self._plain("list pods", self._core.list_namespaced_pod, label_selector=selector)
+        return self._list("list pods", self._core.list_namespaced_pod, self.namespace, label_selector=selector)[0]
 
     def warnings(self) -> list[Object]:
         """The Warning events of the namespace. Raises KubeError."""
-        return self._plain("list events", self._core.list_namespaced_event, field_selector="type=Warning")
+        ask = self._core.list_namespaced_event
+        return self._list("list events", ask, self.namespace, field_selector="type=Warning")[0]
 
     def workloads(self) -> list[Object]:
         """Kueue's view of the namespace's jobs; none without Kueue, or without the right to ask. Raises KubeError."""
+        ask = self._custom.list_namespaced_custom_object
         for version in KUEUE_VERSIONS:
             try:
-                found = self._call(
-                    "list workloads",
-                    self._custom.list_namespaced_custom_object,
-                    "kueue.x-k8s.io",
-                    version,
-                    self.namespace,
-                    "workloads",
-                )
+                return self._list("list workloads", ask, "kueue.x-k8s.io", version, self.namespace, "workloads")[0]
             except KubeError as error:
                 if error.status not in (403, 404):
                     raise
-            else:
-                items: list[Object] = found["items"]
-                return items
         return []
 
     def log(self, pod: str, container: str, most_bytes: int) -> str:
@@ -278,20 +252,25 @@ class Kube:
         text: bytes = answer.data
         return text.decode("utf-8", "replace")
 
-    def _plain(self, what: str, ask: Any, **how: Any) -> list[Object]:
-        """A list of a built-in kind as the server wrote it: of its fields three are wanted, of hundreds."""
-        items: list[Object] = []
-        further: Object = {}
+    def _list(self, what: str, ask: Any, *arguments: Any, **how: Any) -> tuple[list[Object], str]:
+        """All pages of a list, as the server wrote them, and their version. Of built-in kinds three fields are wanted,
+        of hundreds.
+        """
+        found: list[Object] = []
+        further: Object = {"limit": PAGE}
         while True:
             try:
-                answer = self._call(what, ask, self.namespace, limit=PAGE, _preload_content=False, **{**how, **further})
-            except Expired as error:  # in the middle of its pages; the next look lists anew
-                raise KubeError(f"the Kubernetes API at {self.url} has lost its place, asked to {what}", 410) from error
+                answer = self._call(what, ask, *arguments, _preload_content=False, **how, **further)
+            except Expired:
+                if "_continue" not in further:
+                    raise
+                found, further = [], {}  # the server has forgotten the rest of its pages: all in one
+                continue
             page = json.loads(answer.data)
-            items += page["items"]
+            found += page["items"]
             if not (token := page["metadata"].get("continue")):
-                return items
-            further = {"_continue": token}
+                return found, page["metadata"]["resourceVersion"]
+            further = {"limit": PAGE, "_continue": token}
 
     def _call(self, what: str, ask: Any, *arguments: Any, **how: Any) -> Any:
         try:
@@ -345,12 +324,9 @@ def _ray(plural: str, kube: Kube) -> tuple[str, str, str, str]:
 def _told(error: Exception, what: str, url: str) -> Exception:
     """What the client raised, as an error of ours; what is none of its own stays as it is."""
     if isinstance(error, ApiException):
-        if error.status == 410:
-            return Expired(what)
         message, reason = _said(error)
-        return KubeError(
-            f"the Kubernetes API at {url} did not {what} ({error.status}: {message})", error.status, reason
-        )
+        kind = Expired if error.status == 410 else KubeError
+        return kind(f"the Kubernetes API at {url} did not {what} ({error.status}: {message})", error.status, reason)
     if (why := _no_tls(getattr(error, "reason", None))) is not None:
         return KubeError(f"no TLS with the Kubernetes API at {url}, asked to {what}: {why}")
     if isinstance(error, (urllib3.exceptions.HTTPError, OSError)):

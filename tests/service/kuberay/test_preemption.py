@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.kubeapi.sequences import NO_QUOTA, RESUMES, STARTS, SUSPENDS, hold, queue
+from tests.kubeapi.sequences import NO_QUOTA, PREEMPTED, RESUMES, STARTS, SUSPENDS, hold, queue
 from tests.kubeapi.store import Object
 from tests.service.kuberay.harness import OnKubernetes
+from thinwire.service.jobs.views import submission_id
 
 QUEUED = {"kueue": {"queue": "lab"}, "workers": {"min": 2, "max": 2, "max_restarts": 0}}
 
@@ -23,11 +24,14 @@ def running(kube: OnKubernetes, job_id: str, attempt: int = 1) -> Object:
     hold(kube.api.store, kube.rayjob(job_id, attempt), False)
     kube.goes(job_id, STARTS, attempt)
     until(kube, job_id, "RUNNING", attempt)
+    submission = submission_id(job_id, attempt)
+    kube.turn_until(lambda: not kube.launcher.status(submission).waits_for, "the launcher looks again")
     return kube.rayjob(job_id, attempt)
 
 
 def suspend(kube: OnKubernetes, found: Object) -> None:
     """It is held, by Kueue or a person, and KubeRay takes its pods away."""
+    queue(kube.api.store, found, PREEMPTED)
     hold(kube.api.store, found, True)
     for state in SUSPENDS:
         kube.say(found, *state)
