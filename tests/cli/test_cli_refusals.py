@@ -106,26 +106,27 @@ def test_a_token_without_a_url_is_said_to_be_unused(
 
 
 @pytest.mark.parametrize("command", [("serve", "--launcher", "fake"), ("quickstart", "--launcher", "fake"), ("jobs",)])
-def test_a_home_that_is_a_file_is_said_in_one_line(
-    thinwire: Callable[..., Run], home: Path, command: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("below", "said"),
+    [
+        ("", "it is a file, not a folder: set THINWIRE_HOME to a folder you can write"),
+        ("below", "cannot be used: Not a directory: set THINWIRE_HOME to a folder you can write"),
+    ],
+)
+def test_a_home_that_is_a_file_or_below_one_is_said_in_one_line(
+    thinwire: Callable[..., Run],
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    below: str,
+    said: str,
 ) -> None:
     home.touch()
+    monkeypatch.setenv("THINWIRE_HOME", str(home / below))
     run = thinwire(*command)
     assert run.code == (2 if command == ("jobs",) else 1)
     (line,) = run.err.splitlines()
-    assert "it is a file, not a folder: set THINWIRE_HOME to a folder you can write" in line
-
-
-@pytest.mark.parametrize("command", [("serve", "--launcher", "fake"), ("quickstart", "--launcher", "fake"), ("jobs",)])
-def test_a_home_below_a_file_is_said_in_one_line(
-    thinwire: Callable[..., Run], home: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
-    home.touch()
-    monkeypatch.setenv("THINWIRE_HOME", str(home / "below"))
-    run = thinwire(*command)
-    assert run.code == (2 if command == ("jobs",) else 1)
-    (line,) = run.err.splitlines()
-    assert line.endswith("cannot be used: Not a directory: set THINWIRE_HOME to a folder you can write")
+    assert said in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

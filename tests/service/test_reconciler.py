@@ -383,3 +383,18 @@ def test_a_queue_of_kueue_is_refused_where_nobody_would_admit(service: Service) 
     answer = service.client.post("/v1/jobs", json=spec(kueue={"queue": "team"}))
     assert answer.status_code == 422
     assert answer.json()["problems"][0]["path"] == "kueue.queue"
+
+
+def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise LauncherError("no room")
+
+    monkeypatch.setattr(service.launcher, "submit", refuse)
+    with caplog.at_level("INFO", "thinwire.service.jobs.reconciler"):
+        job_id = service.submit()
+        service.turn(5)
+    assert [record.getMessage().split()[0] for record in caplog.records if job_id in record.getMessage()] == [
+        "submit_failed"
+    ]

@@ -23,8 +23,6 @@ from thinwire.service.config import Settings
 from thinwire.service.launch.kuberay.kube import connect
 from thinwire.service.launch.protocol import LauncherError, LaunchState, NoLog
 
-RECONCILER = "thinwire.service.jobs.reconciler"
-
 SUMMARY = {"state": "SUCCEEDED", "steps": 100}
 
 
@@ -79,17 +77,6 @@ def test_a_refusal_is_the_reason_for_as_long_as_it_lasts(kube: OnKubernetes, cod
     kube.api.faults.mend()
     kube.turn_until(lambda: kube.service.state(job_id) == "PENDING", "the submission")
     assert len(kube.rayjobs()) == 1
-
-
-def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
-    kube: OnKubernetes, caplog: pytest.LogCaptureFixture
-) -> None:
-    kube.api.faults.refuse(503, times=10**6, when=makes_a_rayjob)
-    with caplog.at_level("INFO", RECONCILER):
-        kube.service.submit(**STORE)
-        kube.service.turn(5)
-    told = [record.getMessage().split()[0] for record in caplog.records if record.name == RECONCILER]
-    assert told == ["submit_failed"]
 
 
 def test_a_quota_that_changes_meanwhile_is_no_rayjob_that_is_there(kube: OnKubernetes) -> None:
@@ -231,14 +218,6 @@ def test_a_pod_that_cannot_be_scheduled_is_the_reason(kube: OnKubernetes) -> Non
     )
     events = kube.service.client.get(f"/v1/jobs/{job_id}/metrics?event_kind=cluster_waits").json()["events"]
     assert [event["fields"]["reason"] for event in events] == [words]
-
-
-def test_what_kuberay_refuses_fails_with_its_words_and_no_further_attempt(kube: OnKubernetes) -> None:
-    job_id = kube.submit(workers={"max_restarts": 3})
-    kube.say(kube.rayjob(job_id), "ValidationFailed", reason="ValidationFailed", message="no such field")
-    kube.turn_until(lambda: kube.service.state(job_id) == "FAILED", "the failure")
-    assert kube.service.job(job_id)["reason"] == "KubeRay refuses the RayJob: no such field"
-    assert len(kube.rayjobs()) == 1
 
 
 def test_rayjobs_that_are_over_are_removed_when_the_service_knows(
