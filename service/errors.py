@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import JsonValue
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
@@ -124,6 +125,11 @@ class InvalidRequest(ServiceError):
 
     status = 422
     code = "invalid_request"
+
+    @classmethod
+    def at(cls, path: str, value: JsonValue, message: str) -> InvalidRequest:
+        """The error of one field."""
+        return cls.of([Problem(path=path, value=value, message=message)])
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> InvalidRequest:

@@ -17,7 +17,6 @@ from thinwire.contract.jobs import (
     JobList,
     JobState,
     Logs,
-    Problem,
     TargetGroup,
 )
 from thinwire.contract.remote_run import Claim, Claimed, KeptFile, LogKept, RunNow
@@ -63,7 +62,7 @@ async def _one_key(request: Request) -> None:
     """Dependency: at most one Idempotency-Key. Raises InvalidRequest."""
     keys = request.headers.getlist("idempotency-key")
     if len(keys) > 1:
-        raise InvalidRequest.of([Problem(path="idempotency-key", message=f"is given {len(keys)} times: give it once")])
+        raise InvalidRequest.at("idempotency-key", None, f"is given {len(keys)} times: give it once")
 
 
 operators = APIRouter(

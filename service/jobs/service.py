@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from sqlalchemy.exc import IntegrityError
 
-from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs, Problem
+from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
@@ -303,10 +303,10 @@ class JobService:
                 f"the service keeps no package of this hash: PUT /v1/packages/{recipe.package} with the zip of the "
                 "script's folder, or let `thinwire submit` do it, and submit again"
             )
-            raise InvalidRequest.of([Problem(path="recipe.package", value=recipe.package, message=words)])
+            raise InvalidRequest.at("recipe.package", recipe.package, words)
         wrong = self._packages.lacks(recipe.package, recipe.entry)
         if wrong is not None:
-            raise InvalidRequest.of([Problem(path="recipe.entry", value=recipe.entry, message=wrong)])
+            raise InvalidRequest.at("recipe.entry", recipe.entry, wrong)
 
     def _check_places(self, spec: TrainSpec | ScriptSpec) -> None:
         """Refuse what the job's machines cannot reach, or its cluster does not have. Raises InvalidRequest."""
@@ -314,11 +314,11 @@ class JobService:
             words = (
                 f"Kueue queues jobs on Kubernetes, and this service's launcher is {self._launcher.name}: leave it out"
             )
-            raise InvalidRequest.of([Problem(path="kueue.queue", value=spec.kueue.queue, message=words)])
+            raise InvalidRequest.at("kueue.queue", spec.kueue.queue, words)
         if not self._launcher.own_cluster:  # data are on the cluster's machines, which this one cannot see
             if where := unshared(spec.checkpoint.store, self._shared_folders):
                 store = spec.checkpoint.store
-                raise InvalidRequest.of([Problem(path="checkpoint.store", value=store, message=where)])
+                raise InvalidRequest.at("checkpoint.store", store, where)
         elif isinstance(spec, TrainSpec):
             _check_data(spec)
 
@@ -380,7 +380,7 @@ def _check_data(spec: TrainSpec) -> None:
     impossible = "\0" in path or not os.path.isabs(path)
     wrong = "must be an absolute path" if impossible else _unusable(spec.data, spec.recipe.context)
     if wrong:
-        raise InvalidRequest.of([Problem(path="data.path", value=path[:4096], message=wrong)])
+        raise InvalidRequest.at("data.path", path[:4096], wrong)
 
 
 def _unusable(data: TextFile, context: int) -> str | None:

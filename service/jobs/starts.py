@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from thinwire.contract.jobs import Problem
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import checkpoints_in
 from thinwire.contract.spec import ScriptSpec, TrainSpec
@@ -68,7 +67,7 @@ class Starts:
             jobs = JobRepository(session)
             row = jobs.get(job_id)
             if row is None:
-                raise _refused("start.job", job_id, "must be the ID of a job here: `thinwire jobs` lists them")
+                raise InvalidRequest.at("start.job", job_id, "must be the ID of a job here: `thinwire jobs` lists them")
             store = row.spec.get("checkpoint", {}).get("store")
             told = [event.fields for event in jobs.events(job_id, [EventKind.CHECKPOINT_SAVED], limit=MOST_EVENTS)]
         place = str(self._folders.of(job_id).checkpoints) if store is None else checkpoints_in(store, job_id)
@@ -81,14 +80,14 @@ class Starts:
         words = None if self._own_cluster else unshared(place, self._shared)
         if words is not None:
             where = "" if value == place else f"the checkpoints of {value} lie in {place}, which "
-            raise _refused(path, value, where + words)
+            raise InvalidRequest.at(path, value, where + words)
 
 
 def _check_whole(spec: TrainSpec | ScriptSpec, start: Start, whole: Sequence[Saved], path: str) -> None:
     """Raises: InvalidRequest where there is nothing to start from, or nothing left to train."""
     name = start.job or start.checkpoints
     if not whole:
-        raise _refused(
+        raise InvalidRequest.at(
             path,
             name,
             "must have a whole checkpoint, and has none: a job saves one every checkpoint.every_steps steps, and at "
@@ -97,14 +96,16 @@ def _check_whole(spec: TrainSpec | ScriptSpec, start: Start, whole: Sequence[Sav
     steps = sorted({one.step for one in whole})
     if start.step is not None and start.step not in steps:
         shown = ", ".join(map(str, steps[-20:]))
-        raise _refused("start.step", start.step, f"must be a step of which {name} has a whole checkpoint: {shown}")
+        raise InvalidRequest.at(
+            "start.step", start.step, f"must be a step of which {name} has a whole checkpoint: {shown}"
+        )
     step = max(whole).step if start.step is None else start.step
     if not start.only_weights and spec.steps is not None and spec.steps <= step:
         words = (
             f"must be more than {step}, the step of the checkpoint that the job goes on from; or say start.what = "
             "weights, which begins at step 0"
         )
-        raise _refused("steps", spec.steps, words)
+        raise InvalidRequest.at("steps", spec.steps, words)
 
 
 def _listed(folder: Path) -> list[Saved]:
@@ -131,8 +132,4 @@ def _refuse_unreadable(path: str, place: str) -> None:
         if stat.S_ISREG(found.st_mode) and os.access(file, os.R_OK):
             return
         words = "must be a file that the workers may read, such as FOLDER/model.safetensors"
-    raise _refused(path, place, words)
-
-
-def _refused(path: str, value: object, words: str) -> InvalidRequest:
-    return InvalidRequest.of([Problem(path=path, value=value, message=words)])
+    raise InvalidRequest.at(path, place, words)

@@ -64,9 +64,9 @@ class WorkerReports:
         """
         wrong = refused(worker.address, came_from, self._networks)
         if wrong is not None:
-            raise InvalidRequest.of([_problem("address", worker.address, wrong)])
+            raise InvalidRequest.at("address", worker.address, wrong)
         if worker.pid > LARGEST_PID:
-            raise InvalidRequest.of([_problem("pid", str(worker.pid), f"must be at most {LARGEST_PID}")])
+            raise InvalidRequest.at("pid", str(worker.pid), f"must be at most {LARGEST_PID}")
         with self._db.write() as session:
             row = _current(session, job_id, worker.attempt)
             if JobState(row.state).terminal:

@@ -23,7 +23,6 @@ from typing import BinaryIO
 from zipfile import BadZipFile, ZipFile
 
 from thinwire.contract.files import private_folder, sync_folder
-from thinwire.contract.jobs import Problem
 from thinwire.contract.packages import MOST_BYTES, Package
 from thinwire.service.errors import BodyTooLarge, InsufficientStorage, InvalidRequest, Unavailable
 from thinwire.service.packages.zip_check import UnfitZip, check_zip
@@ -260,7 +259,7 @@ class Upload:
         """Take it in. Raises: InvalidRequest (another hash, an unfit zip), InsufficientStorage, Unavailable."""
         sha256 = self._target.stem
         if self._digest.hexdigest() != sha256:
-            raise _unfit(
+            raise InvalidRequest.at(
                 "sha256", sha256, f"the {self._size} bytes that came have the sha256 {self._digest.hexdigest()}"
             )
         try:
@@ -269,12 +268,8 @@ class Upload:
             check_zip(self._path)
             self._packages._take_in(self._path, self._target)
         except UnfitZip as error:
-            raise _unfit("", None, f"the package {error}") from error
+            raise InvalidRequest.at("", None, f"the package {error}") from error
         except OSError as error:
             raise self._packages.refusal(error) from error
         logger.info("package_taken sha256=%s bytes=%d", sha256, self._size)
         return Package(sha256=sha256, bytes=self._size)
-
-
-def _unfit(path: str, value: str | None, message: str) -> InvalidRequest:
-    return InvalidRequest.of([Problem(path=path, value=value, message=message)])

@@ -12,7 +12,6 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from thinwire.contract.jobs import Problem
 from thinwire.contract.people import OPERATOR, MadeToken, NewToken, Role, TokenItem, TokenList
 from thinwire.service.auth import Person, token_hash
 from thinwire.service.db import Database
@@ -45,7 +44,7 @@ class Tokens:
         """A new token, with its text, which is not told again. Raises: InvalidRequest, TokenExists."""
         if asked.name in (OPERATOR, SERVICE):
             words = f"must be another name: {OPERATOR!r} has the token in the home, {SERVICE!r} is the service itself"
-            raise InvalidRequest.of([Problem(path="name", value=asked.name, message=words)])
+            raise InvalidRequest.at("name", asked.name, words)
         token = PREFIX + secrets.token_urlsafe(32)
         now = self._clock()
         row = TokenRow(
