@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,10 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ),
     ("unknown nested", {"workers": {"count": 2}}, "workers.count", 2, "allowed here: min, max, device"),
     ("unknown in a tagged union", {"optimizer": {**ONEBIT, "foo": 1}}, "optimizer.foo", 1, "warmup"),
+    *(
+        (f"{steps!r} steps", {"steps": steps}, "steps", steps, "must be a whole number at least 1")
+        for steps in (True, "10", 1.0, "1e3", None, [10])
+    ),
     ("wrong type", {"steps": "many"}, "steps", "many", "must be a whole number at least 1 and at most 1000000000"),
     (
         "below",
@@ -193,6 +198,7 @@ def test_a_wrong_spec_is_told_by_field(told: Told, changes: dict[str, Any], path
     assert words in problem.message
 
 
+MANY = ["a"] * 1001
 SCRIPT = {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}
 
 
@@ -214,6 +220,17 @@ SCRIPT = {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}
             "recipe.pip.1",
             "git+https://***@host/x",
             "in ~/.netrc or pip.conf",
+        ),
+        ({"recipe": SCRIPT | {"package": "A" * 64}}, "recipe.package", "A" * 64, "the sha256 of a package"),
+        ({"recipe": SCRIPT | {"working_dir": "code"}}, "recipe.working_dir", "code", "an absolute path"),
+        ({"recipe": SCRIPT | {"args": ["a\0"]}}, "recipe.args", ["a\0"], "without the character NUL"),
+        ({"recipe": SCRIPT | {"args": MANY}}, "recipe.args", json.dumps(MANY)[:200] + "...", "a list of at most 1000"),
+        ({"recipe": SCRIPT | {"env_vars": {"A": 1}}}, "recipe.env_vars.A", 1, "must be text"),
+        ({"recipe": SCRIPT | {"secrets": {"A": {"file": "a"}}}}, "recipe.secrets.A.file", "a", "an absolute path"),
+        ({"recipe": SCRIPT | {"layers": 3}}, "recipe.layers", 3, "there is no such field"),
+        *(
+            ({"recipe": SCRIPT | {"pip": [wrong]}}, "recipe.pip.0", wrong, "not an option of pip")
+            for wrong in ("--index-url=https://x", "a\nb", "  ", "einops ", " -r more.txt", "# einops", "einops \\")
         ),
         ({"recipe": SCRIPT | {"package": "x"}}, "recipe.package", "x", "the sha256 of a package"),
         ({"recipe": {"name": "script"}}, "recipe.entry", None, "this field is required"),
