@@ -1,5 +1,6 @@
 """What does it cost when workers die, and does a job keep one history whatever happens? Real jobs, disturbed.
 
+asked.py       what a drill is asked, and what it reports
 job.py         a job of a drill, on a Ray of its own
 run.py         the drill: workers are killed at random; then the same job undisturbed
 account.py     its figures: goodput, mean world size, seconds to regroup and to be whole again; and the timeline

@@ -15,15 +15,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.contract.drill import Chaos, DrillFailed, Found, Say
 from thinwire.contract.reports import EventKind, Sample
 from thinwire.tools.drill import hosts
+from thinwire.tools.drill.asked import Chaos, DrillFailed, Found, Say, Verdict
 from thinwire.tools.drill.cuts import Cuts, Network
 from thinwire.tools.drill.faults import TICK_S, Faults
 from thinwire.tools.drill.job import Job, Left, made_by, own_ray, small_gpt
 from thinwire.tools.drill.later import Later
 from thinwire.tools.drill.survivors import Survivors, has_committed, lives
-from thinwire.tools.drill.verdict import Verdict, judge, read
+from thinwire.tools.drill.verdict import judge, read
 from thinwire.workers.telemetry.trace import FOLDER
 
 logger = logging.getLogger(__name__)
@@ -165,17 +165,15 @@ def _training(job: Job) -> list[int]:
 def _found(chaos: Chaos, job: Job, other: Left, faults: Faults, survivors: Survivors, verdict: Verdict) -> Found:
     ours, theirs = _losses(job.samples()), _losses(other.samples())
     last = max(set(ours) & set(theirs), default=None)
-    grown = survivors.grown()
-    counts = {name: value for name, value in asdict(verdict).items() if name != "violations"}
+    violations = tuple(f"seed {chaos.seed}: {words}" for words in verdict.violations)
     return Found(
+        **(asdict(verdict) | {"violations": violations}),
         minutes=chaos.minutes,
         faults=dict(sorted(faults.counts.items())),
-        **counts,
         resumes=sum(event.kind == EventKind.RESUMED for event in job.events()),
         loss=None if last is None else ours[last],
         loss_undisturbed=None if last is None else theirs[last],
-        grown=grown,
-        violations=tuple(f"seed {chaos.seed}: {words}" for words in verdict.violations),
+        grown=survivors.grown(),
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from thinwire.contract.drill import Chaos, DrillFailed, Found, Say
+from thinwire.tools.drill.asked import Chaos, DrillFailed, Found, Say
 from thinwire.tools.drill.cuts import HEAD
 from thinwire.tools.lab import Lab, LabError, LabSpec
 from thinwire.tools.lab.lab import require_machine

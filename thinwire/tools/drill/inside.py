@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from thinwire.contract.drill import Chaos, DrillFailed
+from thinwire.tools.drill.asked import Chaos, DrillFailed
 from thinwire.tools.drill.chaos import disturb_and_judge
 from thinwire.tools.drill.cuts import HEAD, Direction
 from thinwire.tools.drill.job import START_S, own_ray

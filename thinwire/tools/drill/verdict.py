@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thinwire.tools.drill.asked import Verdict
+
 ASKED_TO = ("well", "Dismissed", "RunEnded", "RunSuperseded")
 
 
@@ -42,20 +44,6 @@ class Touch:
     pid: int
     time: float
     until: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Counts, and each violation in words. compared: steps whose samples the undisturbed run has too."""
-
-    committed: int
-    compared: int
-    redone: int
-    commits_by_two: int
-    samples_wrong: int
-    replicas_differ: int
-    holders_lost: int
-    violations: tuple[str, ...]
 
 
 def read(folder: Path) -> list[Process]:
