@@ -1,4 +1,4 @@
-"""The command: sudo python -m benchmarks.across_hosts --json. What is it worth to train across hosts with Thinwire?
+"""The command: sudo python -m benchmarks.across_hosts --json. What training across hosts with Thinwire is worth.
 
 A lab of three hosts that share no folder, on links of 1 Gbit/s: a head and another box with one worker each, brought up
 by `thinwire up`, and the service. A script (gpt_session.py) is submitted three times, one run after another:

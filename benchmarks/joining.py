@@ -1,4 +1,4 @@
-"""The command: sudo python -m benchmarks.joining. How long does a rank that comes wait until it trains with the others?
+"""The command: sudo python -m benchmarks.joining. Seconds until a joining rank trains with the others.
 
 A lab of three hosts of one rank each, with 1-bit Adam in its compressed phase. The third begins anew, as a worker in
 the place of a dead one, and regroup() gives it the state. Two ways in turns: the momentum goes as the rows that were
@@ -101,7 +101,7 @@ def rank(orders: Orders) -> None:
     optimizer = OneBitAdam(model.parameters(), group=_over_all(), warmup=1)
     for number in range((1 + orders.turns) * len(WAYS)):
         way = WAYS[number % len(WAYS)]
-        for _ in range(2):  # the second is compressed, whoever has just come
+        for _ in range(2):  # the second is compressed, also on a rank that has just come
             model(*inputs.next()).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""The command: python -m benchmarks.memory. How many bytes a parameter does each optimizer take, and when the most?
+"""The command: python -m benchmarks.memory. Bytes a parameter of each optimizer, held and at their peaks.
 
 Real processes over gloo, 34 million parameters. Every block of 64 KiB and more is a mapping of its own here
-(MALLOC_MMAP_THRESHOLD_), so that what the C library's allocator has handed out (mallinfo2) is exact, whoever asked for
+(MALLOC_MMAP_THRESHOLD_), so that what the C library's allocator has handed out (mallinfo2) is exact, whatever asked for
 it: torch, numpy, gloo. Linux tells the most that was resident within a call (VmHWM, set back by clear_refs).
 
     held    by the allocator after the call, without the parameters and gradients that any optimizer has

@@ -1,4 +1,4 @@
-"""Does `thinwire plan` predict what a step takes? Three models on the lab's five networks, every method.
+"""What `thinwire plan` predicts, and what a step takes: three models on the lab's five networks, every method.
 
     sudo .venv/bin/python -m benchmarks.plan                          # 15 cases, 15 minutes, into results/plan
     sudo .venv/bin/python -m benchmarks.plan --only gpt-10m/2x1Gbit   # one of them, printed and not kept

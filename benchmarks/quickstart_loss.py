@@ -1,4 +1,4 @@
-"""Does the quickstart end where dense Adam does? Its job with other seeds, and with one line of it changed.
+"""The quickstart's loss beside dense Adam's: its job with other seeds, and with one line of it changed.
 
     python -m benchmarks.quickstart_loss               # five seeds, one core, five minutes a run: an hour; resumable
     python -m benchmarks.quickstart_loss --size small  # half of its width, context and batch: twenty seconds a run

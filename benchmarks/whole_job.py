@@ -1,4 +1,4 @@
-"""The command: sudo python -m benchmarks.whole_job. What does a whole run gain, its warm-up among it?
+"""The command: sudo python -m benchmarks.whole_job. What a whole run gains, its warm-up included.
 
 A lab of two hosts with a link of 1 Gbit/s each. DDP with torch's AdamW in fp32 and in bf16, and 1-bit Adam, 1-bit LAMB
 and 0/1 Adam told nothing but the length of the run, train the same GPT for the same number of steps, each from making

@@ -1,4 +1,4 @@
-"""What does it cost when workers die, and does a job keep one history whatever happens? Real jobs, disturbed.
+"""Real jobs, disturbed: the cost of deaths, and whether a job keeps one history.
 
 asked.py       what a drill is asked, and what it reports
 job.py         a job of a drill, on a Ray of its own
@@ -7,5 +7,5 @@ account.py     its figures: goodput, mean world size, seconds to regroup and to 
 chaos.py       the chaos drill: all kinds of faults, each step traced and compared
 faults.py      what is done to the job, and when
 verdict.py     what the traces prove or refute
-survivors.py   do processes that live long grow?
+survivors.py   whether processes that live long grow
 """

@@ -43,16 +43,16 @@ def run(chaos: Chaos, say: Say) -> Found:
     """
     without = hosts.why_not()
     if without is None:
-        found, told = hosts.run(chaos, say)
+        found, words = hosts.run(chaos, say)
     else:
         with own_ray(chaos.workers) as address:
-            found, told = disturb_and_judge(chaos, say, address)
+            found, words = disturb_and_judge(chaos, say, address)
     found = replace(found, without_cuts=without)
     whole = {
         "chaos": {**asdict(chaos), "out": "", "beside": chaos.beside and chaos.beside.name},
         **made_by(),
         "figures": found.as_json(),
-        "faults": told,
+        "faults": words,
     }
     (chaos.out / FIGURES_NAME).write_text(json.dumps(whole, indent=2) + "\n")
     return found
@@ -76,7 +76,7 @@ def disturb_and_judge(chaos: Chaos, say: Say, address: str, network: Network | N
             other.until_step(last, say)
     verdict = judge(traces, read(other.run_dir / FOLDER), faults.touches, living)
     found = _found(chaos, job, other, faults, survivors, verdict)
-    return found, [f"{at - faults.told[0][0]:.1f} s: {words}" for at, words in faults.told]
+    return found, [f"{at - faults.done[0][0]:.1f} s: {words}" for at, words in faults.done]
 
 
 def undisturbed_in(folder: Path, spec: dict[str, Any]) -> Left:
@@ -137,7 +137,7 @@ def _goes_on(job: Job, faults: Faults, say: Say) -> None:
         if (now := _last_step(job)) != seen:  # fewer, where it has begun again from a checkpoint
             seen, until = now, time.monotonic() + SETTLE_S
         if time.monotonic() > until:
-            last = faults.told[-1][1] if faults.told else "none"
+            last = faults.done[-1][1] if faults.done else "none"
             raise DrillFailed(
                 f"the job stands still: no step in {SETTLE_S:g} s after the last fault ({last}), or after step {seen}; "
                 f"the membership says {job.members()}"
