@@ -4,8 +4,8 @@
     host 1...   a Ray node each, with room for one worker
 
 There is one network, as in a cluster: a cut takes Ray's own traffic as well as the job's. Ray is set to tolerate it, as
-docs/operations.md asks of everybody who starts it. Process numbers and addresses are the lab's, so the drill runs inside,
-and asks for cuts over a pipe, since only the lab's owner can make them. With this process all ends.
+docs/operations.md asks of everybody who starts it. Process numbers and addresses are the lab's, so the drill runs
+inside, and asks for cuts over a pipe, since only the lab's owner can make them. With this process all ends.
 """
 
 from __future__ import annotations
