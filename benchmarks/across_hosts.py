@@ -1,4 +1,4 @@
-"""The command: sudo python -m benchmarks.across_hosts --json. What is it worth to train across hosts with Thinwire?
+"""The command: sudo python -m benchmarks.across_hosts --json. What training across hosts with Thinwire is worth.
 
 A lab of three hosts that share no folder, on links of 1 Gbit/s: a head and another box with one worker each, brought up
 by `thinwire up`, and the service. A script (gpt_session.py) is submitted three times, one run after another:
@@ -28,6 +28,7 @@ import typer
 from benchmarks.across_figures import WORKERS, Told, cut_of, figures_of, gone_back, redone_by, table
 from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, other_interfaces_share
 from benchmarks.provenance import ROOT, provenance
+from benchmarks.report import made_by
 from benchmarks.wire.cases import LOADS, Load
 from thinwire.tools.lab import Lab, LabSpec
 from thinwire.tools.lab.cli import rate_mbit
@@ -182,7 +183,7 @@ def main(
         raise typer.BadParameter(f"--only {sorted(unknown)}, --model {model}: see --help for what there is")
     mbit, load = rate_mbit(rate), LOADS[model]
     is_full = (steps, mbit, model, len(chosen)) == (STEPS, rate_mbit(RATE), MODEL, len(RUNS))
-    made_by, before, began = provenance(CODE), os.getloadavg(), time.monotonic()
+    made, before, began = provenance(CODE), os.getloadavg(), time.monotonic()
     progress = Progress(began)
     found: dict[str, Told] = {}
     with Lab(LabSpec(hosts=3, rate_mbit=mbit, second_network=True)) as lab:
@@ -195,11 +196,11 @@ def main(
             found[run.name] = trial.of(run)
         last = lab.interface_bytes()
     figures = figures_of(found, other_interfaces_share(counted, last), load.name, mbit, steps)
-    hardware = {**made_by.hardware, "kernel": platform.release()}
+    hardware = {**made.hardware, "kernel": platform.release()}
     facts = {
         "command": " ".join(["python -m benchmarks.across_hosts", *sys.argv[1:]]),
-        "commit": made_by.commit,
-        "versions": {**made_by.versions, "ray": version("ray")},
+        "commit": made.commit,
+        "versions": {**made.versions, "ray": version("ray")},
         "hardware": hardware,
         "load_average": {"before": before, "after": os.getloadavg()},
         "wall_s": round(time.monotonic() - began, 1),
@@ -219,12 +220,11 @@ def keep(folder: Path, facts: dict[str, Any], found: dict[str, Told]) -> None:
     for name, told in found.items():
         lines = [json.dumps(one) for one in ({"summary": told.summary}, *told.events, *told.samples)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    hardware = ", ".join(f"{key} {value}" for key, value in (facts["hardware"] | facts["versions"]).items())
     load = facts["load_average"]
     head = [
         "# Across hosts",
         "",
-        f"`{facts['command']}` at commit {facts['commit']}; {hardware}; load average {load['before'][0]:.1f} before, "
+        f"`{facts['command']}` {made_by(facts)}; load average {load['before'][0]:.1f} before, "
         f"{load['after'][0]:.1f} after; {facts['wall_s'] / 60:.0f} minutes. What is run: "
         "[benchmarks/across_hosts.py](../../across_hosts.py). `figures.json` has the figures and what each interface "
         "has counted; the other files each run's summary, events and steps, one JSON object a line.",

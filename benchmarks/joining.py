@@ -1,4 +1,4 @@
-"""The command: sudo python -m benchmarks.joining. How long does a rank that comes wait until it trains with the others?
+"""The command: sudo python -m benchmarks.joining. Seconds until a joining rank trains with the others.
 
 A lab of three hosts of one rank each, with 1-bit Adam in its compressed phase. The third begins anew, as a worker in
 the place of a dead one, and regroup() gives it the state. Two ways in turns: the momentum goes as the rows that were
@@ -8,9 +8,7 @@ meanwhile.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -18,13 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.counted_turns import Reader, count, tell
-from benchmarks.in_lab import keep, load_named, run_ranks
 from benchmarks.provenance import ROOT
+from benchmarks.ranks import Turns, count, keep, load_named, orders_given, run_ranks, tell
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import SoloGroup, TorchGroup
@@ -61,7 +57,7 @@ def main(
         Lab(LabSpec(hosts=3, rate_mbit=rate)) as lab,
         TemporaryDirectory(prefix="thinwire-joining-") as answers,
     ):
-        read = Reader(lab, Path(answers))
+        read = Turns(lab, Path(answers))
         made = run_ranks(lab, "benchmarks.joining", Orders(load, turns, answers), read, 900)
     found = {
         "network": {"hosts": 3, "rate_mbit": rate},
@@ -105,7 +101,7 @@ def rank(orders: Orders) -> None:
     optimizer = OneBitAdam(model.parameters(), group=_over_all(), warmup=1)
     for number in range((1 + orders.turns) * len(WAYS)):
         way = WAYS[number % len(WAYS)]
-        for _ in range(2):  # the second is compressed, whoever has just come
+        for _ in range(2):  # the second is compressed, also on a rank that has just come
             model(*inputs.next()).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -122,7 +118,8 @@ def rank(orders: Orders) -> None:
         seconds = time.perf_counter() - began
         count(orders.answers, f"after-{number}")
         told = {"turn": number, "way": way, "seconds": seconds, "settles": number < len(WAYS)}
-        tell({**told, "parameters": sum(parameter.numel() for parameter in model.parameters())})
+        if here == 0:
+            tell(**told, parameters=sum(parameter.numel() for parameter in model.parameters()))
     dist.destroy_process_group()
 
 
@@ -131,8 +128,5 @@ def _over_all() -> TorchGroup:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        torch.set_num_threads(1)
-        rank(Orders(**json.loads(sys.argv[1])))
-    else:
-        app()
+    given = orders_given(Orders)
+    app() if given is None else rank(given)

@@ -1,7 +1,7 @@
-"""The command: python -m benchmarks.memory. How many bytes a parameter does each optimizer take, and when the most?
+"""The command: python -m benchmarks.memory. Bytes a parameter of each optimizer, held and at their peaks.
 
 Real processes over gloo, 34 million parameters. Every block of 64 KiB and more is a mapping of its own here
-(MALLOC_MMAP_THRESHOLD_), so that what the C library's allocator has handed out (mallinfo2) is exact, whoever asked for
+(MALLOC_MMAP_THRESHOLD_), so that what the C library's allocator has handed out (mallinfo2) is exact, whatever asked for
 it: torch, numpy, gloo. Linux tells the most that was resident within a call (VmHWM, set back by clear_refs).
 
     held    by the allocator after the call, without the parameters and gradients that any optimizer has
@@ -28,6 +28,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.provenance import ROOT, provenance
+from benchmarks.report import pipes
 from thinwire.comm import SoloGroup, TorchGroup
 from thinwire.comm.keeps import Keeps
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
@@ -186,7 +187,7 @@ def call_of(optimizer: FlatOptimizer[Any], before: dict[str, Any]) -> str:
     """What the last step was."""
     if optimizer.num_steps == 1:
         return "first step"
-    if not hasattr(optimizer, "settings"):
+    if isinstance(optimizer, SGD | Adam | Lamb):
         return "step"
     if before["frozen_at"] is None:
         synced = optimizer.stats().get("num_syncs", 0) > before.get("num_syncs", 0)
@@ -300,17 +301,14 @@ def run_cases(names: Sequence[tuple[str, str]], size: int) -> Iterator[Case]:
 
 def table(cases: Sequence[Case]) -> list[str]:
     """A line a moment, and beside a peak that of the largest step of the case."""
-    lines = [
-        "| optimizer | ranks | parameters | call | held | peak | over a step's peak |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = ("optimizer", "ranks", "parameters", "call", "held", "peak", "over a step's peak")
+    rows = []
     for case in cases:
         step = max(one.peak for one in case.moments if one.call in MOST_STEPS)
         for one in case.moments:
-            ratio = f"{one.peak / step:.2f}"
-            what = f"{case.optimizer} | {case.ranks} | {case.dtype} | {one.call}"
-            lines.append(f"| {what} | {one.held:.2f} | {one.peak:.2f} | {ratio} |")
-    return lines
+            what = (case.optimizer, str(case.ranks), case.dtype, one.call)
+            rows.append((*what, f"{one.held:.2f}", f"{one.peak:.2f}", f"{one.peak / step:.2f}"))
+    return pipes(columns, rows)
 
 
 MOST_STEPS = ("step", "compressed step", "sync")

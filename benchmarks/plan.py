@@ -1,4 +1,4 @@
-"""Does `thinwire plan` predict what a step takes? Three models on the lab's five networks, every method.
+"""What `thinwire plan` predicts, and what a step takes: three models on the lab's five networks, every method.
 
     sudo .venv/bin/python -m benchmarks.plan                          # 15 cases, 15 minutes, into results/plan
     sudo .venv/bin/python -m benchmarks.plan --only gpt-10m/2x1Gbit   # one of them, printed and not kept
@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.provenance import provenance
+from benchmarks.ranks import tell, told_in
+from benchmarks.report import made_by, pipes
 from benchmarks.wire.cases import LOADS, NETWORKS, ROOT, Case, Load, rate_text
 from benchmarks.wire.cases import Network as LabNetwork
 from benchmarks.wire.figures import step_seconds as measured_seconds
@@ -58,7 +60,6 @@ METHODS = {
 }
 """What `thinwire bench lab` calls them, and what a plan does."""
 MISS = 0.15
-MARK = "@link "
 DELAY_S = 1e-4
 """The lab's, one way, up to 1 Gbit/s; above that it makes none."""
 
@@ -109,9 +110,9 @@ def measured_link(network: LabNetwork) -> Link:
     found: list[dict[str, float]] = []
 
     def on_line(rank: int, line: str) -> None:
-        _, mark, told = line.partition(MARK)
-        if mark:
-            found.append(json.loads(told))
+        told = told_in(line)[1]
+        if told is not None:
+            found.append(told)
 
     with open_net(network) as net:
         argv = [sys.executable, "-m", "benchmarks.plan", "--measure-link"]
@@ -185,25 +186,22 @@ def predicted_anew(kept: dict[str, Any]) -> list[Compared]:
 def table(found: Sequence[Compared]) -> list[str]:
     """A row a case and method; misses in bold."""
     columns = ("case", "method", "measured, ms", "by the rate", "", "by the link", "")
-    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    rows = []
     for one in found:
         by_rate, by_link = (f"**{error:+.0%}**" if abs(error) > MISS else f"{error:+.0%}" for error in one.errors())
-        lines.append(
-            f"| {one.case} | {one.method} | {1e3 * one.measured_s:.0f} | {1e3 * one.by_rate_s:.0f} | {by_rate} "
-            f"| {1e3 * one.by_link_s:.0f} | {by_link} |"
-        )
+        measured, rate, link = (f"{1e3 * s:.0f}" for s in (one.measured_s, one.by_rate_s, one.by_link_s))
+        rows.append((one.case, one.method, measured, rate, by_rate, link, by_link))
     hits = [sum(abs(one.errors()[i]) <= MISS for one in found) for i in range(2)]
     told = f"Within {MISS:.0%}: {hits[0]} of {len(found)} by the rate that was given, {hits[1]} by the measured link."
-    return [*lines, "", told]
+    return [*pipes(columns, rows), "", told]
 
 
 def readme(kept: dict[str, Any]) -> str:
     """The table with its command and machine."""
-    hardware = ", ".join(f"{key} {value}" for key, value in (kept["hardware"] | kept["versions"]).items())
     head = [
         "# What `thinwire plan` predicts, and what was measured",
         "",
-        f"Measured by `sudo .venv/bin/python -m benchmarks.plan` at commit {kept['commit']}; {hardware}; load average "
+        f"Measured by `sudo .venv/bin/python -m benchmarks.plan` {made_by(kept)}; load average "
         f"before {kept['load_average_before']:.1f}; predicted by the model of commit {kept['model_of']}. Raw figures: "
         "plan.json. What the two predictions are from is told in [benchmarks/plan.py](../../plan.py), the model in "
         "[docs/plan.md](../../../docs/plan.md).",
@@ -232,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         print(f"--only {given.only}: no such case; there are {', '.join(case.name for case in cases)}")
         return 2
-    made_by, load_before, began = provenance(), os.getloadavg()[0], time.monotonic()
+    made, load_before, began = provenance(), os.getloadavg()[0], time.monotonic()
     found, told = [], {}
     for one, source in compare(chosen, lambda what: print(f"{time.monotonic() - began:5.0f} s  {what}", flush=True)):
         found.append(one)
@@ -240,8 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(table(found)))
     if not given.only:
         kept = {
-            "command": "python -m benchmarks.plan", "commit": made_by.commit, "model_of": made_by.commit,
-            "versions": made_by.versions, "hardware": made_by.hardware, "load_average_before": load_before,
+            "command": "python -m benchmarks.plan", "commit": made.commit, "model_of": made.commit,
+            "versions": made.versions, "hardware": made.hardware, "load_average_before": load_before,
             "steps": [asdict(one) for one in found], "from": told,
         }  # fmt: skip
         _keep(given.out, kept)
@@ -265,7 +263,7 @@ def _measure_link() -> int:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     network = measure_link(TorchGroup())
     if dist.get_rank() == 0:
-        print(MARK + json.dumps({"latency_s": network.latency_s, "bytes_per_s": network.bytes_per_s}), flush=True)
+        tell(latency_s=network.latency_s, bytes_per_s=network.bytes_per_s)
     dist.destroy_process_group()
     return 0
 

@@ -1,4 +1,4 @@
-"""Does the quickstart end where dense Adam does? Its job with other seeds, and with one line of it changed.
+"""The quickstart's loss beside dense Adam's: its job with other seeds, and with one line of it changed.
 
     python -m benchmarks.quickstart_loss               # five seeds, one core, five minutes a run: an hour; resumable
     python -m benchmarks.quickstart_loss --size small  # half of its width, context and batch: twenty seconds a run
@@ -24,6 +24,7 @@ import yaml
 from benchmarks.defaults.runs import train_job
 from benchmarks.paired import interval, judge
 from benchmarks.provenance import ROOT, provenance
+from benchmarks.report import made_by, pipes
 from benchmarks.turns import run_in_turns
 from thinwire.contract.spec import TrainSpec
 
@@ -78,7 +79,7 @@ def ended(size: str, way: str, seed: int) -> Ended:
 def table(found: Sequence[Ended]) -> list[str]:
     """A row a size and a way: the paired difference from dense Adam, its interval, the verdict, the bytes."""
     columns = ("size", "optimizer", "seeds", "loss", "worse than Adam by, %", "verdict", "fp32 / sent", "bf16 / sent")
-    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    rows = []
     for size, ways in BY_SIZE.items():
         base = {one.seed: one.curve[-1] for one in found if (one.size, one.way) == (size, "adam")}
         for way in ways:
@@ -90,9 +91,9 @@ def table(found: Sequence[Ended]) -> list[str]:
                 worse = interval([100 * (one.curve[-1] / base[one.seed] - 1) for one in own])
                 told, verdict = f"{worse.mean:+.2f} +- {worse.half:.2f}", str(judge(worse))
             ratio = own[0].ratio
-            row = (size, WAYS[way][0], str(len(own)), f"{loss:.4f}", told, verdict, f"{ratio:.2f}", f"{ratio / 2:.2f}")
-            lines.append(f"| {' | '.join(row)} |")
-    return lines
+            sent = f"{ratio:.2f}", f"{ratio / 2:.2f}"
+            rows.append((size, WAYS[way][0], str(len(own)), f"{loss:.4f}", told, verdict, *sent))
+    return pipes(columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
-    file, made_by = given.out / "runs.json", provenance()
-    kept = json.loads(file.read_text()) if file.exists() else {**asdict(made_by), "runs": []}
+    file, made = given.out / "runs.json", provenance()
+    kept = json.loads(file.read_text()) if file.exists() else {**asdict(made), "runs": []}
     found = [Ended(**one) for one in kept["runs"]]
     there = {(one.size, one.way, one.seed) for one in found}
     for seed in range(0 if given.table_only else given.seeds):
@@ -115,11 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(found[-1], flush=True)
                 kept["runs"] = [asdict(one) for one in found]
                 file.write_text(json.dumps(kept, indent=1) + "\n")
-    hardware = ", ".join(f"{key} {value}" for key, value in (kept["hardware"] | kept["versions"]).items())
     head = [
         "# The quickstart's loss beside dense Adam's",
         "",
-        f"`python -m benchmarks.quickstart_loss`, also with `--size small`, at commit {kept['commit']}; {hardware}. "
+        f"`python -m benchmarks.quickstart_loss`, also with `--size small`, {made_by(kept)}. "
         "Final validation losses in nats a byte, two workers, equal seeds; the interval is of the mean of paired "
         "differences.",
         "",

@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.paired import interval, judge
 from benchmarks.provenance import ROOT, provenance
+from benchmarks.report import pipes
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.workers.telemetry.report import ring_bytes
 
@@ -283,10 +284,10 @@ benchmarks/paired.py: "same" needs an interval of at most 1 % to each side, whic
 """
 
 
-def table(runs: list[dict[str, Any]]) -> Iterator[str]:
+def table(runs: list[dict[str, Any]]) -> list[str]:
     """A row for each script and method, in the order of the runs."""
-    yield "| script | method | final loss | range over seeds | minus DDP | verdict | bytes a rank | of DDP's |"
-    yield "|---|---|---|---|---|---|---|---|"
+    columns = ("script", "method", "final loss", "range over seeds", "minus DDP", "verdict", "bytes a rank", "of DDP's")
+    rows = []
     for script in dict.fromkeys(run["script"] for run in runs):
         of = {method: [r for r in runs if (r["script"], r["method"]) == (script, method)] for method in METHODS}
         base = [run["loss"] for run in of["ddp"]]
@@ -297,8 +298,8 @@ def table(runs: list[dict[str, Any]]) -> Iterator[str]:
                 worse = interval([100 * (mine - theirs) / theirs for mine, theirs in zip(losses, base, strict=True)])
                 apart, verdict = f"{worse.mean:+.2f} % ({worse.low:+.2f} to {worse.high:+.2f})", judge(worse).value
             share, ends = sent / of["ddp"][0]["sent_bytes"], f"{min(losses):.4f} to {max(losses):.4f}"
-            row = (script, method, f"{fmean(losses):.4f}", ends, apart, verdict, f"{sent:,}", f"{share:.3f}")
-            yield f"| {' | '.join(row)} |"
+            rows.append((script, method, f"{fmean(losses):.4f}", ends, apart, verdict, f"{sent:,}", f"{share:.3f}"))
+    return pipes(columns, rows)
 
 
 def _start(rank: int, seeds: int, store: str) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""The command: sudo python -m benchmarks.whole_job. What does a whole run gain, its warm-up among it?
+"""The command: sudo python -m benchmarks.whole_job. What a whole run gains, its warm-up included.
 
 A lab of two hosts with a link of 1 Gbit/s each. DDP with torch's AdamW in fp32 and in bf16, and 1-bit Adam, 1-bit LAMB
 and 0/1 Adam told nothing but the length of the run, train the same GPT for the same number of steps, each from making
@@ -9,9 +9,7 @@ the worst case by default: six tenths of it or more are a warm-up in 8 bits, whe
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -26,8 +24,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.in_lab import keep, load_named, run_ranks
 from benchmarks.provenance import ROOT
+from benchmarks.ranks import keep, load_named, orders_given, run_ranks, tell
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup
@@ -35,10 +33,9 @@ from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.wire.network import Exchange, FullSteps
 from thinwire.optim import FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART, WARMUP_PART
-from thinwire.tools.lab import Lab, LabSpec, Line
+from thinwire.tools.lab import Lab, LabSpec
 
 RESULTS = ROOT / "benchmarks" / "results" / "whole-job"
-MARK = "@whole_job "
 OURS: dict[str, Any] = {"onebit_adam": OneBitAdam, "onebit_lamb": OneBitLamb, "zero_one_adam": ZeroOneAdam}
 BASELINES = ("ddp_fp32", "ddp_bf16")
 LR = 1e-4
@@ -77,11 +74,8 @@ def main(
         raise typer.BadParameter(f"--methods {unknown[0]!r}: there are {', '.join([*BASELINES, *OURS])}")
     runs: list[dict[str, Any]] = []
 
-    def read(line: Line) -> None:
-        if not line.text.startswith(MARK):
-            typer.echo(f"{line.rank}: {line.text}", err=True)
-            return
-        runs.append(json.loads(line.text.removeprefix(MARK)))
+    def read(told: dict[str, Any]) -> None:
+        runs.append(told)
         typer.echo(f"{runs[-1]['method']}, turn {runs[-1]['turn']}: {runs[-1]['seconds']:.1f} s", err=True)
 
     with Lab(LabSpec(hosts=hosts, rate_mbit=rate)) as lab:
@@ -149,16 +143,15 @@ def rank(orders: Orders) -> None:
             dist.barrier()
             if dist.get_rank() == 0 and turn:
                 ours = optimizer if isinstance(optimizer, FlatOptimizer) else None
-                told = {
-                    "method": method,
-                    "turn": turn,
-                    "seconds": time.perf_counter() - began,
-                    "frozen_at": ours and ours.frozen_at,
-                    "sent_bytes": ours.reduce.stats.sent_bytes if ours else None,
-                    "buckets": len(ours.reduce.buckets) if ours else None,
-                    "step_s": [round(second, 4) for second in step_s],
-                }
-                print(MARK + json.dumps(told), flush=True)
+                tell(
+                    method=method,
+                    turn=turn,
+                    seconds=time.perf_counter() - began,
+                    frozen_at=ours and ours.frozen_at,
+                    sent_bytes=ours.reduce.stats.sent_bytes if ours else None,
+                    buckets=len(ours.reduce.buckets) if ours else None,
+                    step_s=[round(second, 4) for second in step_s],
+                )
             del model, optimizer
             dist.destroy_process_group(group)
     dist.destroy_process_group()
@@ -184,8 +177,5 @@ def _made(method: str, model: nn.Module, group: Any, steps: int, bucket: int | N
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        torch.set_num_threads(1)
-        rank(Orders(**json.loads(sys.argv[1])))
-    else:
-        app()
+    given = orders_given(Orders)
+    app() if given is None else rank(given)

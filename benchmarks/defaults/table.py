@@ -9,6 +9,7 @@ from statistics import fmean
 from benchmarks.defaults.runs import BASELINES, Run
 from benchmarks.defaults.tasks import DEFAULTS_TASKS, Metric
 from benchmarks.paired import Interval, Verdict, interval, judge
+from benchmarks.report import pipes
 
 SMALLER = 4 / (1 + 4 / 512)
 """An exchange in full in 8 bits, with a float32 scale for each block of 512 values, sends so many times less."""
@@ -83,9 +84,7 @@ def markdown(runs: Sequence[Run], made_by: Sequence[str]) -> str:
         "",
         NOTE,
         "",
-        "| " + " | ".join(columns) + " |",
-        "| " + " | ".join("---" for _ in columns) + " |",
-        *("| " + " | ".join(row) + " |" for row in rows(runs)),
+        *pipes(columns, rows(runs)),
         "",
         *made_by,
         "",

@@ -26,10 +26,10 @@ ROWS, RUN = 8, 256
 """In 8 bits: that a rank takes the mean of, and values that share a scale."""
 TURNS = 20
 HYPER = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.01)
-EPS = (0.0, 1e-8)
+EPS = 1e-8
 UPDATES: dict[str, tuple[float, Callable[..., None]]] = {
     "adam": (28.0, lambda c, x, p, v, out: updates.adam_(p, x, c, v, HYPER, 3)),
-    "local": (32.0, lambda c, x, p, v, out: updates.local_(p, x, c, out, v, HYPER, 0.999, EPS)),
+    "local": (32.0, lambda c, x, p, v, out: updates.local_(p, x, c, out, v, HYPER, 0.999)),
     "propose": (16.0, lambda c, x, p, v, out: updates.propose_(out, x, c, p, HYPER, 0.999)),
     "receive": (20.0, lambda c, x, p, v, out: updates.receive_(p, p, x, v, out, (1.0, 1e-3, 0.7, 0.999), EPS)),
 }

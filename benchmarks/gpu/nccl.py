@@ -7,7 +7,6 @@ A rehearsal takes gloo and vectors of the CPU in NCCL's place.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -24,12 +23,12 @@ import torch.distributed as dist
 
 from benchmarks.gpu.steps import OURS, Ours
 from benchmarks.provenance import ROOT
+from benchmarks.ranks import tell, told_in
 from thinwire.comm import TorchGroup
 from thinwire.comm.protocol import Group
 
 TURNS = 10
 SECONDS = 240.0
-MARK = "@nccl "
 
 
 @contextmanager
@@ -95,10 +94,10 @@ def over_all_gpus(numel: int) -> list[dict[str, Any]]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     argv = [*launcher, str(torch.cuda.device_count()), "-m", "benchmarks.gpu.nccl", str(numel)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=SECONDS)
-    lines = [line.partition(MARK)[2] for line in done.stdout.splitlines() if MARK in line]
-    if done.returncode or not lines:
+    heard = [told for line in done.stdout.splitlines() if (told := told_in(line)[1]) is not None]
+    if done.returncode or not heard:
         raise RuntimeError(f"{' '.join(argv[1:])} ended with {done.returncode}: {(done.stderr or done.stdout)[-2000:]}")
-    found: list[dict[str, Any]] = json.loads(lines[0])
+    found: list[dict[str, Any]] = heard[0]["found"]
     return found
 
 
@@ -112,7 +111,7 @@ def main(numel: int) -> None:
         found = collectives(group, numel, device)
         found += [whole_steps(group, numel, device, one) for one in OURS]
         if group.rank == 0:
-            print(MARK + json.dumps(found), flush=True)
+            tell(found=found)
     finally:
         dist.destroy_process_group()
 

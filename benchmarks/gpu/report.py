@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.report import pipes
+
 REHEARSAL = "REHEARSAL"
 WITH_KERNELS = "CUDA kernels"
 WARNING = (
@@ -137,9 +139,7 @@ WALL = {
 def _section(title: str, columns: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
-    lines = [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-    lines += [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in rows]
-    return [f"## {title}", "", *lines, ""]
+    return [f"## {title}", "", *pipes([*columns], [[cell(row) for cell in columns.values()] for row in rows]), ""]
 
 
 def _list(title: str, lines: Sequence[str]) -> list[str]:

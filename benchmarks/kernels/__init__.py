@@ -1,1 +1,1 @@
-"""How fast are the fused kernels, against the rate at which the machine copies memory?  `bench.run` measures."""
+"""The fused kernels against the rate at which the machine copies memory: `bench.run` measures."""

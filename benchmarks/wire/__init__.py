@@ -1,4 +1,4 @@
-"""How fast is a step over a given link, for each way to average gradients? The command: `thinwire bench lab`.
+"""Seconds of a step over a given link, for each way to average gradients. The command: `thinwire bench lab`.
 
 A case is a load on some hosts over one network; all methods run in one go of it, in turns, so that noise hits all
 alike. The parts: cases.py (what is run), methods.py and its makers ddp.py, ours.py and chain.py (the methods), child.py

@@ -28,13 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import tell
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs
 from benchmarks.wire.methods import COMPUTE, Family, Method, Setting, known, maker
 from benchmarks.wire.phases import PhaseClock
 
-MARK = "@wire "
-"""Begins each line that the parent reads; whatever else is printed is somebody's message."""
 COUNTED_ROUNDS = 2
 """The parent reads the frame counters around every turn of so many rounds."""
 ANSWER_S = 30.0
@@ -80,7 +79,7 @@ class Rank:
 
     def say(self, kind: str, **values: Any) -> None:
         """One line to the parent."""
-        print(MARK + json.dumps({"kind": kind, "rank": self.rank, **values}), flush=True)
+        tell(kind=kind, rank=self.rank, **values)
 
     def all_well(self, error: str | None) -> bool:
         """Has no rank an error? A barrier too. Raises RuntimeError where a peer is gone."""

@@ -130,7 +130,7 @@ class Point:
 def modelled(result: Result, row: Row, rate_mbit: float) -> Point:
     """The step at a faster rate, if all but waiting for the wire stays as measured, and that shrinks with the rate.
 
-    Kind to whoever waits most: part of that waiting is work of processors, which a faster link does not shorten.
+    Kind to those who wait most: part of that waiting is work of processors, which a faster link does not shorten.
     Raises: ValueError for a result without a rate.
     """
     if result.rate_mbit is None:

@@ -1,4 +1,4 @@
-"""How fast could a step be at most? The wire's limit from payload, the processors' from bytes of memory.
+"""How fast a step could be at most: the wire's limit from payload, the processors' from bytes of memory.
 
     limit = max(wire, CPU)
     wire  = payload of a rank and direction / (0.957 x the link's rate)

@@ -6,7 +6,6 @@ sitting begins again without it.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import provenance
+from benchmarks.ranks import told_in
 from benchmarks.wire import child, machine
 from benchmarks.wire.cases import ROOT, Case
 from benchmarks.wire.loads import num_parameters
@@ -75,15 +75,14 @@ class Listener:
 
     def __call__(self, rank: int, line: str) -> None:
         """One line of one rank."""
-        before, mark, told = line.partition(child.MARK)
-        if before or not mark:  # a library's message may lack its line end
+        before, said = told_in(line)
+        if before or said is None:
             with self._lock:
                 words = self.heard.other[rank]
                 words.append(before)
                 del words[:-LAST_WORDS]
-        if not mark:
+        if said is None:
             return
-        said = json.loads(told)
         if said["kind"] == "count":
             self._count(said)
             return

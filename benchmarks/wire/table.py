@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import pipes
 from benchmarks.wire.cases import FULL_LOADS, GOODPUT, LOADS, MODELLED_MBIT, ROOT, rate_text
 from benchmarks.wire.figures import Row, compute_seconds, curves, failures, modelled, pays, rows
 from benchmarks.wire.methods import BASELINE, METHODS
@@ -86,7 +87,7 @@ def markdown(results: Sequence[Result], pictures: dict[tuple[str, int], str], ex
             if (load, hosts) in pictures:
                 lines += [f"![{load}, {hosts} hosts: steps a second against bandwidth]({pictures[load, hosts]})", ""]
         for result in [result for result in results if result.load == load]:
-            lines += [f"### {heading(result)}", "", *_pipes(COLUMNS, [cells(row) for row in rows(result)]), ""]
+            lines += [f"### {heading(result)}", "", *pipes(COLUMNS, [cells(row) for row in rows(result)]), ""]
             lines += [f"* {METHODS[name].title} **failed**: {_one_line(why)}" for name, why in failures(result).items()]
     lines += ["", "## Where compression stops paying", "", MODEL_NOTE, "", *(f"* {line}" for line in told(results))]
     lines += ["", "## From the model", "", *_model_table(results)]
@@ -167,7 +168,7 @@ def _model_table(results: Sequence[Result]) -> list[str]:
                 )
             )
     columns = ("load", "hosts", "method", "measured at", "steps/s", f"steps/s at {rate_text(MODELLED_MBIT)}")
-    return _pipes(columns, lines) if lines else ["No case with a rate."]
+    return pipes(columns, lines) if lines else ["No case with a rate."]
 
 
 def _groups(results: Sequence[Result]) -> list[tuple[str, int]]:
@@ -187,7 +188,7 @@ def _made_by(results: Sequence[Result]) -> list[str]:
     columns = ("commit", *results[0].versions, *results[0].hardware, "command", "cases") if results else ("cases",)
     loads = ", ".join(f"{one.name}: {one.load_average[0]:.1f}" for one in results)
     return [
-        *_pipes(columns, [(*kind, str(count)) for kind, count in kinds]),
+        *pipes(columns, [(*kind, str(count)) for kind, count in kinds]),
         "",
         f"Load average of the machine when each case began (what others ran, and the case before): {loads}.",
     ]
@@ -201,7 +202,3 @@ def _one_line(text: str) -> str:
     """Its beginning and its end, where the error is."""
     line = " ".join(text.split())
     return line if len(line) <= 400 else f"{line[:100]} ... {line[-300:]}"
-
-
-def _pipes(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines)]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli import commands
 from thinwire.cli.drill import OptimizerName, app
-from thinwire.contract.drill import Account, Chaos, Drill, DrillFailed, Found, Spread
+from thinwire.tools.drill.asked import Account, Chaos, Drill, DrillFailed, Found, Spread
 from thinwire.tools.drill.run import run
 from thinwire.workers.hyper import OPTIMIZERS
 
@@ -82,7 +82,8 @@ def test_a_drill_that_failed_says_why(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("violations", "status"), [((), 0), (("seed 7: redone: generation 2 ...",), 1)])
 def test_chaos_prints_its_verdict_and_a_violation_is_a_failure(monkeypatch, tmp_path, violations, status):
-    found = Found(20.0, {"kill": 40, "stop": 42}, 900, 890, len(violations), 0, 0, 0, 0, 0, 2.5, 2.4, (), violations)
+    verdict = (900, 890, len(violations), 0, 0, 0, 0, violations)
+    found = Found(*verdict, 20.0, {"kill": 40, "stop": 42}, 0, 2.5, 2.4, ())
     asked = []
     monkeypatch.setattr("thinwire.cli.drill.work", lambda name: lambda chaos, say: asked.append((name, chaos)) or found)
     told = CliRunner().invoke(app, ["--chaos", "--minutes", "20", "--seed", "7", "--out", str(tmp_path), "--json"])

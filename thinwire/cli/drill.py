@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from thinwire.cli.commands import work
-from thinwire.contract.drill import PICTURE_NAME, Account, Chaos, ChaosDrilling, Drill, DrillFailed, Drilling, Found
+from thinwire.tools.drill.asked import PICTURE_NAME, Account, Chaos, ChaosDrilling, Drill, DrillFailed, Drilling, Found
 
 
 class OptimizerName(StrEnum):

@@ -6,6 +6,5 @@ summary        how a run went that succeeded
 reports        what a running job says back to the service
 run_folder     which file of a run is where
 metric_names   what a worker exports to Prometheus
-drill          what a drill is asked, and what it finds
 files          how a file is written whole or not at all
 """

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from thinwire.contract.drill import DrillFailed
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
+from thinwire.tools.drill.asked import DrillFailed
 from thinwire.tools.drill.chaos import undisturbed_in
 from thinwire.tools.drill.job import small_gpt
 from thinwire.workers.telemetry.trace import FOLDER

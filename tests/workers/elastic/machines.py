@@ -22,6 +22,7 @@ from pathlib import Path
 from tests.workers.elastic.conftest import ROOT, until
 from thinwire.contract.run_folder import RunFolder
 from thinwire.tools.drill import verdict
+from thinwire.tools.drill.asked import Verdict
 from thinwire.tools.drill.verdict import Process, Touch
 from thinwire.tools.lab import Lab, LabSpec
 from thinwire.tools.lab.network import INTERFACE, address_of, namespace_of, tool
@@ -310,7 +311,7 @@ class NodesJob:
         """The newest in which a step was made."""
         return max((one["generation"] for one in self.commits()), default=0)
 
-    def check(self) -> verdict.Verdict:
+    def check(self) -> Verdict:
         """The verdict on all that was committed so far."""
         return verdict.judge(self.traces(), [], self.machines.touches, set(self.hosts()))
 

@@ -1,4 +1,4 @@
-"""Of many bad pairs, who is to blame? One bad cable at one box makes a bad pair with every other box."""
+"""What many bad pairs have in common: one bad cable at one box makes a bad pair with every other box."""
 
 from __future__ import annotations
 

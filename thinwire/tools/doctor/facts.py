@@ -75,7 +75,7 @@ class Facts(Frozen):
 
     files, stores: each, and why it cannot be read, or written to; None where it can. gpu_problem: why nvidia-smi, which
     is there, does not work. hostname_address: what the box's own name means there; None where it means nothing.
-    ports: first and last that the kernel gives to whoever asks for any.
+    ports: first and last of those that the kernel chooses from.
     """
 
     hostname: str
@@ -230,7 +230,7 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
 
 def _gpu(line: str) -> Gpu:
     name, driver, memory, used = (word.strip() for word in line.rsplit(",", 3))
-    # A card whose memory cannot be told, or that shares the machine's, says [N/A].
+    # A card whose memory is not known, or that shares the machine's, says [N/A].
     return Gpu(name=name, driver=driver, memory_mib=_whole(memory), used_mib=_whole(used))
 
 

@@ -83,7 +83,7 @@ def _room(name: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _apart(seen: Examination, names: Sequence[str], place: int) -> Iterator[Finding]:
-    """Folders that should be one and are not. Those that cannot be used at all are told elsewhere."""
+    """Folders that should be one and are not. Those that cannot be used at all are reported as disks."""
     box = seen.boxes[place]
     first = next(name for name, one in zip(names, seen.boxes, strict=True) if one.facts is not None)
     unusable = {folder.path for folder in box.facts.folders if folder.problem} if box.facts else set()
@@ -134,7 +134,7 @@ def _own_name(name: str, facts: Facts) -> Iterator[Finding]:
             kind="host name",
             boxes=(name,),
             what=f"{name}: its own name {facts.hostname} means {facts.hostname_address} there",
-            change=f"If peers are told to connect to 127.0.0.1, give {facts.hostname} its real address in /etc/hosts.",
+            change=f"If peers are asked to connect to 127.0.0.1, give {facts.hostname} its real address in /etc/hosts.",
         )
 
 

@@ -1,8 +1,8 @@
 """Nodes of Kubernetes are examined by a RayJob of so many pods: the template of jobs, with the doctor in it.
 
 The pods are placed as those of a job would be, so what is found is what a job would find. What the doctor prints goes
-to the head's own output as well, which the Kubernetes API gives to whoever may read logs of pods. The RayJob is removed
-at the end, whatever that is.
+to the head's own output as well, which the Kubernetes API gives to everybody who may read logs of pods. The RayJob is
+removed at the end, whatever that is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Can this box write to a store at a URL? Asked with the libraries that a job opens it with, where there are any."""
+"""Whether this box can write to a store at a URL, tried with the libraries that a job opens it with."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from thinwire.contract.drill import Account, Spread
 from thinwire.contract.reports import Event, EventKind, Sample
+from thinwire.tools.drill.asked import Account, Spread
 
 
 @dataclass(frozen=True, slots=True)

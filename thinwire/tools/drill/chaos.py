@@ -15,15 +15,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.contract.drill import Chaos, DrillFailed, Found, Say
 from thinwire.contract.reports import EventKind, Sample
 from thinwire.tools.drill import hosts
+from thinwire.tools.drill.asked import Chaos, DrillFailed, Found, Say, Verdict
 from thinwire.tools.drill.cuts import Cuts, Network
 from thinwire.tools.drill.faults import TICK_S, Faults
 from thinwire.tools.drill.job import Job, Left, made_by, own_ray, small_gpt
 from thinwire.tools.drill.later import Later
 from thinwire.tools.drill.survivors import Survivors, has_committed, lives
-from thinwire.tools.drill.verdict import Verdict, judge, read
+from thinwire.tools.drill.verdict import judge, read
 from thinwire.workers.telemetry.trace import FOLDER
 
 logger = logging.getLogger(__name__)
@@ -43,16 +43,16 @@ def run(chaos: Chaos, say: Say) -> Found:
     """
     without = hosts.why_not()
     if without is None:
-        found, told = hosts.run(chaos, say)
+        found, words = hosts.run(chaos, say)
     else:
         with own_ray(chaos.workers) as address:
-            found, told = disturb_and_judge(chaos, say, address)
+            found, words = disturb_and_judge(chaos, say, address)
     found = replace(found, without_cuts=without)
     whole = {
         "chaos": {**asdict(chaos), "out": "", "beside": chaos.beside and chaos.beside.name},
         **made_by(),
         "figures": found.as_json(),
-        "faults": told,
+        "faults": words,
     }
     (chaos.out / FIGURES_NAME).write_text(json.dumps(whole, indent=2) + "\n")
     return found
@@ -76,7 +76,7 @@ def disturb_and_judge(chaos: Chaos, say: Say, address: str, network: Network | N
             other.until_step(last, say)
     verdict = judge(traces, read(other.run_dir / FOLDER), faults.touches, living)
     found = _found(chaos, job, other, faults, survivors, verdict)
-    return found, [f"{at - faults.told[0][0]:.1f} s: {words}" for at, words in faults.told]
+    return found, [f"{at - faults.done[0][0]:.1f} s: {words}" for at, words in faults.done]
 
 
 def undisturbed_in(folder: Path, spec: dict[str, Any]) -> Left:
@@ -137,7 +137,7 @@ def _goes_on(job: Job, faults: Faults, say: Say) -> None:
         if (now := _last_step(job)) != seen:  # fewer, where it has begun again from a checkpoint
             seen, until = now, time.monotonic() + SETTLE_S
         if time.monotonic() > until:
-            last = faults.told[-1][1] if faults.told else "none"
+            last = faults.done[-1][1] if faults.done else "none"
             raise DrillFailed(
                 f"the job stands still: no step in {SETTLE_S:g} s after the last fault ({last}), or after step {seen}; "
                 f"the membership says {job.members()}"
@@ -165,17 +165,15 @@ def _training(job: Job) -> list[int]:
 def _found(chaos: Chaos, job: Job, other: Left, faults: Faults, survivors: Survivors, verdict: Verdict) -> Found:
     ours, theirs = _losses(job.samples()), _losses(other.samples())
     last = max(set(ours) & set(theirs), default=None)
-    grown = survivors.grown()
-    counts = {name: value for name, value in asdict(verdict).items() if name != "violations"}
+    violations = tuple(f"seed {chaos.seed}: {words}" for words in verdict.violations)
     return Found(
+        **(asdict(verdict) | {"violations": violations}),
         minutes=chaos.minutes,
         faults=dict(sorted(faults.counts.items())),
-        **counts,
         resumes=sum(event.kind == EventKind.RESUMED for event in job.events()),
         loss=None if last is None else ours[last],
         loss_undisturbed=None if last is None else theirs[last],
-        grown=grown,
-        violations=tuple(f"seed {chaos.seed}: {words}" for words in verdict.violations),
+        grown=survivors.grown(),
     )
 
 

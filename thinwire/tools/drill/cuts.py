@@ -6,7 +6,7 @@
     one way      any of these, in one direction only
 
 Hosts are numbers: HEAD, and from 1 those of the workers. What is sent in a direction that is cut vanishes, and nobody
-is told.
+hears of it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Faults:
         self, job: Job, workers: int, seed: int, later: Later, cuts: Cuts | None = None, *, kill_all: bool
     ) -> None:
         self.touches: list[Touch] = []
-        self.told: list[tuple[float, str]] = []
+        self.done: list[tuple[float, str]] = []
         self.counts: Counter[str] = Counter()
         self._job, self._workers, self._random = job, workers, random.Random(seed)
         self._later, self._cuts = later, cuts
@@ -102,7 +102,7 @@ class Faults:
             self._next = time.monotonic() + 0.5
             return None
         self.counts[kind] += 1
-        self.told.append((time.monotonic(), f"{kind}: {done}"))
+        self.done.append((time.monotonic(), f"{kind}: {done}"))
         self._next = time.monotonic() + self._random.uniform(*PAUSE_S)
         return f"{kind}: {done}"
 
@@ -112,7 +112,7 @@ class Faults:
         self._excuse()
 
     def _reachable(self, member: Member) -> bool:
-        """Neither stopped nor cut off nor told to go, and alive, which a membership that is cut off cannot know."""
+        """Neither stopped nor cut off nor asked to go, and alive, which a membership that is cut off cannot know."""
         if self._cuts is not None and self._cuts.host_of(member["host"]) in self._cuts.off:
             return False
         return member["pid"] not in self._asleep | self._leaving and lives(member["pid"])

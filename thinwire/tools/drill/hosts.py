@@ -3,9 +3,9 @@
     host 0      Ray's head, the membership, the driver, and the drill itself (inside.py)
     host 1...   a Ray node each, with room for one worker
 
-There is one network, as in a cluster: a cut takes Ray's own traffic as well as the job's. Ray is told to bear it, as
-docs/operations.md asks of whoever starts it. Process numbers and addresses are the lab's, so the drill runs inside, and
-asks for cuts over a pipe, since only the lab's owner can make them. With this process all ends.
+There is one network, as in a cluster: a cut takes Ray's own traffic as well as the job's. Ray is set to tolerate it, as
+docs/operations.md asks of everybody who starts it. Process numbers and addresses are the lab's, so the drill runs
+inside, and asks for cuts over a pipe, since only the lab's owner can make them. With this process all ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from thinwire.contract.drill import Chaos, DrillFailed, Found, Say
+from thinwire.tools.drill.asked import Chaos, DrillFailed, Found, Say
 from thinwire.tools.drill.cuts import HEAD
 from thinwire.tools.lab import Lab, LabError, LabSpec
 from thinwire.tools.lab.lab import require_machine
@@ -35,7 +35,7 @@ PATIENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "60",  # as service/launch has it
     "RAY_health_check_failure_threshold": "20",  # times the 3 s between two checks
 }
-"""How long Ray bears a node that is cut off: longer than the lease of a member, and than the longest cut."""
+"""How long Ray tolerates a node that is cut off: longer than the lease of a member, and than the longest cut."""
 HURRY_S = 45
 """So long each host goes before all else on this machine, where the kernel shares it out by sessions: a node ends where
 its agent is not there after 15 s, which Ray lets nobody change, and a loaded machine takes longer."""
@@ -76,7 +76,7 @@ class _Hosts:
         self._lab, self._chaos, self._say, self._files = lab, chaos, say, files
         self._environment = _environment(os.environ)
         self._nodes: dict[int, HostProcess] = {}
-        self._told: list[str] = []
+        self._restarts: list[str] = []
         self._folder = chaos.out.resolve() / "hosts"
         self._folder.mkdir()
         os.makedirs(RAY_FOLDER, mode=0o777, exist_ok=True)
@@ -108,8 +108,8 @@ class _Hosts:
                     print("done", file=self._answer, flush=True)
                 case {"failed": words}:
                     raise DrillFailed(words)
-                case {"found": found, "told": told}:
-                    return Found.of(found), [*told, *self._told]
+                case {"found": found, "faults": faults}:
+                    return Found.of(found), [*faults, *self._restarts]
         raise DrillFailed(f"the drill inside the lab ended with {self._drill.wait()}:\n{self._end_of_log(HEAD)}")
 
     def _questions(self) -> Iterator[Any]:
@@ -123,7 +123,7 @@ class _Hosts:
                 if (code := self._nodes[host].poll()) is not None:
                     words = f"Ray's node of host {host} ended with {code}, and is started again"
                     logger.warning("%s", words)
-                    self._told.append(words)
+                    self._restarts.append(words)
                     self._nodes[host] = self._node(host)
             if self._asked not in ready:
                 continue

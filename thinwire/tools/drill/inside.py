@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from thinwire.contract.drill import Chaos, DrillFailed
+from thinwire.tools.drill.asked import Chaos, DrillFailed
 from thinwire.tools.drill.chaos import disturb_and_judge
 from thinwire.tools.drill.cuts import HEAD, Direction
 from thinwire.tools.drill.job import START_S, own_ray
@@ -42,7 +42,7 @@ class Outside:
                 raise DrillFailed("the owner of the lab is gone: look at what it said")
 
     def say(self, words: str, done: float) -> None:
-        """To whoever waits for the drill."""
+        """To the person who waits for the drill."""
         self.tell(say=[words, done])
 
     def tell(self, **words: Any) -> None:
@@ -69,11 +69,11 @@ def main() -> None:
             for host in range(HEAD + 1, len(addresses)):  # one by one: each takes all of a core to start
                 outside.tell(join=host, head=address)
                 _wait_for_nodes(host + 1)
-            found, told = disturb_and_judge(chaos, outside.say, address, outside)
+            found, faults = disturb_and_judge(chaos, outside.say, address, outside)
     except DrillFailed as error:
         outside.tell(failed=str(error))
     else:
-        outside.tell(found=asdict(found), told=told)
+        outside.tell(found=asdict(found), faults=faults)
 
 
 def _wait_for_nodes(number: int) -> None:

@@ -16,9 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from thinwire.contract.drill import DrillFailed, Say
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.run_folder import RunFolder
+from thinwire.tools.drill.asked import DrillFailed, Say
 from thinwire.tools.machine import hardware
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.history import HistoryError

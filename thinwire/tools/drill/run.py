@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from thinwire.contract.drill import PICTURE_NAME, Account, Drill, DrillFailed, Say
 from thinwire.tools.drill.account import Kill, account, draw
+from thinwire.tools.drill.asked import PICTURE_NAME, Account, Drill, DrillFailed, Say
 from thinwire.tools.drill.job import GLOBAL_BATCH, JOB_LOOK_S, Job, made_by, own_ray, small_gpt
 
 FIGURES_NAME = "drill.json"

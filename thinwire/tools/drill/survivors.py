@@ -1,4 +1,4 @@
-"""Do processes that live long grow? Threads, open files and memory of a job's workers, looked at now and then.
+"""Growth of processes that live long: threads, open files and memory of a job's workers, sampled now and then.
 
 What a worker holds also depends on how many there are: it is connected to each of the others more than once. So only
 looks at times with as many workers are compared.

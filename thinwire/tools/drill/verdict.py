@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from thinwire.tools.drill.asked import Verdict
+
 ASKED_TO = ("well", "Dismissed", "RunEnded", "RunSuperseded")
 
 
 @dataclass(slots=True)
 class Process:
-    """What one process has told. commits: its lines, in order. ended: why, None where it has not said."""
+    """What one process has written down. commits: its lines, in order. ended: why, None where it has not said."""
 
     pid: int
     commits: list[dict[str, Any]] = field(default_factory=list)
@@ -44,34 +46,20 @@ class Touch:
     until: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Counts, and each violation in words. compared: steps whose samples the undisturbed run has too."""
-
-    committed: int
-    compared: int
-    redone: int
-    commits_by_two: int
-    samples_wrong: int
-    replicas_differ: int
-    holders_lost: int
-    violations: tuple[str, ...]
-
-
 def read(folder: Path) -> list[Process]:
     """The traces of a run. A last line that was being written when its process died is left out."""
     found = []
     for file in sorted(folder.glob("*.jsonl")):
         process = Process(int(file.stem))
-        for line in file.read_text().split("\n")[:-1]:
-            told = json.loads(line)
-            match told["kind"]:
+        for text in file.read_text().split("\n")[:-1]:
+            line = json.loads(text)
+            match line["kind"]:
                 case "committed":
-                    process.commits.append(told)
+                    process.commits.append(line)
                 case "fed":
-                    process.fed.append(told)
+                    process.fed.append(line)
                 case "ended":
-                    process.ended = told["why"]
+                    process.ended = line["why"]
         found.append(process)
     return found
 
@@ -106,7 +94,7 @@ def _by_generation(processes: Sequence[Process]) -> dict[int, list[tuple[int, di
     for process in processes:
         for one in process.commits:
             found[one["generation"]].append((process.pid, one))
-    return {number: sorted(found[number], key=lambda told: told[1]["time"]) for number in sorted(found)}
+    return {number: sorted(found[number], key=lambda line: line[1]["time"]) for number in sorted(found)}
 
 
 def _commits_by_two(processes: Sequence[Process]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What did each host send and receive, frame by frame?
+"""Frames and bytes that each host has sent and received.
 
 The counts are those of the token buckets (`tc -s -j qdisc`): bytes and frames that left the queue, with the Ethernet
 header of 14 bytes, without preamble, checksum and gap. A veth interface's own counters count a large packet that is cut

@@ -1,4 +1,4 @@
-"""How much of a lab's rate do plain TCP sockets reach, and how long does a message take?
+"""The part of a lab's rate that plain TCP sockets reach, and the round trip of a message.
 
 Two halves in one file: measure() for those who have a lab, and a program that a lab runs as its ranks. Pattern
 "one-way": host 0 sends to host 1. "ring": every host sends to the next one and receives from the one before, all at

@@ -1,4 +1,4 @@
-"""Which process holds a lab's namespaces, and what ends them?
+"""The processes that hold a lab's namespaces, and what ends them.
 
 This file is a program of its own, standard library only: the lab starts it and speaks to it over a socket. It becomes
 two processes and one more for every host and for the switch:

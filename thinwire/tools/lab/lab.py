@@ -215,8 +215,8 @@ class Lab:
         be 0.
         """
         hosts = [network.namespace_of(host) for host in range(self.spec.hosts)]
-        told = self.holder.outputs(hosts, [network.tool("ip"), "-s", "-j", "link", "show"], [""] * len(hosts))
-        return tuple(map(interface_bytes, told))
+        printed = self.holder.outputs(hosts, [network.tool("ip"), "-s", "-j", "link", "show"], [""] * len(hosts))
+        return tuple(map(interface_bytes, printed))
 
 
 def require_machine() -> None:

@@ -1,4 +1,4 @@
-"""Which labs are on this machine, and which of them has nobody who would end it?
+"""The labs on this machine, and those that no owner will end.
 
 A lab ends with its owner, so what is found here are labs that were left running on purpose (`lab up --detach`). The
 command line of their keeper names lab, owner and the owner's birth: no file says what is there, so none can be wrong.

@@ -1,4 +1,4 @@
-"""How are the links made? Interfaces, addresses, shaping, delay and TCP settings of a lab's namespaces.
+"""The links of a lab: interfaces, addresses, shaping, delay and TCP settings of a lab's namespaces.
 
     host i: eth0 (tbf) ---- veth ---- port<i> (tbf) of the switch, ports joined by the bridge br0
 
@@ -126,14 +126,14 @@ def deliver(
     holder: Holder, directions: Iterable[tuple[int, int]], *, arrives: bool, second_network: bool = False
 ) -> None:
     """Whether frames of one host to another arrive, from now on. They vanish unseen: the switch looks for NOBODY."""
-    told: dict[int, list[str]] = defaultdict(list)
+    commands: dict[int, list[str]] = defaultdict(list)
     for sender, receiver in directions:
-        lines = told[namespace_of(sender)]
+        lines = commands[namespace_of(sender)]
         lines.append(_neighbour("replace", INTERFACE, address_of(receiver), _mac(receiver) if arrives else NOBODY))
         if second_network:
             mac = _second_mac(receiver) if arrives else NOBODY
             lines.append(_neighbour("replace", SECOND_INTERFACE, second_address_of(receiver), mac))
-    holder.outputs(list(told), [tool("ip"), "-batch", "-"], [_lines(lines) for lines in told.values()])
+    holder.outputs(list(commands), [tool("ip"), "-batch", "-"], [_lines(lines) for lines in commands.values()])
 
 
 def kernel_module_hint(module: str) -> str:
@@ -287,7 +287,7 @@ MAX_GSO_BYTES = 65536
 
 @dataclass(frozen=True)
 class Shaping:
-    """What tc and ip are told. rate in bit/s; the others in bytes."""
+    """What tc and ip are given. rate in bit/s; the others in bytes."""
 
     rate_bit: int
     bucket_bytes: int

@@ -1,4 +1,4 @@
-"""How does the owner of a lab start, follow and end commands in its namespaces? The owner's side of holder.py."""
+"""Commands in a lab's namespaces, started, followed and ended by its owner: the owner's side of holder.py."""
 
 from __future__ import annotations
 

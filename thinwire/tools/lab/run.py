@@ -1,4 +1,4 @@
-"""What became of a command per rank? Their lines, their ends, and the end of all when one of them fails."""
+"""A command on every rank: their lines, their ends, and the end of all when one of them fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a lab: how many hosts, joined by which links? And the errors that it may answer with."""
+"""What is asked of a lab: hosts and links; and its errors."""
 
 from __future__ import annotations
 

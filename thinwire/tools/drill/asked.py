@@ -1,4 +1,4 @@
-"""What `thinwire drill` asks of the workers, and what it is told. Who does it: thinwire/tools/drill."""
+"""What a drill is asked to do, and what it reports: what the command line needs of this room, without torch and Ray."""
 
 from __future__ import annotations
 
@@ -111,17 +111,13 @@ class Chaos:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a chaos drill has found. redone, commits_by_two, samples_wrong, replicas_differ, holders_lost are to be 0.
+class Verdict:
+    """What the traces of a run prove or refute. redone and all after it are to be 0; violations: each one, in words.
 
-    faults: by kind. committed: the last step. compared: steps whose samples were compared. redone: steps run again
+    committed: the last step. compared: steps whose samples the undisturbed run has too. redone: steps run again
     although a holder of them lived. holders_lost: processes that no fault has touched and that ended all the same.
-    resumes: from a checkpoint. grown: what of the survivors' threads, files and memory has grown, in words. violations:
-    each one, in words. without_cuts: why the network was not cut; None where it was.
     """
 
-    minutes: float
-    faults: dict[str, int]
     committed: int
     compared: int
     redone: int
@@ -129,11 +125,23 @@ class Found:
     samples_wrong: int
     replicas_differ: int
     holders_lost: int
+    violations: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Verdict):
+    """What a chaos drill has found. faults: by kind. resumes: from a checkpoint.
+
+    grown: what of the survivors' threads, files and memory has grown, in words. without_cuts: why the network was not
+    cut; None where it was.
+    """
+
+    minutes: float
+    faults: dict[str, int]
     resumes: int
     loss: float | None
     loss_undisturbed: float | None
     grown: tuple[str, ...]
-    violations: tuple[str, ...]
     without_cuts: str | None = None
 
     def as_json(self) -> dict[str, Any]:
