@@ -103,9 +103,9 @@ def parameters(optimizer: FlatOptimizer[Any]) -> Tensor:
     """Those that have a state, where entries stand: of low precision their masters, where these are still true."""
     found = [optimizer.space.p_N]
     for tensor in order_of(optimizer).tensors[len(optimizer.space.tensors) :]:
-        value = tensor.param.view(-1).to(optimizer.space.p_N)
+        value = tensor.param.reshape(-1).to(optimizer.space.p_N)
         if (master := optimizer.frozen_states[tensor.param].values.get(MASTER)) is not None:
-            value = torch.where(master.to(tensor.param.dtype) == tensor.param.view(-1), master, value)
+            value = torch.where(master.to(tensor.param.dtype) == tensor.param.reshape(-1), master, value)
         found.append(value)
     return torch.cat(found) if len(found) > 1 else found[0]
 
