@@ -1,4 +1,4 @@
-"""How does a run go on with other ranks? Survivors keep what they have, newcomers are given it, and R stays as it was.
+"""A run goes on with other ranks: survivors keep what they have, newcomers are given it, and R stays as it was.
 
     planned      every old rank: hand_over(optimizer)         R of each error memory, exact, by the old ranks
                  then those that stay or come: regroup(...)
@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -38,12 +38,12 @@ from thinwire.optim.engine.giving import (
     GradientAsRoom,
     Room,
     begin_anew,
+    described_rows,
     give,
     give_values,
     give_vectors,
     gradient_as_room,
     take,
-    told_of_rows,
 )
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
@@ -79,8 +79,16 @@ class Regrouped:
     residual_norm: float = 0.0
 
 
-_Told = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float, float, float]
-"""The last fields of Regrouped, from lost on."""
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """What R has lost with ranks that are gone: the last fields of Regrouped."""
+
+    lost: tuple[int, ...] = ()
+    server_lost: tuple[int, ...] = ()
+    rebuilt: tuple[int, ...] = ()
+    lost_norm: float = 0.0
+    unrebuilt_norm: float = 0.0
+    residual_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class _Standing:
 
     common: the last step at which all held the same. seat: rank and size in the old group. keeps: ranks of that group
     whose server error is here. rebuilds: whether it has rows of the last exchange. narrow: what it keeps in bf16.
-    layout: of its vectors. in_rows: of those that it holds in received rows, what Momentum.told() says.
+    layout: of its vectors. in_rows: of those that it holds in received rows, Momentum.described().
     """
 
     has_state: bool
@@ -120,7 +128,7 @@ class _Standing:
             list(optimizer.narrow),
             optimizer.bucket_elements,
             optimizer.space.layout.fingerprint(),
-            told_of_rows(optimizer) if has_state else {},
+            described_rows(optimizer) if has_state else {},
             plain,
         )
 
@@ -224,7 +232,7 @@ def _regroup(
                     buffer.detach().copy_(passed)
         # The gradient of who is behind is of a step that counts; and something else may lie in it.
         is_free = group.rank not in behind and not room.holds(optimizer.space.g_N)
-        residuals, told = _residuals(
+        residuals, loss = _residuals(
             optimizer,
             group,
             all_n,
@@ -247,10 +255,14 @@ def _regroup(
     optimizer.resumed()
     optimizer.loaded = None  # all of it has come from one rank
     gone = _gone([all_n[rank] for rank in holders])
-    if told[0]:
-        optimizer.error_lost = {"error_lost_norm": told[3], "error_lost_norm_unrebuilt": told[4], "error_norm": told[5]}
+    if loss.lost:
+        optimizer.error_lost = {
+            "error_lost_norm": loss.lost_norm,
+            "error_lost_norm_unrebuilt": loss.unrebuilt_norm,
+            "error_norm": loss.residual_norm,
+        }
     lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(gone))
-    return Regrouped(now, source, received, behind, lost_steps, *told)
+    return Regrouped(now, source, received, behind, lost_steps, **asdict(loss))
 
 
 def _refuse_other_frozen(all_n: list[_Standing]) -> None:
@@ -278,8 +290,8 @@ def _residuals(
     is_behind: bool,
     common: tuple[dict[str, Any], dict[str, Tensor]],
     spare: Callable[[], Tensor | None],
-) -> tuple[dict[str, Tensor], _Told]:
-    """R of each error memory, bit-equal on every rank; who is lost, and the rest of what Regrouped tells.
+) -> tuple[dict[str, Tensor], _Loss]:
+    """R of each error memory, bit-equal on every rank, and what it has lost.
 
     common: plain state and vectors of the source, the rank whose step counts. spare: memory for R, once; else None.
     """
@@ -295,7 +307,7 @@ def _residuals(
                 mine = torch.empty_like(optimizer.space.p_N) if (given := spare()) is None else given
             residuals[name] = mine
             group.broadcast_(residuals[name], whole[0])
-        return residuals, ((), (), (), 0.0, 0.0, _norm(residuals))
+        return residuals, _Loss(residual_norm=_norm(residuals))
     old_size = holders[0].seat[1]
     if any(one.seat[1] != old_size for one in holders):
         raise ValueError(
@@ -345,7 +357,7 @@ def _residuals(
     if rebuilt_by is not None:  # never with node first
         lost = (len(missing) * (server_left + worker_left / old_size**2) / knowing) ** 0.5
     rebuilt = missing if rebuilt_by is not None else ()
-    return residuals, (missing, servers_lost, rebuilt, lost, unrebuilt, _norm(residuals))
+    return residuals, _Loss(missing, servers_lost, rebuilt, lost, unrebuilt, _norm(residuals))
 
 
 def _keeps_errors(optimizer: FlatOptimizer[Any]) -> bool:

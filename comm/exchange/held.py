@@ -76,7 +76,7 @@ class Exact:
 
 _EXACT = {"worker": "worker_sums", "server": "server_sums", "replica": "replica_sums"}
 """What is written in the place of errors. Under other names, so that who does not know it says that it is not whole."""
-_KEYS = ("numel", "worker", "server", "served", "moves", "replica", "padding")
+_KEYS = ("numel", "worker", "server", "served", "moves", "replica")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class Held:
     """The errors of one rank. numel: N, elements of the model's vector; M: of the exchanged one; c: that it serves.
 
     served: the spans of the exchanged vector whose server errors follow one another in server_c.
-    replica_r: the server error of the rank before, where it is kept too; padding_q: as ArrangedErrors; else empty.
+    replica_r: the server error of the rank before, where it is kept too; else empty.
     workers: how many hold a worker error of an element; 0: all ranks.
     exact: of worker, server and replica, where sums are kept in few bits: what tells their errors.
     """
@@ -95,14 +95,13 @@ class Held:
     served: tuple[Span, ...]
     moves: tuple[Move, ...]
     replica_r: Tensor
-    padding_q: Tensor
     workers: int = 0
     exact: dict[str, Exact] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Is every error zero?"""
-        return not (bool(self.worker_M.any()) or bool(self.server_c.any()) or bool(self.padding_q.any()))
+        return not (bool(self.worker_M.any()) or bool(self.server_c.any()))
 
     def part(self, size: int) -> Tensor:
         """What this is of R, where R is of `size` ranks: float[N], new. Summed over all of them it is R."""
@@ -132,11 +131,10 @@ class Held:
 
     def to(self, like: Tensor) -> Held:
         """In the dtype and on the device of `like`."""
-        moved = (one.to(like) for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q))
-        worker_M, server_c, replica_r, padding_q = moved
+        worker_M, server_c, replica_r = (one.to(like) for one in (self.worker_M, self.server_c, self.replica_r))
         exact = None if self.exact is None else {name: one.to(like.device) for name, one in self.exact.items()}
         where = self.served, self.moves
-        return Held(self.numel, worker_M, server_c, *where, replica_r, padding_q, self.workers, exact)
+        return Held(self.numel, worker_M, server_c, *where, replica_r, self.workers, exact)
 
     def plain(self) -> dict[str, Any]:
         """A dict of numbers, lists and tensors, for of_plain; shares memory."""
@@ -145,7 +143,6 @@ class Held:
             "numel": self.numel,
             "served": [list(span) for span in self.served],
             "moves": [list(move) for move in self.moves],
-            "padding": self.padding_q,
             **(errors if self.exact is None else {_EXACT[name]: one.plain() for name, one in self.exact.items()}),
             **({"workers": self.workers} if self.workers else {}),
         }
@@ -162,7 +159,7 @@ class Held:
         missing = [key for key in _KEYS if key not in plain]
         if missing:
             raise ValueError(f"{what} lacks {missing}: it is not whole; load another file")
-        for key in ("worker", "server", "replica", "padding"):
+        for key in ("worker", "server", "replica"):
             one = plain[key]
             if not isinstance(one, Tensor) or not one.dtype.is_floating_point or one.dim() != 1:
                 found = f"{one.dtype} {list(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
@@ -181,10 +178,10 @@ class Held:
             raise ValueError(f"{what} has numel = {numel!r} and moves {moves} into {worker.numel()}: damaged")
         spans = tuple((a, b) for a, b in served)
         where = spans, tuple((a, b, to) for a, b, to in moves)
-        return cls(numel, worker, server, *where, plain["replica"], plain["padding"], workers, exact)
+        return cls(numel, worker, server, *where, plain["replica"], workers, exact)
 
     def _sizes(self) -> list[int]:
-        return [one.numel() for one in (self.worker_M, self.server_c, self.replica_r, self.padding_q)]
+        return [one.numel() for one in (self.worker_M, self.server_c, self.replica_r)]
 
 
 def in_place(numel: int) -> tuple[Move, ...]:

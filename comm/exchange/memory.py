@@ -457,14 +457,14 @@ class ErrorMemory:
         none, numel, where = nothing(self._like), self._where.numel, self._where
         if self._rest_N is not None:
             part_N = self.share(where.group.size)
-            return Held(numel, part_N, none, (), in_place(numel), none, none, workers=1)
+            return Held(numel, part_N, none, (), in_place(numel), none, workers=1)
         worker_M = self._worker_error_(self._like.new_empty(self._numel))
         server_c, served = torch.cat(self._server_errors()), [place.own.at for place in self._places]
         replica = () if self._replica_is_behind else self.replica
         replica_r = torch.cat([none, *(one.error() for one in replica)])
         spans = tuple((at.start, at.stop) for at in served)
         workers = 0 if where.workers == where.group.size else where.workers
-        return Held(numel, worker_M, server_c, spans, where.moves, replica_r, none, workers, exact=self._exact())
+        return Held(numel, worker_M, server_c, spans, where.moves, replica_r, workers, exact=self._exact())
 
     def _exact(self) -> dict[str, Exact] | None:
         """Sums in few bits and their scales, from which alone the next exchange is the one that would have been."""

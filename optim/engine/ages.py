@@ -1,4 +1,4 @@
-"""How much have a tensor's moments seen? torch.optim.AdamW counts for each parameter, we for each run of equal tensors.
+"""How much the moments of a tensor have seen: torch.optim.AdamW counts it by parameter, we by run of equal tensors.
 
 A tensor that joins late, or comes back after it was frozen, has moments that began at zero later than the others', or
 stood still: 1 - beta^t takes its own t. Tensors that have seen the same and are neighbours in a group are one run, with

@@ -1,4 +1,4 @@
-"""Is what is to be loaded whole, and of this optimizer? All of it is looked at before anything is written.
+"""Whether what is to be loaded is whole, and of this optimizer: all of it is looked at before anything is written.
 
 What is asked are rows of a table: where it stands, what is there, whether it fits, and what is needed. The first row
 that does not fit is the error, so that a later one may rely on those before it.

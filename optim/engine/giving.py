@@ -28,8 +28,8 @@ PARAMETERS = "parameters_N"
 PIECE = 1 << 18
 """Elements of a momentum in rows that are decoded and given at a time, where it cannot be given in rows."""
 
-Told = Mapping[str, dict[str, Any]]
-"""By name of a vector that the source has in rows what it says of them (Momentum.told)."""
+Described = Mapping[str, dict[str, Any]]
+"""By name of a vector that the source has in received rows what these are (Momentum.described)."""
 
 
 class GradientAsRoom:
@@ -56,7 +56,7 @@ class GradientAsRoom:
 
 @contextmanager
 def gradient_as_room(optimizer: FlatOptimizer[Any]) -> Iterator[GradientAsRoom]:
-    """Inside, the gradient may be taken as room; whoever keeps what lies there does so in optimizer.handed_over."""
+    """Inside, the gradient may be taken as room; what lies there is kept in optimizer.handed_over."""
     room = GradientAsRoom(optimizer)
     try:
         yield room
@@ -64,11 +64,11 @@ def gradient_as_room(optimizer: FlatOptimizer[Any]) -> Iterator[GradientAsRoom]:
         room.give_back()
 
 
-def told_of_rows(optimizer: FlatOptimizer[Any]) -> dict[str, dict[str, Any]]:
+def described_rows(optimizer: FlatOptimizer[Any]) -> dict[str, dict[str, Any]]:
     """Of each replicated vector that is in received rows what another rank needs to know to hold them. Plain values."""
     state = optimizer.vectors
-    told = {name: state.holder(name).told() for name in sizes(state, 0) if not is_field(state, name)}
-    return {name: one for name, one in told.items() if one is not None}
+    found = {name: state.holder(name).described() for name in sizes(state, 0) if not is_field(state, name)}
+    return {name: one for name, one in found.items() if one is not None}
 
 
 class Room:
@@ -81,7 +81,7 @@ class Room:
         self.vectors, self.rows = vectors, rows or {}
 
     @classmethod
-    def made(cls, optimizer: FlatOptimizer[Any], has_state: bool, frozen_at: int | None, in_rows: Told) -> Room:
+    def made(cls, optimizer: FlatOptimizer[Any], has_state: bool, frozen_at: int | None, in_rows: Described) -> Room:
         """For what another rank has. frozen_at: of that rank, for what is of another type then.
 
         Where this rank has no state, vectors of its own that are no room are let go of: begin_anew() makes them again.
@@ -124,7 +124,9 @@ def give(group: Group, x: Tensor, path: tuple[int, ...]) -> None:
     group.broadcast_(mine, path[0])
 
 
-def give_vectors(optimizer: FlatOptimizer[Any], room: Room, group: Group, path: tuple[int, ...], in_rows: Told) -> None:
+def give_vectors(
+    optimizer: FlatOptimizer[Any], room: Room, group: Group, path: tuple[int, ...], in_rows: Described
+) -> None:
     """Parameters and replicated vectors of its first to all on the path. Collective. Raises: PeerLost.
 
     room: of who is given them; of who gives, what differs from its state.
@@ -145,15 +147,17 @@ def give_vectors(optimizer: FlatOptimizer[Any], room: Room, group: Group, path: 
             give(group, piece, path)
 
 
-def _rows(optimizer: FlatOptimizer[Any], room: Room, name: str, told: dict[str, Any], *, gives: bool) -> list[Tensor]:
+def _rows(
+    optimizer: FlatOptimizer[Any], room: Room, name: str, described: dict[str, Any], *, gives: bool
+) -> list[Tensor]:
     """The tensors of one vector in rows: this rank's own where it gives, else its room for them, or what is no use."""
     if gives:
         return tensors_of(optimizer.vectors.holder(name).rows())
     if name in room.rows:
         return tensors_of(room.rows[name])
-    p_N, factors = optimizer.space.p_N, told["factors"]
+    p_N, factors = optimizer.space.p_N, described["factors"]
     others = [] if factors is None else [p_N.new_empty(factors)]
-    return [p_N.new_empty(told["bytes"], dtype=torch.uint8), *others]
+    return [p_N.new_empty(described["bytes"], dtype=torch.uint8), *others]
 
 
 def give_values(states: Iterable[TensorState], group: Group, path: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""How many bytes does an optimizer hold for each parameter? Its storages are counted as they lie in memory now.
+"""How many bytes an optimizer holds for each parameter: its storages are counted as they lie in memory now.
 
     state      moments, error memory, rows of signs, scratch: what `vectors` and `reduce` reach, and what was set aside
     gradient   the flat gradient

@@ -126,7 +126,7 @@ class Momentum:
         self._result.decode_(part, at.start, at.stop)
         return part
 
-    def told(self) -> dict[str, Any] | None:
+    def described(self) -> dict[str, Any] | None:
         """Numbers and lists: what room() needs to know of rows(); None where m is in floats.
 
         Then it takes 1/32 of the bytes to give m to another rank.
@@ -139,16 +139,20 @@ class Momentum:
         return {**rows.cut.plain(), "factors": factors, "bytes": rows.wire.bytes_B.numel()}
 
     def rows(self) -> InRows:
-        """Where told() is of them: not to be modified."""
+        """Where described() is of them: not to be modified."""
         assert isinstance(self._result, Received | OverFactors)
         return self._result
 
-    def room(self, told: dict[str, Any]) -> InRows:
-        """New memory for what another rank's told() is of, to be written before hold() takes it."""
+    def room(self, described: dict[str, Any]) -> InRows:
+        """New memory for what another rank's described() is of, to be written before hold() takes it."""
         layout = self._reduce.buckets.layout
-        cut = Cut.of_plain(layout, told)
+        cut = Cut.of_plain(layout, described)
         rows = Received.room_for(cut, kernels_for(self._like.device, self._like.dtype), self._like)
-        return rows if told["factors"] is None else OverFactors(rows, self._like.new_ones(told["factors"]), layout)
+        return (
+            rows
+            if described["factors"] is None
+            else OverFactors(rows, self._like.new_ones(described["factors"]), layout)
+        )
 
     def hold(self, m: Tensor | InRows) -> None:
         """m is this vector, or what these rows say, from here on."""

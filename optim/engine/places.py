@@ -1,4 +1,4 @@
-"""Where does each parameter lie in a flat vector? From the parameter groups alone, for any choice of parameters.
+"""Where each parameter lies in a flat vector: from the parameter groups alone, for any choice of parameters.
 
     |groups of vectors alone |group 0: its vectors | its matrices, one after another |group 1: ...|
 
@@ -49,8 +49,8 @@ def places(param_groups: list[dict[str, Any]], chosen: Callable[[Tensor], bool] 
     segments: list[tuple[int, int]] = []
     at = 0
     groups = []
-    for index, (group, told) in enumerate(zip(param_groups, labels(param_groups), strict=True)):
-        known = enumerate(zip(group["params"], told, strict=True))
+    for index, (group, called) in enumerate(zip(param_groups, labels(param_groups), strict=True)):
+        known = enumerate(zip(group["params"], called, strict=True))
         groups.append((index, [(param, label, f"{index}.{i}") for i, (param, label) in known if chosen(param)]))
     for index, members in sorted(groups, key=lambda item: any(_is_matrix(param) for param, *_ in item[1])):
         group_start = at

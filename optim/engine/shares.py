@@ -176,8 +176,8 @@ def take(optimizer: FlatOptimizer[Any], share: Share) -> Loaded:
         fits = _take_errors(memory, share.errors[name].to(optimizer.space.p_N), share, group)
         apart = apart or (not fits and memory.is_behind)
     whole = mine or share.size == 1
-    if group.size == 1 and not whole and (told := _told(optimizer, share)):
-        logger.warning(told)  # else by rank 0 in agree()
+    if group.size == 1 and not whole and (missing := _missing(optimizer, share)):
+        logger.warning(missing)  # else by rank 0 in agree()
     return Loaded(share, whole, mine and bool(share.own), apart)
 
 
@@ -207,14 +207,14 @@ def agree(optimizer: FlatOptimizer[Any], loaded: Loaded) -> None:
     if not whole:
         if any(one["in_round"] for one in all_n):
             optimizer.end_round_as(0)
-        if group.rank == 0 and share is not None and (told := _told(optimizer, share)):
-            logger.warning(told)
+        if group.rank == 0 and share is not None and (missing := _missing(optimizer, share)):
+            logger.warning(missing)
     if not whole or any(one["apart"] for one in all_n):
         for memory in error_memories(optimizer.vectors).values():
             memory.restore(memory.residual())  # one owner of each part, replicas of it included
-    told_n = _gathered(group, {name: digest(x) for name, x in optimizer.common_vectors().items()}, device)
-    for name in told_n[0]:
-        _refuse_different(name, [one.get(name) for one in told_n])
+    sums_n = _gathered(group, {name: digest(x) for name, x in optimizer.common_vectors().items()}, device)
+    for name in sums_n[0]:
+        _refuse_different(name, [one.get(name) for one in sums_n])
 
 
 def _take_errors(memory: ErrorMemory, held: Held, share: Share, group: Group) -> bool:
@@ -228,7 +228,7 @@ def _take_errors(memory: ErrorMemory, held: Held, share: Share, group: Group) ->
     return True
 
 
-def _told(optimizer: FlatOptimizer[Any], share: Share) -> str | None:
+def _missing(optimizer: FlatOptimizer[Any], share: Share) -> str | None:
     """What is lost where this share has been loaded in place of all; None where nothing is."""
     held, missing = share.missing_norm(share.size)
     compresses = optimizer.frozen_at is not None or any(not one.is_empty for one in share.errors.values())
@@ -242,8 +242,9 @@ def _told(optimizer: FlatOptimizer[Any], share: Share) -> str | None:
         lost.append("what the other ranks moved their parameters since the last sync is missing; rank 0's move counts")
     if not lost:
         return None
-    told, step, now = "; ".join(lost), optimizer.num_steps, optimizer.group.size
-    return f"share_of_one_rank step={step} rank={share.rank} of={share.size} loaded_by={now}: {told}. {TO_DO}"
+    step, now = optimizer.num_steps, optimizer.group.size
+    event = f"share_of_one_rank step={step} rank={share.rank} of={share.size} loaded_by={now}"
+    return f"{event}: {'; '.join(lost)}. {TO_DO}"
 
 
 def _gathered(group: Group, own: Any, device: torch.device) -> list[Any]:

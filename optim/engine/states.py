@@ -103,9 +103,9 @@ def parameters(optimizer: FlatOptimizer[Any]) -> Tensor:
     """Those that have a state, where entries stand: of low precision their masters, where these are still true."""
     found = [optimizer.space.p_N]
     for tensor in order_of(optimizer).tensors[len(optimizer.space.tensors) :]:
-        value = tensor.param.view(-1).to(optimizer.space.p_N)
+        value = tensor.param.reshape(-1).to(optimizer.space.p_N)
         if (master := optimizer.frozen_states[tensor.param].values.get(MASTER)) is not None:
-            value = torch.where(master.to(tensor.param.dtype) == tensor.param.view(-1), master, value)
+            value = torch.where(master.to(tensor.param.dtype) == tensor.param.reshape(-1), master, value)
         found.append(value)
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -204,18 +204,18 @@ def masters_of(states: Mapping[Tensor, TensorState]) -> dict[Tensor, Tensor]:
 
 
 def of_peer(
-    optimizer: FlatOptimizer[Any], told: Iterable[Sequence[Any]], held: Mapping[Tensor, TensorState]
+    optimizer: FlatOptimizer[Any], theirs: Iterable[Sequence[Any]], held: Mapping[Tensor, TensorState]
 ) -> dict[Tensor, TensorState]:
-    """The states of entries() of a rank with the same layout, in their order; of what is laid out without values.
+    """The states of the entries of another rank with the same layout, in their order.
 
-    held: those of frozen parameters that are here; for others there is room for the values.
+    Those of what is laid out have no values. held: of frozen parameters those that are here; others have room for them.
     """
     space, wide = optimizer.space, optimizer.space.p_N.numel()
     laid_out = {tensor.name for tensor in space.tensors}
     of = {one.name: one.param for one in everything(optimizer)}
     lengths = {**sizes(optimizer.vectors, wide), **dict.fromkeys(error_memories(optimizer.vectors), wide)}
     found = {}
-    for name, steps, seen in told:
+    for name, steps, seen in theirs:
         if (param := of.get(name)) is None:
             continue  # of another model: the ranks find out when they connect
         numels: dict[str, int] = {}

@@ -152,6 +152,7 @@ def damaged(state):
     vector = next(iter(state["vectors"]))
     group = state["param_groups"][0]
     yield {}, "format = None"
+    yield {**state, "format": 1}, "format = 1: this optimizer reads"
     yield [1, 2], "state_dict is list"
     yield None, "state_dict is NoneType"
     yield torch.optim.AdamW(network().parameters()).state_dict(), "of an optimizer of torch.optim"

@@ -322,6 +322,40 @@ def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
     assert all(run_threads(2, work))
 
 
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_beside_a_state_dict_set_frozen_ones_too_and_a_master_goes_along(dtype, early):
+    """As a job's checkpoint has them: the model of the run that goes on has other values."""
+
+    def step(net, optimizer, rank, steps):
+        for _ in range(steps):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * optimizer.num_steps + rank))
+            optimizer.zero_grad()
+            net(x.to(dtype)).float().square().mean().backward()
+            optimizer.step()
+
+    def work(group):
+        net, other = network().to(dtype), network(seed=9).to(dtype)
+        optimizer = MAKE["onebit_adam"](net.parameters(), group=group)
+        step(net, optimizer, group.rank, WARMUP + 2)
+        net[2].requires_grad_(False)
+        step(net, optimizer, group.rank, 2)
+        saved = {**through_a_file(optimizer.state_dict()), "parameters": states.parameters(optimizer).clone()}
+        other[2].requires_grad_(not early)
+        resumed = MAKE["onebit_adam"](other.parameters(), group=group)
+        resumed.load_state_dict(saved)
+        other[2].requires_grad_(False)
+        assert same(weights(net), weights(other))
+        for trained in (False, True):
+            for module, one in ((net, optimizer), (other, resumed)):
+                module[2].requires_grad_(trained)
+                step(module, one, group.rank, 3)
+            assert torch.equal(everything(optimizer), everything(resumed))
+        return same(weights(net), weights(other))
+
+    assert all(run_threads(2, work))
+
+
 OF_FORMAT_5 = Path(__file__).parents[2] / "data" / "state-dicts-of-format-5.pt"
 
 

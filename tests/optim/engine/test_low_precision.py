@@ -9,7 +9,6 @@ from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.workers.replicas import replicas_bit_equal
 
 MAKE = {
     "onebit_adam": lambda p, **k: construct(OneBitAdam, p, lr=1e-3, warmup=3, **k),
@@ -91,32 +90,6 @@ def test_float32_parameters_beside_them_stay_views():
 def test_float64_mixes_with_nothing():
     with pytest.raises(ValueError, match=r"parameter 1 of group 0.*bfloat16.*float64"):
         Adam([torch.nn.Parameter(torch.ones(2).double()), torch.nn.Parameter(torch.ones(2).bfloat16())])
-
-
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.law
-def test_t9_a_loaded_bfloat16_run_is_bit_equal_to_the_one_that_saved_and_went_on(name):
-    def work(group):
-        net = network()
-        optimizer = MAKE[name](net.parameters(), group=group)
-        descend(net, optimizer, range(9), group.rank)
-        state, model = optimizer.state_dict(), copy.deepcopy(net.state_dict())
-        other = network(seed=2)
-        other.load_state_dict(model)
-        resumed = MAKE[name](other.parameters(), group=group)
-        resumed.load_state_dict(copy.deepcopy(state))
-        for more in (range(9, 10), range(10, 11), range(11, 19)):
-            descend(net, optimizer, more, group.rank)
-            descend(other, resumed, more, group.rank)
-            assert torch.equal(optimizer.space.p_N, resumed.space.p_N)
-            assert torch.equal(weights(net), weights(other))
-        optimizer.prepare_to_save()
-        assert replicas_bit_equal(optimizer, group)
-        return weights(net), is_the_rounded_master(optimizer)
-
-    results = run_threads(3, work)
-    assert all(rounded for _, rounded in results)
-    assert all(torch.equal(results[0][0], w) for w, _ in results)
 
 
 @pytest.mark.parametrize("name", MAKE)

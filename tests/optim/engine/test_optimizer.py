@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from thinwire.optim import Adam, OneBitAdam
+from thinwire.optim import Adam
 from thinwire.optim.variance.floor import floor_variance_
 
 
@@ -98,40 +98,6 @@ def test_a_closure_is_called_with_gradients_enabled():
         return loss.item()
 
     assert optimizer.step(closure) > 0
-
-
-def test_a_state_dict_survives_torch_save(tmp_path):
-    net = model()
-    optimizer = OneBitAdam(net.parameters(), warmup=2)
-    descend(net, optimizer, 4)
-    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
-    other = OneBitAdam(model().parameters(), warmup=2)
-    other.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
-    assert other.num_steps == 4
-    assert other.frozen_at == 2
-    assert torch.equal(other.vectors.v_N, optimizer.vectors.v_N)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"optimizer": "Adam"}, "optimizer = 'Adam'"),
-        ({"shapes": [[1]]}, "shapes"),
-        ({"format": 1}, "format = 1"),
-        ({"vectors": {}}, "vectors"),
-        ({"param_groups": []}, "param_groups"),
-    ],
-)
-def test_a_state_dict_of_something_else_is_refused_and_changes_nothing(change, message):
-    net = model()
-    optimizer = OneBitAdam(net.parameters(), warmup=2)
-    saved = optimizer.state_dict()
-    descend(net, optimizer, 1)
-    momentum = optimizer.vectors.m_N.clone()
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict({**saved, **change})
-    assert torch.equal(optimizer.vectors.m_N, momentum)
-    assert optimizer.num_steps == 1
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,19 @@ CASES = [
 
 
 @every_value(
-    {"name, phase, saved_at": CASES, "size, weights_first": [(3, True), (2, False), (2, True), (3, False)]},
+    {
+        "name, phase, saved_at": CASES,
+        "size, weights_first": [(3, True), (2, False), (2, True), (3, False)],
+        "dtype": [torch.float32, torch.bfloat16],
+    },
     only=(1, 3, 8, 9, 11, 12),
 )
 @pytest.mark.law
-def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase, saved_at, size, weights_first):
+def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase, saved_at, size, weights_first, dtype):
+    """Also in bfloat16, the masters included."""
+
     def work(group):
-        net = network(seed=0)
+        net = network(0, dtype)
         optimizer = make(name, two_groups(net), group, warmup=FREEZE)
         train(net, optimizer, saved_at, group.rank)
         assert optimizer.at_sync == (phase not in BETWEEN_SYNCS)
@@ -89,7 +95,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase
         weights = through_a_file(net.state_dict())
         at_save = bits(optimizer.space.p_N, *replicated(optimizer.vectors).values())
 
-        other = network(seed=9)
+        other = network(9, dtype)
         resumed = make(name, two_groups(other), group, warmup=FREEZE)
         train(other, resumed, 14, group.rank)  # it has a past of its own; 0/1 Adam's is in the middle of a round
         loads = [lambda: other.load_state_dict(weights), lambda: resumed.load_state_dict(saved)]
@@ -100,6 +106,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase
             train(net, optimizer, steps, group.rank)
             train(other, resumed, steps, group.rank)
             assert torch.equal(everything(resumed), everything(optimizer))
+            assert torch.equal(bits(*other.parameters()), bits(*net.parameters()))
             assert told(resumed) == told(optimizer)
         return at_save, optimizer.frozen_at
 

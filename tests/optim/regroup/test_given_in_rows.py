@@ -19,7 +19,7 @@ def momentum_of(rank):
 
 
 def in_rows(rank):
-    return momentum_of(rank).told() is not None
+    return momentum_of(rank).described() is not None
 
 
 def given_bytes(ranks):
