@@ -228,9 +228,9 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
             self._scale_errors_([self.gradient_weight(group) * factor for group in self.param_groups])
 
     def begin_sums(self) -> None:
-        """Before a sum is sent: R is of sums, of a run that is loaded with a shorter dense start too; and replicas
+        """Before a sum is sent: R is of sums, and replicas of server errors are up to date. Collective where not.
 
-        of server errors, which did not follow the 8 bits of the dense start, are up to date. Collective where not.
+        R is of gradients yet where a run was loaded with a shorter dense start. Replicas do not follow its 8 bits.
         """
         self.count_as_sum_()
         memory = self.vectors.update_error

@@ -43,6 +43,7 @@ from enum import StrEnum
 from typing import SupportsFloat
 
 from thinwire.comm.protocol import FullWire
+from thinwire.contract.hyperparameters import LR_WARMUP_STEPS, TOTAL_STEPS, VAR_FREEZE_STEP
 
 logger = logging.getLogger(__name__)
 
@@ -211,19 +212,13 @@ class VarianceFreeze:
 
     def __post_init__(self) -> None:
         """Refuse a freeze that never comes."""
-        for name, value, least in (
-            ("var_freeze_step", self.var_freeze_step, 1),
-            ("total_steps", self.total_steps, 1),
-            ("lr_warmup_steps", self.lr_warmup_steps, 0),
-        ):
-            if value is None:
-                continue
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} = {value!r}: must be a whole number, at least {least}, or None")
-            if name != "total_steps" and self.total_steps is not None and value >= self.total_steps:
+        TOTAL_STEPS.check(self.total_steps)
+        for number, value in ((VAR_FREEZE_STEP, self.var_freeze_step), (LR_WARMUP_STEPS, self.lr_warmup_steps)):
+            number.check(value)
+            if value is not None and self.total_steps is not None and value >= self.total_steps:
                 raise ValueError(
-                    f"{name} = {value}: must be less than total_steps = {self.total_steps}, or the variance is never "
-                    "frozen and no round skipped"
+                    f"{number.name} = {value}: must be less than total_steps = {self.total_steps}, or the variance is "
+                    "never frozen and no round skipped"
                 )
 
     @property

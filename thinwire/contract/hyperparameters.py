@@ -79,6 +79,7 @@ SGD = (LR, MOMENTUM, WEIGHT_DECAY)
 
 TOTAL_STEPS = Number("total_steps", None, "of the run", at_least=1, whole=True, optional=True)
 LR_WARMUP_STEPS = Number("lr_warmup_steps", None, "of the run", at_least=0, whole=True, optional=True)
+VAR_FREEZE_STEP = Number("var_freeze_step", None, at_least=1, whole=True, optional=True)
 REFRESH = Number(
     "refresh",
     None,

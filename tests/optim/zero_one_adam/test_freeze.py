@@ -73,7 +73,7 @@ def test_alone_a_constant_rate_freezes_after_the_memory_of_the_variance_and_a_ri
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"var_freeze_step": 0}, "var_freeze_step = 0: must be a whole number, at least 1"),
+        ({"var_freeze_step": 0}, r"var_freeze_step = 0: must be a whole number \(int\), at least 1"),
         ({"lr_warmup_steps": 1.5}, "lr_warmup_steps = 1.5"),
         ({"total_steps": True}, "total_steps = True"),
         ({"var_freeze_step": 100, "total_steps": 100}, "must be less than total_steps = 100"),
