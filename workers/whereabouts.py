@@ -1,4 +1,4 @@
-"""Where is the training thread of this process? Noted by the loop, told to whoever asks from another thread.
+"""Where the training thread of this process is: noted by the loop, read by other threads.
 
 The loop says what it begins, which is an attribute and sends nothing. Whoever asks, the thread that sends the beats
 (membership/member.py), reads that, the collectives of the group, and the thread's stack as it is at this moment: names

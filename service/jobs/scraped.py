@@ -1,4 +1,4 @@
-"""Which addresses may a job name for Prometheus to ask? Its worker's own: where the registration came from.
+"""The addresses that a job may name for Prometheus: its worker's own, from where the registration came.
 
 Prometheus asks whatever it is given, from inside of the cluster's network. A job that could name any address would
 read through it what it cannot reach itself.

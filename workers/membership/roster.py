@@ -1,4 +1,4 @@
-"""The workers that the server knows: who is seated next, and who must leave?
+"""The workers that the server knows: who is seated next, and who must leave.
 
 seating   members of the present generation that hold state, by their rank; members without state, by their rank;
           then newcomers by slot and id that are not silent, one a slot. At most limits.max of them

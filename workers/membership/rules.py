@@ -1,4 +1,4 @@
-"""Who belongs to the job, and when does the next generation close? Pure: no sockets, no clock, time is passed in.
+"""The rules of who belongs to the job, and when the next generation closes. Pure: no sockets, no clock.
 
     a generation closes   when every member of the present one has joined and is not silent, or has gone, and limits.min
                           have joined. Never by a time window: a survivor that is late is waited for, or fenced

@@ -1,7 +1,7 @@
-"""What is the job, and does a worker train the same? A signature says in words what a worker was started to train.
+"""A job's signature says in words what its workers train; a worker that trains something else is refused.
 
-The job's is that of its members. Where there are none it is that of most workers that come, of those that do not differ
-from what the driver knows of it: the job file, for one. A worker without a signature is never refused.
+The job's signature is that of its members. Where there are none it is that of most workers that come, of those that do
+not differ from what the driver knows of it: the job file, for one. A worker without a signature is never refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is silent, and may the others go on without those members that are?
+"""Members that are silent, and whether the others may go on without them.
 
     heard       lately. Members do not send their beats at one moment: where it is the server that is cut off, they fall
                 silent one after another, and the last beats of the others must not be held against the first

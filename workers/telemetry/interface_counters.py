@@ -1,4 +1,4 @@
-"""What has a network interface of this machine sent and received? The kernel's own counters, from /proc/net/dev.
+"""What a network interface of this machine has sent and received: the kernel's own counters, from /proc/net/dev.
 
 They count frames with the Ethernet header where the driver does so. A driver that gives large packets to be cut
 elsewhere (veth, virtio, many cards with TSO) may count such a packet once, without the headers of the frames that it
