@@ -101,7 +101,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
         reporter.close(timeout_s=2.0)
         if not ranks.elastic:
             raise
-        return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # whoever is rank 0 next is told too
+        return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # the next rank 0 is told too
     except Exception as error:
         logger.exception("training_failed number=%d step=%d", number, ranks.step)
         if isinstance(spec, ScriptSpec):

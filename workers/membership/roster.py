@@ -88,7 +88,7 @@ def newcomers(workers: Collection[Worker]) -> list[Worker]:
 
 
 def waiting_slots(workers: Collection[Worker]) -> set[int]:
-    """The slots of those that have joined and wait for their first seat, whoever is silent there."""
+    """The slots of those that have joined and wait for their first seat, also where a member of that slot is silent."""
     return {w.identity.slot for w in workers if w.rank is None and w.standing is not None and w.here}
 
 

@@ -6,7 +6,7 @@
 
 Silent are all, or were for a while: the server is cut off, and nobody is lost by that. Unless nobody of this generation
 can commit any more, and newcomers wait, or the job is at its end.
-Half of the members, or more, are heard: they may go on at once, for a step takes the data of all, so that whoever is
+Half of the members, or more, are heard: they may go on at once, for a step takes the data of all, so that one that is
 silent is at most one step ahead. Unless only the silent hold the state; then, and where less than half are heard, the
 silent may still train, and are waited for, each until its lease has ended.
 """
