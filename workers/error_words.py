@@ -1,4 +1,4 @@
-"""What does an error say, in words that can be stored and sent, whatever error a script has made?"""
+"""An error in words that can be stored and sent, whatever error a script has made."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.elastic.worker_side import Failed
 from thinwire.workers.nodes import interface_variables, refuse_misfits
 from thinwire.workers.run_place import Place
-from thinwire.workers.telemetry.waiting import MembershipTeller
+from thinwire.workers.telemetry.membership_watch import MembershipWatch
 from thinwire.workers.worker import ADOPT_S, ALONE_S, failure_of, train_worker
 
 logger = logging.getLogger(__name__)
@@ -229,11 +229,11 @@ def _fit_in_place(
 
     first = WantedWorkers(min=workers.min, max=workers.max, revision=0)
     follower = WantedFollower(place, first, tell)
-    teller = MembershipTeller(place, look)
+    watch = MembershipWatch(place, look)
     try:
         trainer.fit()
     finally:
-        teller.close()
+        watch.close()
         follower.close()
 
 

@@ -1,7 +1,7 @@
-"""Do the machines of the cluster fit together, and do they have the network interface that the job names?
+"""Checks before a job starts that the machines of the cluster fit together and have the interface it names.
 
-The driver asks every node before it starts a job: its versions of what all processes must have alike, and its network
-interfaces. What differs is named, node by node.
+The driver asks every node for its versions of what all processes must have alike, and for its network interfaces. What
+differs is named, node by node.
 """
 
 from __future__ import annotations

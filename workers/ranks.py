@@ -1,4 +1,4 @@
-"""With whom does a worker train? The group of the present generation, and the next one when that is over.
+"""The ranks that a worker trains with: the group of the present generation, and the next one after that.
 
     FixedRanks     the ranks that Ray Train started together; one that is lost ends them all
     ElasticRanks   members of a membership (workers/membership): who is lost is replaced, and who is left goes on

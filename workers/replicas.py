@@ -1,4 +1,4 @@
-"""Do all ranks hold the same, bit for bit? Compared by hash, 32 bytes of each vector and rank.
+"""Whether all ranks hold the same, bit for bit: compared by hash, 32 bytes of each vector and rank.
 
 Where they do not, those are at fault that do not hold what more than half of the ranks hold. Else nobody can tell.
 """

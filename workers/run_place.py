@@ -94,7 +94,7 @@ class Place:
         return self.folder.service_url.exists()
 
     def new_client(self, rank: int, adopt_s: float = 0.0) -> ServiceClient:
-        """The service's, for the worker of that name; see ServiceClient. To be closed by whoever has asked for it."""
+        """The service's, for the worker of that name; see ServiceClient. To be closed by the caller."""
         return ServiceClient(self.run_dir, rank, self._attempt, adopt_s=adopt_s)
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What does a worker train? A few short texts, by which it is known whether two workers belong to the same run.
+"""What a worker trains, in a few short texts: two workers belong to the same run where theirs are equal.
 
 A worker shows its signature when it joins (membership.Member.join). One that differs from the job's is not seated, and
 is told in which field; so a wrong worker ends by itself, before it has had any part in a step.

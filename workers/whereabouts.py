@@ -1,7 +1,7 @@
-"""Where is the training thread of this process? Noted by the loop, told to whoever asks from another thread.
+"""Where the training thread of this process is: noted by the loop, read by other threads.
 
-The loop says what it begins, which is an attribute and sends nothing. Whoever asks, the thread that sends the beats
-(membership/member.py), reads that, the collectives of the group, and the thread's stack as it is at this moment: names
+The loop says what it begins, which is an attribute and sends nothing. The thread that sends the beats
+(membership/member.py) reads that, the collectives of the group, and the thread's stack as it is at this moment: names
 of functions, files and lines, no values. The thread that trains may hang meanwhile, unless it holds the interpreter's
 lock for good: then this process says nothing at all.
 """
@@ -38,7 +38,7 @@ class Whereabouts:
 
     def at(self, what: str, *, at_end: bool = False) -> None:
         """The thread begins this: "step 413". at_end: no further step is to come. Under a microsecond."""
-        self._at = (what, time.monotonic(), at_end)  # one tuple: whoever reads it reads all of it
+        self._at = (what, time.monotonic(), at_end)  # one tuple: a reader has all of it
 
     def within(self, group: Group) -> None:
         """The collectives are those of this group from here on."""

@@ -61,8 +61,8 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     from thinwire.workers.ranks import RunEnded
     from thinwire.workers.session.script import failure_of_script, run_script
     from thinwire.workers.telemetry import report
-    from thinwire.workers.telemetry.own_stillness import StillnessTeller
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
+    from thinwire.workers.telemetry.stillness import StillnessWatch
 
     let_stderr_take_any_text()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
@@ -82,7 +82,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     reporter = Reporter.in_place(place, number, adopt_s=adopt_s)
     reporter.serve(job["job_id"], number, address)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
-    still = None if ranks.elastic else StillnessTeller(reporter, number, ranks)
+    still = None if ranks.elastic else StillnessWatch(reporter, number, ranks)
     try:
         if isinstance(spec, ScriptSpec):
             summary = run_script(spec, run, ranks, device, reporter)
@@ -101,7 +101,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
         reporter.close(timeout_s=2.0)
         if not ranks.elastic:
             raise
-        return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # whoever is rank 0 next is told too
+        return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # the next rank 0 is told too
     except Exception as error:
         logger.exception("training_failed number=%d step=%d", number, ranks.step)
         if isinstance(spec, ScriptSpec):

@@ -1,4 +1,4 @@
-"""How much may one job say? A bucket of bytes for each job, which fills again with time."""
+"""How much one job may report: a bucket of bytes for each job, which fills again with time."""
 
 from __future__ import annotations
 

@@ -32,12 +32,11 @@ from thinwire.service.errors import (
     Unavailable,
 )
 from thinwire.service.jobs.checkpoint_files import list_checkpoints, open_checkpoint
-from thinwire.service.jobs.heirs import heirs_of
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.models import JobRow, key_of
 from thinwire.service.jobs.places import unshared
 from thinwire.service.jobs.repository import JobRepository, record, transition
-from thinwire.service.jobs.starts import Starts
+from thinwire.service.jobs.starts import Starts, heirs_of
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
 from thinwire.service.launch.log_files import read_part

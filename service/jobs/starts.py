@@ -1,7 +1,11 @@
-"""Where does a job begin that names another one? The service knows that one's store, its run folder and its events.
+"""Where a job begins that names another one, and which jobs have yet to begin from what another one has saved.
+
+The service knows that one's store, its run folder and its events.
 
 In the job `start.checkpoints` then says where the checkpoints lie; which of them is the newest the workers find when
-they begin. What is not there, or what the job's machines cannot reach, is refused at the submission.
+they begin. What is not there, or what the job's machines cannot reach, is refused at the submission. A job reads what
+it begins with until it has saved a checkpoint of its own (contract/start.py): a restart before that begins from there
+again, so that the other job cannot be deleted yet.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sqlalchemy.orm import Session
+
+from thinwire.contract.jobs import JobState
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import checkpoints_in
 from thinwire.contract.spec import ScriptSpec, TrainSpec
@@ -21,6 +28,7 @@ from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest
 from thinwire.service.jobs.checkpoint_files import list_checkpoints
 from thinwire.service.jobs.job_folder import RunFolders
+from thinwire.service.jobs.models import JobRow
 from thinwire.service.jobs.places import is_local, path_of, unshared
 from thinwire.service.jobs.repository import JobRepository
 
@@ -133,3 +141,22 @@ def _refuse_unreadable(path: str, place: str) -> None:
             return
         words = "must be a file that the workers may read, such as FOLDER/model.safetensors"
     raise InvalidRequest.at(path, place, words)
+
+
+def heirs_of(folder: Path, session: Session) -> list[str]:
+    """Ids of the jobs that may yet read their beginning below this run folder, oldest first."""
+    jobs = JobRepository(session)
+    real = os.path.realpath(folder)
+    return [
+        row.id
+        for row in jobs.unfinished()
+        if row.state != JobState.CANCELLING
+        and _begins_below(real, row)
+        and not jobs.events(row.id, [EventKind.CHECKPOINT_SAVED], limit=1)
+    ]
+
+
+def _begins_below(real: str, row: JobRow) -> bool:
+    start = row.spec.get("start") or {}
+    place = start.get("weights") or start.get("checkpoints")
+    return place is not None and is_local(place) and Path(os.path.realpath(path_of(place))).is_relative_to(real)

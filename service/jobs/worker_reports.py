@@ -1,5 +1,8 @@
 """What a running job says: its workers' leases and its telemetry; and what Prometheus is told of them.
 
+A job may name its worker's own address for Prometheus, from where the registration came. Prometheus asks whatever it is
+given, from inside of the cluster's network: a job that could name any address would read through it what it cannot
+reach itself.
 Every report names its attempt. One from another attempt than the current is refused, so that a process which
 outlives its cluster cannot write over the run that has replaced it.
 """
@@ -8,9 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -24,11 +29,11 @@ from thinwire.service.errors import InvalidRequest, JobOver, StaleAttempt, TooMu
 from thinwire.service.jobs.models import JobRow, LeaseRow
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository, transition
-from thinwire.service.jobs.scraped import Network, refused
 from thinwire.service.jobs.worker_numbers import newest_membership
 
 logger = logging.getLogger(__name__)
 
+Network = IPv4Network | IPv6Network
 LARGEST_PID = 2**31 - 1
 LARGEST_FIELDS = 16 << 10
 """Characters of an event's fields, as JSON."""
@@ -37,6 +42,8 @@ BURST_BYTES, BYTES_A_SECOND = 64 << 20, 1 << 20
 """What one job may post at once and in the long run. A job posts a few hundred bytes a step."""
 LEAST_COST = 16 << 10
 """Bytes that a batch counts for at least: each is a transaction."""
+
+_HOST_PORT = re.compile(r"(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9._-]*)|\[(?P<six>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{1,5})\Z")
 
 
 class WorkerReports:
@@ -208,3 +215,33 @@ def _size(value: object) -> int:
 
 def _problem(path: str, value: str | None, message: str) -> Problem:
     return Problem(path=path, value=value, message=message)
+
+
+def refused(address: str, came_from: str | None, networks: Sequence[Network]) -> str | None:
+    """Why this address is not asked, in words; None where it is.
+
+    address: host:port as the worker gives it. came_from: the address that the registration came from; None where who
+    registers may name any. networks: others that may be named, because a proxy stands before the service.
+    """
+    found = _HOST_PORT.match(address)
+    if found is None or not 0 < int(found["port"]) <= 65535:
+        return "must be host:port, with a port from 1 to 65535"
+    if came_from is None:
+        return None
+    host = _ip(found["name"] or found["six"])
+    if host is None:
+        return "must name its host by an IP address"
+    if host == _ip(came_from) or any(host.version == network.version and host in network for network in networks):
+        return None
+    return (
+        f"must be on the host that registers it, {came_from}; where workers reach the service through a proxy, the "
+        "operator names their networks in THINWIRE_SCRAPE_NETWORKS"
+    )
+
+
+def _ip(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        found = ip_address(text)
+    except ValueError:
+        return None
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found

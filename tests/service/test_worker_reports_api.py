@@ -113,16 +113,6 @@ def test_the_end_of_a_history_may_arrive_after_the_end_of_the_job(service: Servi
     assert (job["state"], job["summary"], job["progress"]["step"]) == ("SUCCEEDED", {"steps": 100}, 100)
 
 
-def test_a_loss_that_is_not_finite_is_kept_as_none(service: Service) -> None:
-    job_id = service.running()
-    body = b'{"attempt": 1, "samples": [{"step": 1, "phase": "warmup", "loss": NaN, "time": 1.0}]}'
-    headers = {**service.job_headers(job_id), "Content-Type": "application/json"}
-    answer = service.client.post(f"/v1/jobs/{job_id}/telemetry", content=body, headers=headers)
-    assert answer.status_code == 204
-    (kept,) = _history(service, job_id)["samples"]
-    assert kept["loss"] is None
-
-
 @parametrize(
     ("batch", "path"),
     [

@@ -41,7 +41,7 @@ HELLO_S = 30.0
 NAME_FREE_S = 15.0
 """A dead worker's name is free soon after."""
 LOOK_S = 10.0
-"""Between two looks, of whoever waits for a place, at which nodes are silent."""
+"""While a worker waits for a place, between two looks at which nodes are silent."""
 _POLL_S = 0.1
 _SLOW_POLL_S = 1.0
 

@@ -1,4 +1,4 @@
-"""What the worker group decides at a poll: who is gone, whether a slot dies too often, whom to start or to let go.
+"""What the worker group decides at a poll: who is gone, whom to start or to let go.
 
 Nothing here calls Ray.
 
@@ -9,8 +9,8 @@ without an answer, and once the membership has counted that worker out too it ha
 lives but that the membership has counted out long ago hangs: it must make room. An error of a train function is none of
 these: see failures.py.
 
-How often a slot may die soon after its start: a bug must not crash and start for ever. Whom to start and whom to let
-go: the membership server itself asks the surplus of those that are seated; `decide` asks those that wait for a seat.
+Whom to start and whom to let go: the membership server itself asks the surplus of those that are seated; `decide` asks
+those that wait for a seat.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ MEMBER_UNAVAILABLE_S = 60.0
 """As long as Ray lets a node be cut off from its head; by then no lease holds (workers/membership/commit_lease.py)."""
 LONGEST_MESSAGE = 4000
 """Characters of an error."""
-LONGEST_PAUSE_S = 300.0
-"""Before a slot is filled again whose workers end soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,45 +107,6 @@ def own_error(status: Any) -> Failed | None:
     if status.error is not None:
         return Failed(type(status.error).__name__, str(status.error).strip()[-LONGEST_MESSAGE:])
     return status.return_value if isinstance(status.return_value, Failed) else None
-
-
-class WorkersKeepDying(RuntimeError):
-    """A slot died early too often; whatever kills it will kill the next one too."""
-
-
-class EarlyDeaths:
-    """Counts, for each slot, deaths in a row within `early_s` of the worker's start."""
-
-    def __init__(self, early_s: float, most: int) -> None:
-        self._early_s = early_s
-        self._most = most
-        self._in_a_row: dict[int, int] = {}
-
-    def died(self, slot: int, started: float, why: str, *, spared: bool = False) -> None:
-        """A worker that was started at this monotonic time is gone.
-
-        spared: it was never seated, and the job can do without: then its next one only waits longer.
-        Raises: WorkersKeepDying.
-        """
-        if time.monotonic() - started > self._early_s:
-            self._in_a_row[slot] = 0
-            return
-        self._in_a_row[slot] = self._in_a_row.get(slot, 0) + 1
-        if self._in_a_row[slot] > self._most and not spared:
-            raise WorkersKeepDying(
-                f"slot {slot} died {self._in_a_row[slot]} times in a row within {self._early_s:g} s of its start, more "
-                f"than the {self._most} that are borne: mend what kills it (see its log) and submit the job again. "
-                f"The last: {why}"
-            )
-
-    def pause_s(self, slot: int) -> float:
-        """How long to wait before the next worker of this slot: nothing at first, then longer."""
-        in_a_row = self._in_a_row.get(slot, 0)
-        return 0.0 if in_a_row <= 1 else min(0.5 * 2.0 ** (in_a_row - 2), LONGEST_PAUSE_S)
-
-    def in_a_row(self, slot: int) -> int:
-        """Early deaths of this slot since a worker of it lived longer."""
-        return self._in_a_row.get(slot, 0)
 
 
 @dataclass(frozen=True, slots=True)

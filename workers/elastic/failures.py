@@ -1,4 +1,4 @@
-"""Whose is the error that a train function ended with: this worker's, whose slot is filled again, or the job's?
+"""How workers have failed, and when that is the job's end: whose is the error that a train function ended with?
 
 What an error says of itself does not tell: a full disk, a NaN or a CUDA error may be one machine's, or come to all. But
 an error that is the job's comes to every worker that tries the same step. So:
@@ -14,6 +14,8 @@ an error that is the job's comes to every worker that tries the same step. So:
                     left to be done by another worker
     too many        a slot, or the slots together, have failed so often that to go on is no use. A worker that was never
                     seated has cost the others nothing: its slot is filled again, ever later, while they can train
+    dies early      a slot whose workers die again and again soon after their start, without a word: a bug must not
+                    crash and start for ever
 
 Nothing here calls Ray, nor looks at a clock.
 """
@@ -26,9 +28,10 @@ from dataclasses import dataclass
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.worker_side import Failed
 
-FIRST_PAUSE_S = 2.0
+FIRST_PAUSE_S, FIRST_PAUSE_OF_DEAD_S = 2.0, 0.5
 LONGEST_PAUSE_S = 300.0
-"""Before the slot of a worker that was never seated is filled again: its machine may be mended meanwhile."""
+"""Before the slot of a worker that was never seated, or died early, is filled again: its machine may be mended
+meanwhile."""
 
 
 class JobFailed(RuntimeError):
@@ -88,6 +91,8 @@ class Failures:
         self._recent: list[Failure] = []
         """Within failures_s, as those that were fenced."""
         self._fenced: list[Failure] = []
+        self._died_early: dict[int, int] = {}
+        """Times in a row, by slot."""
 
     def judge(self, new: Collection[Failure], others: Others) -> None:
         """Take them in. Returns where they are the workers'. Raises: JobFailed."""
@@ -107,11 +112,30 @@ class Failures:
         """A worker that the others could do without, and whose next one may be no better: each try costs a regroup."""
         self._fenced = self._within(one.at, (*self._fenced, one))
 
+    def died(self, slot: int, lived_s: float, why: str, *, spared: bool = False) -> None:
+        """A worker that lived so long is gone, without an error of its own.
+
+        spared: it was never seated, and the job can do without: then its next one only waits longer. Raises: JobFailed.
+        """
+        if lived_s > self._plan.early_s:
+            self._died_early[slot] = 0
+            return
+        num = self._died_early[slot] = self._died_early.get(slot, 0) + 1
+        if num > self._plan.max_early_deaths and not spared:
+            raise JobFailed(
+                "WorkersKeepDying",
+                f"slot {slot} died {num} times in a row within {self._plan.early_s:g} s of its start, more than the "
+                f"{self._plan.max_early_deaths} that are borne: mend what kills it (see its log) and submit the job "
+                f"again. The last: {why}",
+                0,
+            )
+
     def pause_s(self, slot: int) -> float:
-        """How long to wait before this slot is filled again: for what was fenced or never seated, longer and longer."""
+        """How long to wait before this slot is filled again: nothing at first, then longer and longer, for what died
+        early, was fenced or never seated."""
         never_seated = (one for one in self._recent if not one.error.generation)
         num = sum(one.slot == slot for one in (*never_seated, *self._fenced))
-        return 0.0 if num <= 1 else min(FIRST_PAUSE_S * 2.0 ** (num - 2), LONGEST_PAUSE_S)
+        return max(_pause_s(FIRST_PAUSE_S, num), _pause_s(FIRST_PAUSE_OF_DEAD_S, self._died_early.get(slot, 0)))
 
     def _within(self, now: float, known: Collection[Failure]) -> list[Failure]:
         return [one for one in known if now - one.at <= self._plan.failures_s]
@@ -152,3 +176,8 @@ class Failures:
                 f"{plan.max_job_failures} that are borne: mend what fails, and submit the job again. The last: {one}",
                 one.error.step,
             )
+
+
+def _pause_s(first_s: float, num: int) -> float:
+    """After the second, and twice as long after each further one."""
+    return 0.0 if num <= 1 else min(first_s * 2.0 ** (num - 2), LONGEST_PAUSE_S)

@@ -34,7 +34,7 @@ from ray.util.placement_group import remove_placement_group
 
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.bring_up import Arrival, BringUp, Unit
-from thinwire.workers.elastic.decisions import EarlyDeaths, Health, Loss, WorkersKeepDying, decide, own_error
+from thinwire.workers.elastic.decisions import Health, Loss, decide, own_error
 from thinwire.workers.elastic.failures import Failure, Failures, JobFailed, Others, WorkerFailed
 from thinwire.workers.elastic.membership_actor import Headcount, MembershipLink
 from thinwire.workers.elastic.plan import Plan
@@ -103,7 +103,6 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
     """See the module. train_run_context.backend_config holds the plan."""
 
     _worker_cls = ElasticWorker
-    _deaths_of: ClassVar[dict[str, EarlyDeaths]] = {}
     _failures_of: ClassVar[dict[str, Failures]] = {}
     """By run: they count over full restarts too."""
 
@@ -115,9 +114,6 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         """In the order of the state's workers."""
         self._coming: dict[int, BringUp] = {}
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._deaths = self._deaths_of.setdefault(
-            train_run_context.run_id, EarlyDeaths(self.plan.early_s, self.plan.max_early_deaths)
-        )
         self._failures = self._failures_of.setdefault(train_run_context.run_id, Failures(self.plan))
         self._link = MembershipLink(self.plan)
         self._health = Health(self.plan.leave_s)
@@ -200,7 +196,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         try:
             self._take_arrivals()
             status = self._judge(self._poll_workers_and_collect_errors(timeout) if self._units else [])
-        except (WorkersKeepDying, JobFailed) as error:
+        except JobFailed as error:
             raise ControllerError(error) from error  # which Ray Train does not try again
         if status.worker_statuses:  # of none, Ray Train's own callbacks know nothing to say
             for callback in self._callbacks:
@@ -219,8 +215,8 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             if unit is None:
                 logger.warning("bring_up_failed slot=%d why=%s", arrival.slot, arrival.why)
                 # However long Ray has tried to make an environment, the worker has not lived.
-                started = time.monotonic() if arrival.no_environment else arrival.started
-                self._deaths.died(arrival.slot, started, arrival.why, spared=self._has_enough)
+                lived_s = 0.0 if arrival.no_environment else time.monotonic() - arrival.started
+                self._failures.died(arrival.slot, lived_s, arrival.why, spared=self._has_enough)
                 continue
             pid, node = unit.worker.metadata.pid, unit.worker.metadata.node_ip
             took_s = time.monotonic() - arrival.started
@@ -257,7 +253,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
         for unit, loss, _ in lost:
             logger.warning("worker_lost slot=%d pid=%d why=%s", unit.slot, unit.worker.metadata.pid, loss.why)
             spared = self._has_enough and not unit.seated
-            self._deaths.died(unit.slot, unit.started, loss.why, spared=spared)
+            self._failures.died(unit.slot, time.monotonic() - unit.started, loss.why, spared=spared)
         if failed and headcount is not None:
             self._judge_failures(failed, kept, headcount)
         adopting = any(coming.adopts for coming in self._coming.values())
@@ -359,7 +355,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             seated=headcount.seated,
         )
         for slot in decision.start:
-            pause_s = max(self._deaths.pause_s(slot), self._failures.pause_s(slot))
+            pause_s = self._failures.pause_s(slot)
             logger.info("bring_up slot=%d target=%d pause_s=%g", slot, headcount.target, pause_s)
             group = self._vacant.pop(slot, None)
             self._coming[slot] = BringUp(self, slot, self._arrivals, pause_s=pause_s, group=group)

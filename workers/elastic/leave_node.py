@@ -52,7 +52,7 @@ def leave(address: str, own: set[str], wait_s: float) -> int:
         client = _within(min(ASK_S, wait_s), lambda: GcsClient(address=address))
         nodes = _within(ASK_S, lambda: _drained(client, own, wait_s))
         return _wait(client, nodes, until, wait_s)
-    except Exception as error:  # noqa: BLE001 - Ray raises what it likes; whoever ends this machine is told, not kept
+    except Exception as error:  # noqa: BLE001 - Ray raises what it likes; its operator is told, not kept
         words = str(error) or type(error).__name__
         print(f"Ray at {address} cannot be asked to empty this node: {words}", file=sys.stderr)  # noqa: T201
         return 2

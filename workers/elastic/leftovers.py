@@ -1,6 +1,6 @@
 """The actors and placement groups of a job, found by name in the whole cluster, and their removal.
 
-By name, because whoever made them may be dead: workers and their placement groups are detached, so Ray frees neither.
+By name, because their maker may be dead: workers and their placement groups are detached, so Ray frees neither.
 Ray looks names of placement groups up in the caller's namespace only; the table of all of them has no such border.
 """
 

@@ -1,7 +1,7 @@
-"""Which nodes answer? Ray's head takes a minute and more to give up one that vanished, and places work there till then.
+"""Nodes that do not answer: Ray's head takes a minute and more to give one up, and places work there till then.
 
 A machine that has lost its power, or is cut off, ends no connection. Where a worker was lost that did not answer, its
-node is suspected: whoever is about to place a worker asks all suspects whether they answer by now, and keeps away from
+node is suspected: before a worker is placed all suspects are asked whether they answer by now, and it is kept away from
 those that do not. A suspect that answers is none any more, as one that the head has given up.
 """
 

@@ -148,7 +148,7 @@ class ElasticTrainer(DataParallelTrainer):  # type: ignore[misc]
         """Run the job to its end. Adopts the workers of a driver of this job that died; ends one that lives.
 
         SIGTERM and SIGINT end the job. Raises: ray.train.TrainingFailedError, whose controller_failure is JobFailed for
-        an error of the job's, and WorkersKeepDying where a slot keeps dying; RayError where another driver took the job
+        an error of the job's, or where a slot keeps dying; RayError where another driver took the job
         over.
         """
         owner = self.train_run_context.run_id

@@ -32,7 +32,7 @@ class LeaseExpired(RuntimeError):
 
 @dataclass(frozen=True)
 class Hello:
-    """What a worker says of itself to whoever adopts it. unit: the name of its placement group."""
+    """What a worker says of itself to the driver that adopts it. unit: the name of its placement group."""
 
     slot: int
     unit: str

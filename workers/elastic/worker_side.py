@@ -2,7 +2,7 @@
 
 Ray is imported in the calls: a function that only reads its config needs none of it.
 
-SIGTERM to a worker's process is a notice: it hands over at the next boundary, and goes. Whoever sends it, such as a
+SIGTERM to a worker's process is a notice: it hands over at the next boundary, and goes. The sender, such as a
 cloud that takes a machine back, gives some time before SIGKILL. A second SIGTERM, or one before the train function
 runs, ends the process as Ray would have it.
 """

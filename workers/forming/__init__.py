@@ -1,4 +1,4 @@
-"""How do the members of a generation come together in a process group, and what ends an attempt at once?
+"""How the members of a generation become a process group, and what ends an attempt at once.
 
 door.py       where a worker waits for its peers, and how each proves that it is one
 pairs.py      every member asks every other, before a group is begun: can each pair talk, in both directions?

@@ -1,4 +1,4 @@
-"""Who of a process group is gone? The membership says it: at once, and alike on all."""
+"""The ranks of a process group that are gone, as the membership says: at once, and alike on all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where does a worker wait for its peers, and who may come in?
+"""Where a worker waits for its peers, and how each proves that it is one.
 
 A peer proves that it knows the job's secret and means the same generation, and has it proved to itself, before anything
 else is said. Nothing that crosses the wire tells the secret; what is said after that can be read and changed by
-whoever is on the network, as all that the process group sends.
+anybody on the network, as all that the process group sends.
 
     who asks                                     who is asked
     generation, rank, challenge            ->

@@ -1,4 +1,4 @@
-"""Can every pair of a generation talk, in both directions? Asked before a process group is begun.
+"""Every pair of a generation proves that it can talk, in both directions, before a process group is begun.
 
 A process group connects all with all, and where one pair cannot be had it waits for that until its time-out, and says
 an address at best. So each member first asks every other over a plain socket (door.py), all at once. When all have

@@ -1,4 +1,4 @@
-"""Can a worker that waits for its peers still reach them? Asked only while it waits.
+"""Whether a worker that waits for its peers can still reach them. Asked only while it waits.
 
 A collective whose data are lost on the way waits for its time-out; the membership, which all can reach, sees nothing
 wrong. So a worker that has waited for WAITED_S holds a connection to the door (door.py) of every peer of its

@@ -1,7 +1,7 @@
-"""How do gloo and NCCL connect, without anybody having to wait for them?
+"""gloo and NCCL connect in threads of their own, which nobody has to wait for.
 
 Both wait for peers in C++, up to a time-out, and nothing can end that. So they connect in a thread of their own.
-Whoever waits for it listens to the membership too, and leaves the thread alone when the generation is over: it sleeps
+The waiting thread listens to the membership too, and leaves the thread alone when the generation is over: it sleeps
 in a system call, ends by itself at its time-out, and what it has made goes with it. A process ends when it has.
 
 torch.distributed takes a transport from outside as a backend of a name of its own (Backend.register_backend). Its

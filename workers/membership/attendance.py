@@ -253,7 +253,7 @@ class Attendance:
         self._turn_out(worker, m.Refusal(verdict="fenced", why=why), "lost" if worker.awaited else "fenced", now)
 
     def refuse(self, worker: Worker, why: str, now: float) -> None:
-        """The job cannot take it, whoever else is there."""
+        """The job cannot take it, whatever others are there."""
         self._turn_out(worker, m.Refusal(verdict="refused", why=why), "refused", now)
 
     def end_generation(self, why: str, now: float, but: str | None = None) -> None:

@@ -1,7 +1,8 @@
-"""Until when may this worker commit a step? For LEASE_S from the moment at which it sent the last beat that was heard.
+"""The lease to commit steps: it holds for LEASE_S from when the worker sent the last beat that was heard.
 
-The server waits until every lease of a generation has ended before it lets others go on without any of its members
-(rules.py). It reckons from when it heard a beat, which is never before that beat was sent: its count ends later.
+Until then the worker may commit a step. The server waits until every lease of a generation has ended before it lets
+others go on without any of its members (rules.py). It reckons from when it heard a beat, which is never before that
+beat was sent: its count ends later.
 Time is of a clock that goes on while the process is stopped or the machine sleeps; it is passed in.
 """
 

@@ -62,7 +62,7 @@ class Lines:
             raise BadLine(f"a line of {len(line)} bytes is no message of this protocol: {_first(error)}") from None
 
     def end(self) -> None:
-        """Close for both directions; whoever reads sees the end. What was written still arrives."""
+        """Close for both directions; a reader sees the end. What was written still arrives."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -1,4 +1,4 @@
-"""At which step do all members stop? In two phases, without a collective.
+"""Agrees on the step at which all members stop: in two phases, without a collective.
 
 The server proposes a step a little beyond the largest that it knows. A member says yes unless its loop has passed it,
 and its yes binds it: it will not go past that step before it has heard the outcome. All yes: confirmed. One no, or a

@@ -1,16 +1,22 @@
-"""The workers that the server knows: who is seated next, and who must leave?
+"""The workers that the server knows: who is seated next, and who must leave.
 
 seating   members of the present generation that hold state, by their rank; members without state, by their rank;
           then newcomers by slot and id that are not silent, one a slot. At most limits.max of them
 leaving   who was dismissed, and the highest ranks beyond limits.max
+
+A signature says in words what a worker trains, and a worker that trains something else than the job is refused. The
+job's signature is that of its members. Where there are none it is that of most workers that come, of those that do not
+differ from what the driver knows of it: the job file, for one. A worker without a signature is never refused.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from thinwire.workers.membership.seats import (
+    LONGEST_REASON,
     Doing,
     Identity,
     Limits,
@@ -82,7 +88,7 @@ def newcomers(workers: Collection[Worker]) -> list[Worker]:
 
 
 def waiting_slots(workers: Collection[Worker]) -> set[int]:
-    """The slots of those that have joined and wait for their first seat, whoever is silent there."""
+    """The slots of those that have joined and wait for their first seat, also where a member of that slot is silent."""
     return {w.identity.slot for w in workers if w.rank is None and w.standing is not None and w.here}
 
 
@@ -140,3 +146,24 @@ def _sizes(before: int, after: int) -> list[str]:
     if before == after:
         return []
     return [f"{'grow' if after > before else 'shrink'} {before} -> {after}"]
+
+
+def signature_of_most(workers: Sequence[Worker]) -> dict[str, str] | None:
+    """The signature of most of them; of several, that of the lowest slot. None where nobody has one."""
+    signed = sorted((w for w in workers if w.signature is not None), key=lambda w: w.identity.slot)
+    texts = [tuple(sorted((w.signature or {}).items())) for w in signed]
+    return dict(Counter(texts).most_common(1)[0][0]) if texts else None
+
+
+def signature_difference(own: dict[str, str] | None, jobs: dict[str, str] | None) -> str | None:
+    """In words, how a worker's differs from the job's; None where it does not."""
+    if own is None or jobs is None or own == jobs:
+        return None
+    fields = sorted(name for name in own.keys() | jobs.keys() if own.get(name) != jobs.get(name))
+    said = [f"{name} is {own.get(name, 'missing')}, the job's is {jobs.get(name, 'missing')}" for name in fields]
+    return f"this worker trains something else: {'; '.join(said)}"[:LONGEST_REASON]
+
+
+def differs_from_known(own: dict[str, str] | None, known: dict[str, str]) -> str | None:
+    """In words, how a worker's differs from what is known of the job's; None where it does not."""
+    return None if own is None else signature_difference({name: own[name] for name in known if name in own}, known)

@@ -1,4 +1,4 @@
-"""Who belongs to the job, and when does the next generation close? Pure: no sockets, no clock, time is passed in.
+"""The rules of who belongs to the job, and when the next generation closes. Pure: no sockets, no clock.
 
     a generation closes   when every member of the present one has joined and is not silent, or has gone, and limits.min
                           have joined. Never by a time window: a survivor that is late is waited for, or fenced
@@ -8,7 +8,7 @@
                           it is silent for too long (silence.py)
     a generation is over  when a member is lost; when one has stopped on its own; when none has formed a group in form_s
     it comes back         if its connection was ended, it lives, and no other generation has closed since
-    a worker is refused   if it trains something else (signatures.py)
+    a worker is refused   if it trains something else (roster.py)
     what hangs is named   before anything is done about it (standstill.py)
     a change is planned   (plans.py) while all are heard of and newcomers wait, or members should leave (roster.py)
     a restarted server    learns the generation from the first member that comes back; others are silent after adopt_s
@@ -23,7 +23,7 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership import roster, signatures
+from thinwire.workers.membership import roster
 from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Timing
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import Doing, Identity, Limits, Seat, Snapshot, Standing
@@ -122,9 +122,9 @@ class Rules:
             return
         worker.signature = signature
         if attendance.members():
-            why = signatures.difference(signature, self._signature)
+            why = roster.signature_difference(signature, self._signature)
         else:
-            why = signatures.against(signature, self._known)
+            why = roster.differs_from_known(signature, self._known)
         if why:
             attendance.refuse(worker, why, now)
             self._settle(now)
@@ -293,7 +293,7 @@ class Rules:
         """What is known of the job's signature. It says who may begin; members go on with what they have begun."""
         self._known, attendance = known, self._attendance
         for worker in [] if attendance.members() else list(attendance.workers.values()):
-            if why := signatures.against(worker.signature, known):
+            if why := roster.differs_from_known(worker.signature, known):
                 attendance.refuse(worker, why, now)
         self._settle(now)
 
@@ -419,10 +419,10 @@ class Rules:
         waited = not members and now >= min(w.joined_at for w in joined) + self._timing.start_wait_s
         if not members and len(joined) < self.limits.max and not waited:
             return
-        signature = (self._signature if members else None) or signatures.of_most(members or joined)
-        if others := [w for w in joined if signatures.difference(w.signature, signature)]:
+        signature = (self._signature if members else None) or roster.signature_of_most(members or joined)
+        if others := [w for w in joined if roster.signature_difference(w.signature, signature)]:
             for worker in others:
-                attendance.refuse(worker, signatures.difference(worker.signature, signature) or "", now)
+                attendance.refuse(worker, roster.signature_difference(worker.signature, signature) or "", now)
             self._settle(now)
             return
         # Who holds a state and is too many is seated too, and hands it over at the next boundary.

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
 
 LONGEST_REASON = 500
-"""Characters of a reason in words. Longer ones are cut by whoever says them: a line on the wire is bounded."""
+"""Characters of a reason in words. Longer ones are cut where they are made: a line on the wire is bounded."""
 Whole = Annotated[int, Field(ge=0, le=2**53 - 1)]
 """A step, a generation, a number of anything: what JSON, a checkpoint's name and a tensor can hold."""
 Name = Annotated[str, StringConstraints(max_length=255)]

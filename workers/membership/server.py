@@ -5,7 +5,7 @@ nobody; one calls the rules' clock; one hands out events. All of them change the
 rules ask for is queued for the writers under the same lock: every member hears things in the order in which they were
 decided.
 
-The secret comes first and in the clear: it keeps out strangers and mistakes, not whoever can read the network.
+The secret comes first and in the clear: it keeps out strangers and mistakes, not somebody who can read the network.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class MembershipServer:
             if self._on_event is not None:
                 try:
                     self._on_event(event)
-                except Exception:  # whoever listens must not end the listening
+                except Exception:  # a listener must not end the listening
                     logger.exception("membership_event_failed kind=%s", event.kind)
 
 

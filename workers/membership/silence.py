@@ -1,4 +1,4 @@
-"""Who is silent, and may the others go on without those members that are?
+"""Members that are silent, and whether the others may go on without them.
 
     heard       lately. Members do not send their beats at one moment: where it is the server that is cut off, they fall
                 silent one after another, and the last beats of the others must not be held against the first
@@ -6,7 +6,7 @@
 
 Silent are all, or were for a while: the server is cut off, and nobody is lost by that. Unless nobody of this generation
 can commit any more, and newcomers wait, or the job is at its end.
-Half of the members, or more, are heard: they may go on at once, for a step takes the data of all, so that whoever is
+Half of the members, or more, are heard: they may go on at once, for a step takes the data of all, so that one that is
 silent is at most one step ahead. Unless only the silent hold the state; then, and where less than half are heard, the
 silent may still train, and are waited for, each until its lease has ended.
 """

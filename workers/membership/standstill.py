@@ -1,4 +1,4 @@
-"""Does the job stand still, and for whom do its members wait? Said in words; nothing is done about it here.
+"""Says in words that the job stands still, or for whom its members wait. Nothing is done about it here.
 
     waited for      no step for stuck_s, some members wait in a collective, and this one does not: it is named, with
                     what it is at (Doing, which its own process has sent). So is who is about to be fenced as it hangs

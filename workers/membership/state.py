@@ -145,7 +145,7 @@ class State:
     def may_commit(self) -> bool:
         """The lease holds, and this member has not ended, or has left well. Under the lock.
 
-        Whoever has left well may still have a checkpoint to finish: the others go on from what is in it.
+        A member that has left well may still have a checkpoint to finish: the others go on from what is in it.
         """
         return (self.ended is None or self.left) and self.lease.holds(self._clock())
 

@@ -1,4 +1,4 @@
-"""Who is heard of, and yet must be left out?
+"""Members that are heard of, and yet must be left out.
 
     who hangs             it does not come to a regroup within join_timeout_s, or 3 of the longest steps, from when it
                           could be told of it: it may have been cut off, and be back. One that still

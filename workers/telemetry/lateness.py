@@ -1,4 +1,4 @@
-"""For which rank do the others wait, step after step? Each knows how long it waited for its exchange.
+"""The rank that the others wait for, step after step: each rank knows how long it waited for its exchange.
 
 Nobody's clock is compared with another's: of a step's ranks the one that waited least came last. How long each waited
 travels with the losses, in the one collective that averages them every few steps (step_log.py): 8 bytes a rank and

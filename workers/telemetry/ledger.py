@@ -1,4 +1,4 @@
-"""Who sent how many bytes to whom, over which class of link, and how many bytes of frames is that?
+"""The bytes that each rank sent to each other, by class of link, and the bytes of frames that they became.
 
 Groups count each collective they start by kind and size (`Stats.calls`), which costs a microsecond. All the rest is
 worked out when somebody asks: every rank calls the same collectives with the same sizes, so one rank's calls tell what

@@ -1,4 +1,4 @@
-"""How long should a step of this job take? Beside what it takes: for a metric, the summary and the log.
+"""How long a step of this job should take, beside what it takes: for a metric, the summary and the log.
 
     predicted = busy + wire - hidden          (comm/wire/step_time.py)
 

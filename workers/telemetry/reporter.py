@@ -106,7 +106,7 @@ class Reporter:
         return self.metrics.ranks_here
 
     def seated(self, group: Group, device: torch.device) -> None:
-        """This worker trains with these ranks from here on, and whoever is rank 0 speaks for all.
+        """This worker trains with these ranks from here on, and rank 0 speaks for all.
 
         Collective where metrics are served, which has to be so on all ranks or on none. Raises: PeerLost.
         """

@@ -1,4 +1,4 @@
-"""Where does the wall time of a step go? By part, as metric_names.STEP_PARTS names them; they add up to the step.
+"""The wall time of a step by part, as metric_names.STEP_PARTS names them; the parts add up to the step.
 
     forward_backward  decode_update    outside and inside of optimizer.step(), without the rest
     encode                             Stats.encode_s: the step's own thread, wherever it encodes

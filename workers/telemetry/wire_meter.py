@@ -14,16 +14,56 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from thinwire.comm.protocol import Call, Stats
 from thinwire.comm.wire.link_classes import Boxes, LinkClass
 from thinwire.contract.metric_names import LINKS
-from thinwire.workers.telemetry.interface_counters import InterfaceCounters, read_interface, read_mtu
 from thinwire.workers.telemetry.ledger import HeaderModel, Ledger, sends_among, unexplained_ratio
 
 logger = logging.getLogger(__name__)
 
 WIRE_INTERFACE_VARIABLE = "THINWIRE_WIRE_INTERFACE"
+LOOPBACK = "lo"
+_PROC = Path("/proc/self/net/dev")  # of the process's own network namespace, whatever /sys shows
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceCounters:
+    """Of one interface since it was made."""
+
+    interface: str
+    sent_frames: int
+    sent_bytes: int
+    received_frames: int
+    received_bytes: int
+
+
+def read_interfaces(text: str | None = None) -> dict[str, InterfaceCounters]:
+    """Every interface by name but loopback. text: what /proc/net/dev says, None to read it. Raises: OSError."""
+    found = {}
+    for line in (_PROC.read_text() if text is None else text).splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        if name.strip() == LOOPBACK:
+            continue
+        column = [int(number) for number in numbers.split()]
+        found[name.strip()] = InterfaceCounters(name.strip(), column[9], column[8], column[1], column[0])
+    return found
+
+
+def read_interface(name: str) -> InterfaceCounters:
+    """One interface. Raises: ValueError where there is none of that name or it is loopback; OSError."""
+    found = read_interfaces()
+    if name not in found:
+        why = "is loopback, where no frame goes" if name == LOOPBACK else "is not an interface of this machine"
+        raise ValueError(f"interface {name!r} {why}; there are: {', '.join(sorted(found)) or 'none'}")
+    return found[name]
+
+
+def read_mtu(name: str) -> int | None:
+    """The interface's MTU; None where /sys does not say, or shows another namespace's interfaces."""
+    path = Path(f"/sys/class/net/{name}/mtu")
+    return int(path.read_text()) if path.exists() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
 from thinwire.workers.elastic import decisions
-from thinwire.workers.elastic.decisions import Decision, EarlyDeaths, WorkersKeepDying, decide
+from thinwire.workers.elastic.decisions import Decision, decide
 from thinwire.workers.elastic.membership_actor import Gone, Headcount
 
 
@@ -89,41 +89,6 @@ def test_a_process_that_goes_on_long_after_it_was_counted_out_must_go(since_s, a
     headcount = Headcount(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(since_s, "fenced: it hangs")})
     _, loss = decisions.Health(leave_s=30.0).read(unit(age_s), WorkerStatus(running=True), headcount)
     assert (loss is not None) is gone
-
-
-def test_more_early_deaths_of_one_slot_than_are_borne_raise_with_the_last_cause():
-    deaths = EarlyDeaths(early_s=30.0, most=2)
-    deaths.died(0, time.monotonic(), "first")
-    deaths.died(1, time.monotonic(), "another slot")
-    deaths.died(0, time.monotonic(), "second")
-    with pytest.raises(WorkersKeepDying, match=r"slot 0 died 3 times in a row within 30 s.*the 2 that.*last: third"):
-        deaths.died(0, time.monotonic(), "third")
-
-
-def test_what_a_job_can_do_without_ends_it_never_and_is_tried_ever_later():
-    deaths = EarlyDeaths(early_s=30.0, most=2)
-    for _ in range(20):
-        deaths.died(0, time.monotonic(), "its machine", spared=True)
-    assert deaths.pause_s(0) == 300.0
-    with pytest.raises(WorkersKeepDying):  # now the job waits for it
-        deaths.died(0, time.monotonic(), "its machine")
-
-
-def test_a_worker_that_lived_long_ends_the_row():
-    deaths = EarlyDeaths(early_s=30.0, most=1)
-    for _ in range(5):
-        deaths.died(0, time.monotonic(), "early")
-        assert deaths.in_a_row(0) == 1
-        deaths.died(0, time.monotonic() - 31.0, "late")
-        assert deaths.in_a_row(0) == 0
-
-
-def test_the_first_replacement_waits_for_nothing_and_further_ones_longer_and_longer():
-    deaths, pauses = EarlyDeaths(early_s=30.0, most=100), []
-    for _ in range(8):
-        pauses.append(deaths.pause_s(0))
-        deaths.died(0, time.monotonic(), "early")
-    assert pauses == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 @pytest.mark.parametrize(

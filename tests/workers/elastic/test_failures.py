@@ -1,5 +1,6 @@
 """Whose is an error: what is borne, what ends the job, after how many workers, and in which words."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -133,3 +134,42 @@ def test_who_failed_before_the_others_came_to_the_end_without_it_does_not_end_th
     Failures(PLAN).judge(left, Others([], 100, enough=True, finished=True, generation=4))
     with pytest.raises(JobFailed, match="a bit"):
         Failures(PLAN).judge(left, Others([], 100, enough=True, finished=True, generation=3))
+
+
+def failures(most: int) -> Failures:
+    return Failures(dataclasses.replace(PLAN, early_s=30.0, max_early_deaths=most))
+
+
+def test_more_early_deaths_of_one_slot_than_are_borne_end_the_job_with_the_last_cause():
+    found = failures(2)
+    found.died(0, 1.0, "first")
+    found.died(1, 1.0, "another slot")
+    found.died(0, 1.0, "second")
+    with pytest.raises(JobFailed, match=r"slot 0 died 3 times in a row within 30 s.*the 2 that.*last: third") as raised:
+        found.died(0, 1.0, "third")
+    assert raised.value.kind == "WorkersKeepDying"
+
+
+def test_what_a_job_can_do_without_ends_it_never_and_is_tried_ever_later():
+    found = failures(2)
+    for _ in range(20):
+        found.died(0, 1.0, "its machine", spared=True)
+    assert found.pause_s(0) == 300.0
+    with pytest.raises(JobFailed):  # now the job waits for it
+        found.died(0, 1.0, "its machine")
+
+
+def test_a_worker_that_lived_long_ends_the_row():
+    found = failures(1)
+    for _ in range(5):
+        found.died(0, 1.0, "early")
+        found.died(0, 31.0, "late")
+    assert found.pause_s(0) == 0.0
+
+
+def test_the_first_replacement_waits_for_nothing_and_further_ones_longer_and_longer():
+    found, pauses = failures(100), []
+    for _ in range(8):
+        pauses.append(found.pause_s(0))
+        found.died(0, 1.0, "early")
+    assert pauses == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]

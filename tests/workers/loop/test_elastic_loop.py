@@ -165,50 +165,6 @@ def test_a_nan_of_all_ranks_is_an_error_of_each(tmp_path):
         assert all("of worker 0 (rank 0) on" in one["error"] and "worker 1 (rank 1)" in one["error"] for one in told)
 
 
-@pytest.mark.slow
-def test_the_leader_may_die_and_history_goes_on_without_a_gap(tmp_path):
-    with ElasticJob(tmp_path, Limits(1, 3), steps=40) as job:
-        job.allow(17)  # reported are 15, saved 16
-        job.start(0, 1, 2)
-        job.until(lambda: job.server.snapshot().last_step == 17)
-        job.kill(0)
-        job.allow(40)
-        job.wait()
-        assert job.regroups() == [2]
-        assert_whole(job, 40)
-
-
-@pytest.mark.slow
-def test_two_deaths_at_once_leave_one_that_goes_on(tmp_path):
-    with ElasticJob(tmp_path, Limits(1, 3), steps=40) as job:
-        job.allow(12)
-        job.start(0, 1, 2)
-        job.until(lambda: job.server.snapshot().last_step == 12)
-        job.kill(0)
-        job.kill(2)
-        job.allow(40)
-        job.wait()
-        assert job.regroups()[-1] == 1
-        assert_whole(job, 40)
-
-
-@pytest.mark.slow
-def test_below_min_the_job_waits_and_says_so(tmp_path):
-    with ElasticJob(tmp_path, Limits(2, 2), steps=30) as job:
-        job.allow(12)
-        job.start(0, 1)
-        job.until(lambda: job.server.snapshot().last_step == 12)
-        job.kill(1)
-        job.allow(30)
-        job.until(lambda: job.server.snapshot().status == "waiting for workers")
-        assert "1 of 2" in job.server.snapshot().status_text
-        job.start(1)
-        job.wait()
-        assert job.regroups() == [2]
-        assert job.events("regrouped")[0]["received"] == [1]
-        assert_whole(job, 30)
-
-
 def test_a_planned_change_keeps_the_processes_and_every_bit_of_r(tmp_path):
     with ElasticJob(tmp_path, Limits(2, 2), steps=60) as job:
         job.allow(10)

@@ -100,13 +100,6 @@ def test_the_end_of_a_connection_that_was_not_seen_to_be_welcome_proves_no_death
     assert "lost" not in job.kinds()
 
 
-def test_a_stranger_that_says_nothing_delays_nobody(job: Job):
-    job.serve(1, 1)
-    with socket.create_connection(job.server.address, 5.0):
-        (a,), seats = job.seated(0)
-        assert a.join(standing(seats[0]), 5.0).generation == 2
-
-
 def test_strangers_that_only_hang_keep_no_member_out(job: Job, monkeypatch):
     monkeypatch.setattr(server, "HELLO_S", 600.0)
     job.serve(1, 1)

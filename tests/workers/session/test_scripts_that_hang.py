@@ -8,7 +8,7 @@ from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.membership import Limits
 from thinwire.workers.run_place import Place
-from thinwire.workers.telemetry.waiting import MembershipTeller
+from thinwire.workers.telemetry.membership_watch import MembershipWatch
 
 SERVER = {"stuck_s": 1.5, "still_s": 4.0}
 STEPS = 4000
@@ -38,8 +38,8 @@ def test_one_worker_that_hangs_and_all_that_hang_are_told_by_the_line_of_the_scr
     folder = tmp_path / "driver"
     folder.mkdir()
     with ScriptJob(tmp_path / "job", Limits(2, 2), "hangs.py", STEPS, steps=STEPS, server=SERVER) as job:
-        teller = MembershipTeller(Place(folder), lambda: job.server.snapshot().model_dump(mode="json"))
-        with contextlib.closing(teller):
+        watch = MembershipWatch(Place(folder), lambda: job.server.snapshot().model_dump(mode="json"))
+        with contextlib.closing(watch):
             driver = Driver(folder)
             for rank in range(2):
                 lock(job, rank, STEPS)

@@ -15,7 +15,6 @@ from thinwire.comm.groups.threads import ThreadGroup, run_threads
 from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes, LinkClass, exchange_boxes, this_box
 from thinwire.tools.lab import Lab, LabError, LabSpec
-from thinwire.workers.telemetry.interface_counters import read_interface, read_interfaces
 from thinwire.workers.telemetry.ledger import (
     KINDS,
     Calls,
@@ -28,6 +27,7 @@ from thinwire.workers.telemetry.ledger import (
     sends,
     unexplained_ratio,
 )
+from thinwire.workers.telemetry.wire_meter import read_interface, read_interfaces
 
 SIZES = [1, 2, 3, 4, 8]
 

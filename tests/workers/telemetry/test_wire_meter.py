@@ -14,10 +14,15 @@ from thinwire.comm.wire.link_classes import Box, Boxes
 from thinwire.contract.reports import Sample
 from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry import wire_meter as module
-from thinwire.workers.telemetry.interface_counters import InterfaceCounters
 from thinwire.workers.telemetry.ledger import Ledger
 from thinwire.workers.telemetry.reporter import Reporter
-from thinwire.workers.telemetry.wire_meter import WIRE_INTERFACE_VARIABLE, WireAccount, WireMeter, wire_meter
+from thinwire.workers.telemetry.wire_meter import (
+    WIRE_INTERFACE_VARIABLE,
+    InterfaceCounters,
+    WireAccount,
+    WireMeter,
+    wire_meter,
+)
 
 TWO_BOXES = Boxes((Box("aa", "a"), Box("bb", "b"), Box("bb", "b")))
 WIRE_METRICS = tuple(

@@ -22,9 +22,9 @@ from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session import course
 from thinwire.workers.session.place import placed
-from thinwire.workers.telemetry import own_stillness
-from thinwire.workers.telemetry.own_stillness import STILL_S, UNKNOWN_S, Stillness, StillnessTeller
+from thinwire.workers.telemetry import stillness
 from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.telemetry.stillness import STILL_S, UNKNOWN_S, Stillness, StillnessWatch
 
 
 class Clock:
@@ -85,7 +85,7 @@ def waits_for_a_lock(lock):
 
 
 def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_the_run_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_stillness, "LOOK_S", 0.01)
+    monkeypatch.setattr(stillness, "LOOK_S", 0.01)
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "job.json").write_text('{"job_id": "a-3f"}')
     service, goes_on = Service(tmp_path), threading.Event()
@@ -106,9 +106,9 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
 
     still = Stillness(ranks.where, still_s=0.3, unknown_s=1000.0)
     reporter = Reporter.in_place(run_place.Place(tmp_path), 3)
-    teller = StillnessTeller(reporter, 3, ranks, still=still)
+    watch = StillnessWatch(reporter, 3, ranks, still=still)
     threading.Thread(target=release, daemon=True).start()
-    with contextlib.closing(reporter), contextlib.closing(teller), placed(place), session() as run:
+    with contextlib.closing(reporter), contextlib.closing(watch), placed(place), session() as run:
         model = torch.nn.Linear(2, 1)
         optimizer = Adam(model.parameters(), group=run.group)
         run.register(optimizer=optimizer)
@@ -122,7 +122,7 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
     event = next(iter(told()))
     assert (event.kind, event.step, event.fields["rank"]) == ("worker_stuck", optimizer.num_steps, 3)
     assert event.fields["at"] == f"step {event.step + 1}"
-    assert any("waits_for_a_lock (telemetry/test_own_stillness.py:" in frame for frame in event.fields["stack"])
+    assert any("waits_for_a_lock (telemetry/test_stillness.py:" in frame for frame in event.fields["stack"])
     assert f"has been at step {event.step + 1} for " in event.fields["told"]
     kept = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
     assert kept[0]["fields"] == event.fields

@@ -1,4 +1,4 @@
-"""Does a job wait for workers or stand still, and what has its membership given up? The driver says so: no worker may
+"""The driver reports that a job waits for workers or stands still, and what its membership has given up: no worker may
 be left, or none may be able to say it."""
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def happened(snapshot: dict[str, Any]) -> list[Event]:
     ]
 
 
-class MembershipTeller:
-    """Looks every MEMBERSHIP_LOOK_S, in a thread, and tells what has changed: in the run folder, and to the service,
-    also through an outage of it. What the driver of an earlier attempt has told it does not tell again.
+class MembershipWatch:
+    """Looks every MEMBERSHIP_LOOK_S, in a thread, and reports what has changed: in the run folder, and to the service,
+    also through an outage of it. What the driver of an earlier attempt has reported it does not report again.
 
     look: the membership's snapshot; None where nobody answers. A later sample or `regrouped` ends the waiting.
     """

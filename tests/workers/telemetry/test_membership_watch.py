@@ -12,8 +12,8 @@ from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.run_place import Place
-from thinwire.workers.telemetry import waiting as telemetry_waiting
-from thinwire.workers.telemetry.waiting import START_S, MembershipTeller, Waiting, waiting
+from thinwire.workers.telemetry import membership_watch as telemetry_waiting
+from thinwire.workers.telemetry.membership_watch import START_S, MembershipWatch, Waiting, waiting
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,9 @@ def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_no
             raise answer
         return answer
 
-    teller = MembershipTeller(Place(tmp_path), look)
+    watch = MembershipWatch(Place(tmp_path), look)
     assert all_seen.wait(30)
-    teller.close()
+    watch.close()
     told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
     assert [one["kind"] for one in told] == ["waiting_for_workers"] * len(told)
     assert [one["fields"]["have"] for one in told] in ([1, 0], [1, 0, 0])  # the last look may come after the close
@@ -77,9 +77,9 @@ def test_what_the_membership_gave_up_is_told_once_and_not_again_by_the_next_driv
             seen.set()
             return None
 
-        teller = MembershipTeller(Place(tmp_path), look)
+        watch = MembershipWatch(Place(tmp_path), look)
         assert seen.wait(30)
-        teller.close()
+        watch.close()
     minority, all_of_it = (json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines())
     assert (minority["kind"], minority["time"], minority["step"]) == ("membership_minority", 1000.5, one.fields["step"])
     assert minority["fields"].keys() == {"generation", "heard", "silent", "steps_given_up"}
@@ -105,9 +105,9 @@ def test_who_is_waited_for_and_a_job_that_stands_still_are_told_once_and_logged_
         return None
 
     with caplog.at_level(logging.WARNING, "thinwire"):
-        teller = MembershipTeller(Place(tmp_path), look)
+        watch = MembershipWatch(Place(tmp_path), look)
         assert seen.wait(30)
-        teller.close()
+        watch.close()
     told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
     assert [(one["kind"], one["step"]) for one in told] == [("worker_stuck", 7), ("stalled", 7)]
     assert told[0]["fields"]["stack"] == list(HANGS.stack)
@@ -118,12 +118,12 @@ def test_who_is_waited_for_and_a_job_that_stands_still_are_told_once_and_logged_
 def test_an_outage_of_the_service_delays_the_word_and_does_not_lose_it(service: Service):
     url = (service.run_dir / "service_url").read_text()
     service.stop()
-    teller = MembershipTeller(Place(service.run_dir), snapshot)
+    watch = MembershipWatch(Place(service.run_dir), snapshot)
     until(RunFolder(service.run_dir).events.exists)
     assert not service.requests
     service.start()
     assert (service.run_dir / "service_url").read_text() != url
-    teller.close()
+    watch.close()
     posted = [Telemetry.model_validate_json(request.body) for request in service.requests]
     assert [(one.attempt, [event.kind for event in one.events]) for one in posted] == [(1, ["waiting_for_workers"])]
 
@@ -143,7 +143,7 @@ def test_a_membership_that_cannot_be_seen_is_logged_once_an_outage(tmp_path, cap
         return answer
 
     with caplog.at_level(logging.INFO, "thinwire"):
-        teller = MembershipTeller(Place(tmp_path), look)
+        watch = MembershipWatch(Place(tmp_path), look)
         assert all_seen.wait(30)
-        teller.close()
+        watch.close()
     assert caplog.text.count("membership_unseen") == 2

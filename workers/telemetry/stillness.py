@@ -1,4 +1,4 @@
-"""Does this worker make no step? With `workers.elastic: restart` it says so itself: no membership looks at it.
+"""A worker that makes no step says so itself with `workers.elastic: restart`, where no membership watches it.
 
 It cannot know whether the others wait for it, only that it does not wait for them: it is in no collective. So it says
 that it is stuck where one part of the run (a step, an evaluation) takes
@@ -60,7 +60,7 @@ class Stillness:
         return doing
 
 
-class StillnessTeller:
+class StillnessWatch:
     """Looks in a thread, and says so: in the log, and through the reporter, which it does not close. number: of the
     worker."""
 
