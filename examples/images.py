@@ -111,4 +111,4 @@ with session() as run:
             print(f"step {run.step_number}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
 
     if run.rank == 0:
-        print(f"at the end: {accuracy():.0%} of the other images are told right")
+        print(f"at the end: {accuracy():.0%} of the other images are classified correctly")

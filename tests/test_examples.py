@@ -106,7 +106,7 @@ def test_a_trainer_compresses_under_torchrun_and_runs_alone(launcher):
 @pytest.mark.parametrize(
     ("script", "needs", "told"),
     [
-        ("images.py", "torch", r"at the end: (100|9\d|8\d)% of the other images are told right"),
+        ("images.py", "torch", r"at the end: (100|9\d|8\d)% of the other images are classified correctly"),
         ("accelerate_loop.py", "accelerate", r"step 100: loss 0\.00\d+, 1 workers"),
         ("lightning_session.py", "lightning", r"epoch 2: validation loss 0\.01\d+"),
     ],

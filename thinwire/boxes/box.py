@@ -2,7 +2,7 @@
 
 Below the folder (default ~/.local/share/thinwire/box, or THINWIRE_BOX):
 
-    box.json     what this box is: written by `thinwire up`, read by whoever supervises it and by `thinwire down`
+    box.json     what this box is: written by `thinwire up`, read by its supervisor and by `thinwire down`
     state.json   the supervisor's pid and birth, and how it stands
     auth_token   the cluster's token, mode 0600: made by the head, copied by those that join
     gcs/         of the head: what the cluster knows, its jobs too; a head that is started again goes on from it

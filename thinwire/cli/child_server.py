@@ -1,6 +1,6 @@
 """A control plane as a child process: started in a session of its own, found dead, ended with everything it started.
 
-A session of its own keeps a Ctrl-C of the terminal away from it: whoever started it ends it in order.
+A session of its own keeps a Ctrl-C of the terminal away from it: the process that started it ends it in order.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def list_folder(folder: Path) -> Listing:
 
 def pack(listing: Listing, progress: Callable[[int], None] = lambda size: None) -> Packed:
     """Make the zip. progress is told how many bytes more have been packed. Raises Unpackable."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - whoever uploads it closes it
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller that uploads it closes it
     try:
         with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
             for entry in sorted(listing.entries, key=lambda one: one.name):

@@ -93,7 +93,7 @@ def rotate() -> None:
     """Put a new operator's token into the home of the service, which goes on. The old one is refused at once.
 
     It prints the new one. The commands on the service's machine read it from the home at each call, and so does
-    Prometheus with a `credentials_file`; whoever has a copy needs the new one. Nothing happens to people's tokens and
+    Prometheus with a `credentials_file`; people with a copy need the new one. Nothing happens to people's tokens and
     to jobs.
 
     Example: `thinwire token rotate > operator.token`

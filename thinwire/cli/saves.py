@@ -1,7 +1,7 @@
-"""What a watcher is told of checkpoints: that they fail, since when, and that they are saved again.
+"""What `thinwire watch` says of checkpoints: that they fail, since when, and that they are saved again.
 
-A job tells of each whole checkpoint and of each that failed. The first are many, and of interest only after one of the
-others: whoever watches asks for them then alone.
+A job reports each whole checkpoint and each that failed. The first are many, and of interest only after one of the
+others: the watcher asks for them only then.
 """
 
 from __future__ import annotations

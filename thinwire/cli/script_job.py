@@ -165,6 +165,6 @@ def _secret(given: str) -> tuple[str, JsonValue]:
     name, equals, source = given.partition("=")
     kind, colon, where = source.partition(":")
     if not name or not equals or not colon or kind not in ("env", "file"):
-        # Not the value: whoever has mistaken the option may have written the secret itself.
+        # Not the value: a person who mistook the option may have written the secret itself.
         raise Option(f"--secret {name if equals else ''}=... must be {form}")
     return name, {kind: where}

@@ -22,7 +22,7 @@ nobody is late. `slowest`: what this worker waits longer than the one that came 
 LINKS = ("inside_box", "between_boxes")
 
 MOST_SCRAPED = 32
-"""Workers of a job that Prometheus is told of (service.jobs.worker_reports): the one that leads and the first others.
+"""Workers of a job that the service names to Prometheus (service.jobs.worker_reports): rank 0 and the first others.
 So the number of a job's series has a bound that no number of workers changes."""
 SERIES_OF_TARGET = 5
 """What Prometheus itself keeps of each target: up, scrape_duration_seconds, scrape_samples_scraped, ..."""

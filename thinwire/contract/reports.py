@@ -9,7 +9,7 @@ the three calls below and nothing else:
 
 What is called `rank` in the addresses above, in labels of metrics and in their targets is what a worker is called for
 people and dashboards. Where workers are replaced one by one (workers.elastic: in_place) it is the worker's slot: its
-place in the job, which whoever replaces it takes over, so that its graphs go on. With workers.elastic: restart it is
+place in the job, which its replacement takes over, so that its graphs go on. With workers.elastic: restart it is
 its rank in the group of the attempt. But "rank 0" is always the worker that is first in its group at the time, in
 whatever slot: it alone posts telemetry and writes the files of the run.
 

@@ -110,7 +110,7 @@ class RunFolder:
 def checkpoints_in(store: str, job_id: str) -> str:
     """Where a job's checkpoints are in its checkpoint.store: below that folder, or that URL's path.
 
-    What a URL says after its path is for whoever opens it, as s3://bucket/a?endpoint_override=10.0.0.9:9000.
+    What a URL says after its path is for the client that opens it, as s3://bucket/a?endpoint_override=10.0.0.9:9000.
     """
     path, mark, settings = store.partition("?") if "://" in store else (store, "", "")
     return f"{path.rstrip('/')}/{job_id}{mark}{settings}"

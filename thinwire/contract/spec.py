@@ -329,7 +329,7 @@ Optimizer = Annotated[
 
 
 class JobSpec(_Frozen):
-    """What every training job has, whoever wrote what it trains."""
+    """What every training job has, with a recipe of ours or a script."""
 
     name: str = Field("job", min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
     seed: Whole = Field(0, ge=0, lt=2**31)
