@@ -13,11 +13,10 @@ from thinwire.contract.spec import Checkpoint
 from thinwire.contract.start import Start
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import session
-from thinwire.workers.course import Run
 from thinwire.workers.given import StartRefused
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.place import placed
-from thinwire.workers.session.session import Place
+from thinwire.workers.session.begin import placed
+from thinwire.workers.session.place import Place, Run
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.weights import fetch
 

@@ -22,10 +22,9 @@ from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import from_json, to_json
 from thinwire.workers.checkpoints.names import checkpoints
 from thinwire.workers.checkpoints.shard import DTYPES
-from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.course import Place, ScriptError
-from thinwire.workers.session.place import placed
+from thinwire.workers.session.begin import placed
+from thinwire.workers.session.place import Place, Run, ScriptError
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry.reporter import Reporter
 
@@ -224,6 +223,22 @@ def test_ranks_that_would_draw_other_samples_are_told_what_differs(tmp_path, dif
         given = {"dataset": differs.get("dataset", DATA), "global_batch": 6, "steps": 20}
         with pytest.raises(ScriptError, match=rf"rank 1 does not draw the samples.*{told}"):
             next(run.batches(**{**given, **(differs if run.rank == 1 else {})}))
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        on_threads(tmp_path, 2, script)
+
+
+def test_ranks_that_would_read_other_files_of_one_length_are_told_by_the_digest(tmp_path):
+    class Text(list):
+        digest = "of all that is in it"
+
+    def script(run, model):
+        dataset = Text(DATA)
+        if run.rank == 1:
+            dataset.digest = "of another file"
+        with pytest.raises(ScriptError, match=r"rank 1 has Text of 22 samples #of another file.*rank 0 has .*#of all "):
+            next(run.batches(dataset, global_batch=6, steps=20))
         raise Stopped
 
     with pytest.raises(Stopped):
