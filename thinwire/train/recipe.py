@@ -16,7 +16,7 @@ __all__ = ["Recipe", "train"]
 
 def train(recipe: Recipe, folder: str | os.PathLike[str] | None = None) -> nn.Module:
     """Train it to its last step, and return the model. folder: as of session()."""
-    from thinwire.workers.session import recipe as loop
+    from thinwire.workers.session import recipe_loop
 
     with session(folder) as run:
-        return loop.train(recipe, run)
+        return recipe_loop.train(recipe, run)

@@ -12,7 +12,7 @@ from thinwire.workers.error_words import in_words
 from thinwire.workers.membership import MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.session import recipe
+from thinwire.workers.session import recipe_loop
 from thinwire.workers.session.begin import begin, placed
 from thinwire.workers.session.place import Left, Place, Run
 from thinwire.workers.session.script import run_script, tells_of_a_peer, without_secrets
@@ -39,7 +39,7 @@ def run_job(
                 run_script(spec.recipe, begun)
             else:
                 with begin() as session:
-                    recipe.train(recipe_of(spec), session)
+                    recipe_loop.train(recipe_of(spec), session)
         except Left as left:
             raise left.reason from None
         except BaseException as error:

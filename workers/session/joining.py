@@ -98,15 +98,18 @@ class Joined:
 def join(place: Place, training: Training, group: Group, progress: Progress | None) -> Joined:
     """Go on over `group`. Collective. progress: None for a newcomer.
 
-    An optimizer over fixed ranks that has made steps, or belongs to no job, stays as the script has made it.
+    An optimizer over fixed ranks that has made steps, or belongs to no job, or has buckets of the size that suits the
+    network, stays as the script has made it.
     Raises: ScriptError where ranks do not belong together; PeerLost, WireMismatch, and then all is as before.
     """
     optimizer, device = training.optimizer, training.device
     all_n = _gather_progress(group, progress, device)
     known = [one for one in all_n if one is not None]
     _refuse_other_data(training, group)
-    is_laid_out_anew = place.ranks.elastic or (place.spec is not None and not optimizer.num_steps)
-    size = None if known or not is_laid_out_anew else _bucket(place, training, group)
+    size = None
+    if not known and (place.ranks.elastic or (place.spec is not None and not optimizer.num_steps)):
+        size = _bucket(place, training, group)
+    is_laid_out_anew = place.ranks.elastic or size not in (None, optimizer.bucket_elements)
     steps = [-1 if one is None else one.step for one in all_n]
     source = steps.index(max(steps)) if known else 0
     lacking = [rank for rank, step in enumerate(steps) if rank != source and (step != max(steps) or not known)]

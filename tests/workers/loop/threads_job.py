@@ -24,7 +24,7 @@ from thinwire.workers.data.feed import own_part
 from thinwire.workers.membership import Fenced, Identity
 from thinwire.workers.ranks import Stop
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.session import recipe
+from thinwire.workers.session import recipe_loop
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import Bodies
 from thinwire.workers.session.place import Left, Place, Run
@@ -245,7 +245,7 @@ class Worker:
 def trained(job: ThreadsJob, worker: Worker) -> torch.Tensor:
     """What a worker of a job with a built-in recipe runs: the parameters at its end."""
     with session() as run:
-        recipe.train(recipe_of(job.spec), run)
+        recipe_loop.train(recipe_of(job.spec), run)
         return run._optimizer.space.p_N
 
 

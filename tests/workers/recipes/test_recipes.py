@@ -140,6 +140,20 @@ def test_the_number_of_workers_does_not_change_the_steps(name):
 
 
 @every_recipe
+def test_the_rehearsal_leaves_no_trace(name):
+    """What a worker does before its peers wait for it: nothing of it is in what it trains with."""
+    training, other = alone(spec(name)), alone(spec(name))
+    state = torch.get_rng_state()
+    training.recipe.rehearse(training.model, training.optimizer, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert training.optimizer.num_steps == 0
+    meter = Meter(training.group.stats)
+    for one in (training, other):
+        train_step(one, 1, meter)
+    assert torch.equal(values(training.model), values(other.model))
+
+
+@every_recipe
 @every_precision
 def test_a_job_runs_and_a_resumed_one_repeats_it(name, precision, tmp_path):
     made = spec(name, **SHORT, precision=precision)

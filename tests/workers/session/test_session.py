@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.workers.small_job import Recording
-from thinwire.comm import run_threads
+from thinwire.comm import SoloGroup, run_threads
 from thinwire.contract.reports import MOST_REPORTED
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
@@ -138,6 +138,31 @@ def test_what_an_evaluation_reports_is_told_with_its_step_the_one_before_the_fir
         of_step = [sample.reported for sample in told]
         assert of_step[:2] == [{"perplexity": 0.5, "of_one": 3.0}, None]
         assert [of_step[2]["perplexity"], of_step[3]["perplexity"]] == [2.5, 3.5]
+
+
+def test_an_evaluation_that_takes_long_may_look_whether_workers_have_changed(tmp_path):
+    looks = []
+
+    class Ranks(FixedRanks):
+        def look(self, step):
+            looks.append(step)
+
+    group = SoloGroup()
+    place = Place(Ranks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group)
+    with placed(place), session() as run:
+        model = torch.nn.Linear(4, 1)
+        run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+
+        def evaluate():
+            before = len(looks)
+            run.look()
+            assert looks[before:] == [run.step_number]
+            return 1.0
+
+        run.evaluate_every(2, evaluate)
+        for x, y in run.batches(DATA, global_batch=4, steps=3):
+            run.step((model(x) - y).square().mean())
+    assert looks[-1] == 3
 
 
 class Line(Recipe):

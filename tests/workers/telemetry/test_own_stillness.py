@@ -126,3 +126,17 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
     assert f"has been at step {event.step + 1} for " in event.fields["told"]
     kept = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
     assert kept[0]["fields"] == event.fields
+
+
+def test_a_loop_over_batches_is_seen_by_who_looked_before_its_session_began(tmp_path):
+    group = SoloGroup()
+    ranks = FixedRanks(group)
+    still = Stillness(ranks.where)
+    place = Place(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group)
+    with placed(place), session() as run:
+        model = torch.nn.Linear(2, 1)
+        run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+        for x in run.batches([torch.ones(2)] * 4, global_batch=2):
+            still.look()
+            assert still._at[0] == f"step {run.step_number + 1}"
+            run.step(model(x).mean())
