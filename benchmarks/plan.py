@@ -41,9 +41,9 @@ from thinwire.cli.plan_link import GOODPUT
 from thinwire.comm.bucket_size import measure as measure_link
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.wire.step_time import NOTHING, Transport, Work, one_bit, step_seconds
-from thinwire.contract.plan import Link
+from thinwire.contract.plan import Link, PlanRequest
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.plan.forecast import Busy, Rehearsed, chosen_bucket, dense_step, network_of
+from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed, chosen_bucket, dense_step, network_of
 from thinwire.workers.plan.ranks import Orders, spawn
 from thinwire.workers.plan.run import orders_of
 
@@ -101,7 +101,8 @@ def given_link(network: LabNetwork) -> Link:
 
 def rehearsed(load: Load, hosts: int) -> Rehearsed:
     """The dry steps with as many processes at once as the lab has hosts on this machine."""
-    orders = orders_of(spec_of(load, hosts), given_link(LabNetwork(hosts, 1000)), hosts, 1, steps=7)
+    link = given_link(LabNetwork(hosts, 1000))
+    _, orders = orders_of(PlanRequest(spec_of(load, hosts), link, steps=7), link, hosts)
     return spawn(Orders(**{**asdict(orders), "per_machine": hosts}), lambda what, done: None)
 
 
@@ -127,7 +128,7 @@ def predicted(load: Load, link: Link, hosts: int, dry: Rehearsed, through_transp
     network = network_of(link, hosts, 1)
     if through_transport:
         dry = Rehearsed(**{slot: getattr(dry, slot) for slot in Rehearsed.__slots__} | {"transport": Transport()})
-    bucket = chosen_bucket(spec_of(load, hosts), network, dry.elements, on_gpu=False)
+    bucket = chosen_bucket(PlannedJob.of_recipe(spec_of(load, hosts)), network, dry.elements, on_gpu=False)
     bits = one_bit(network, dry.elements, dry.transport, bucket)
     found = {}
     for name in ("dense_fp32", "dense_bf16"):

@@ -16,9 +16,8 @@ from thinwire.optim.kernels.compiled import compile_all
 MODULES = (
     "torch._dynamo",
     "torch.distributed.nn.functional",
-    "thinwire.workers.loop",
+    "thinwire.workers.session.job",
     "thinwire.workers.ranks",
-    "thinwire.workers.session.script",
     "thinwire.workers.telemetry.report",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",

@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.contract.weights import MODEL
 from thinwire.workers.checkpoints.shard import CHUNK_BYTES, DTYPES
 from thinwire.workers.checkpoints.storage import open_storage
-from thinwire.workers.trained import Trained
+from thinwire.workers.session.training import Training
 
 MOST_NAMED = 3
 """Tensors that a refusal names, of each kind of misfit."""
@@ -102,15 +102,6 @@ def _hint(path: Path) -> str:
     return "; copy it again, or write it anew, by `thinwire fetch`, save_pretrained or safetensors.torch.save_model"
 
 
-def model_tensors(training: Trained) -> dict[str, Tensor]:
-    """The live tensors of the model's state_dict, by the names that `thinwire fetch` gives them."""
-    if training.registered is not None:
-        return training.registered.model_tensors()
-    assert training.model is not None
-    state = training.model.state_dict(keep_vars=True)
-    return {name: x for name, x in state.items() if isinstance(x, Tensor)}
-
-
 def refuse_misfits(given: Given, mine: Mapping[str, Tensor]) -> None:
     """Raises: StartRefused where names, shapes or types differ, with some of each. Of tied tensors one is enough."""
     there = {id(mine[name]) for name in given.tensors if name in mine}
@@ -144,12 +135,12 @@ def _told(what: str, found: Sequence[str]) -> str:
 
 
 @torch.no_grad()
-def fill(training: Trained, given: Given) -> str:
+def fill(training: Training, given: Given) -> str:
     """The model <- these weights. Local, before the first step. Returns the sha256 of what was read, in hex.
 
     Raises: StartRefused; where names, shapes and types are wrong nothing was written.
     """
-    mine = model_tensors(training)
+    mine = training.registered.model_tensors()
     _refuse_strangers(training, mine, given.where)
     refuse_misfits(given, mine)
     digest, first = hashlib.sha256(), dict[int, tuple[str, str]]()
@@ -171,7 +162,7 @@ def fill(training: Trained, given: Given) -> str:
     return digest.hexdigest()
 
 
-def _refuse_strangers(training: Trained, mine: Mapping[str, Tensor], where: str) -> None:
+def _refuse_strangers(training: Training, mine: Mapping[str, Tensor], where: str) -> None:
     """What the optimizer steps belongs to the model, or it would begin with values that nobody has given."""
     known = {id(x) for x in mine.values()}
     strangers = [list(one.param.shape) for one in training.optimizer.space.tensors if id(one.param) not in known]

@@ -38,13 +38,15 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def learning_rate(spec: TrainSpec, step: int) -> float:
     """The rate of step `step` (from 1): linear to the peak over the warm-up, then cosine to final_fraction of it."""
-    peak, warmup = spec.optimizer.lr, spec.lr_warmup_steps
+    floor = 1.0 if spec.lr_schedule.decay == "constant" else spec.lr_schedule.final_fraction
+    return risen_and_fallen(step, spec.steps, spec.lr_warmup_steps, floor, peak=spec.optimizer.lr)
+
+
+def risen_and_fallen(step: int, steps: int, warmup: int, floor: float, *, peak: float = 1.0) -> float:
+    """Linear to the peak over `warmup` steps, then a cosine to `floor` of it at the last; a floor of 1: constant."""
     if step <= warmup:
         return peak * step / warmup
-    if spec.lr_schedule.decay == "constant":
-        return peak
-    progress = (step - warmup) / max(1, spec.steps - warmup)
-    floor = spec.lr_schedule.final_fraction
+    progress = (step - warmup) / max(1, steps - warmup)
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

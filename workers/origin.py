@@ -24,10 +24,10 @@ from thinwire.contract.start import Start
 from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore
 from thinwire.workers.checkpoints.snapshot import Content
-from thinwire.workers.given import Given, StartRefused, fill, model_tensors, opened, refuse_misfits
+from thinwire.workers.given import Given, StartRefused, fill, opened, refuse_misfits
 from thinwire.workers.replicas import ranks_that_differ
-from thinwire.workers.saving import restore, restored
-from thinwire.workers.trained import Trained
+from thinwire.workers.saving import registered_in, restore, restored
+from thinwire.workers.session.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Origin:
         only_weights = self._start is None or self._start.only_weights
         return {"where": self._at, "what": "weights" if only_weights else "everything"}
 
-    def look(self, training: Trained) -> None:
+    def look(self, training: Training) -> None:
         """Before this worker joins: the model <- given weights, unless the run has saved something. Local.
 
         Raises: StartRefused.
@@ -79,7 +79,7 @@ class Origin:
         if self._digest is None:
             self._fill(training, self._start.weights)
 
-    def begin(self, training: Trained) -> int | None:
+    def begin(self, training: Training) -> int | None:
         """Begin the run with it, on all ranks. Returns the last step that counts; None: it begins afresh. Collective.
 
         Raises: StartRefused, where all ranks have it on all; PeerLost where another rank alone has it.
@@ -101,7 +101,7 @@ class Origin:
         self._at = store.address(which)
         return self._go_on_from(which, content, training, only_weights=self._start.only_weights)
 
-    def _begin_with(self, weights: str, training: Trained) -> int:
+    def _begin_with(self, weights: str, training: Training) -> int:
         _on_all(training, lambda: None if self._has_filled else self._fill(training, weights))
         assert self._digest is not None
         strangers = ranks_that_differ(training.group, bytes.fromhex(self._digest), training.device)
@@ -113,7 +113,7 @@ class Origin:
         self._at = weights
         return 0
 
-    def _fill(self, training: Trained, weights: str) -> None:
+    def _fill(self, training: Training, weights: str) -> None:
         with opened(weights) as given:
             self._digest = fill(training, given)
         self._has_filled = True
@@ -129,7 +129,7 @@ class Origin:
         known = said.get(SIGNED)
         return known if isinstance(known, str) else None
 
-    def _read(self, store: CheckpointStore, training: Trained) -> tuple[CheckpointId, Content]:
+    def _read(self, store: CheckpointStore, training: Training) -> tuple[CheckpointId, Content]:
         """The checkpoint that rank 0 finds; a newer one where the other job removes that meanwhile. Collective."""
         held: dict[CheckpointId, Content] = {}
         tried: list[CheckpointId] = []
@@ -149,7 +149,7 @@ class Origin:
                 return which, held[which]
             held.clear()
 
-    def _found(self, store: CheckpointStore, training: Trained) -> CheckpointId:
+    def _found(self, store: CheckpointStore, training: Training) -> CheckpointId:
         """Which one, on all ranks alike. Collective. Raises: StartRefused, alike."""
         told = json.dumps(self._look_for(store) if training.group.rank == 0 else None)
         found = json.loads(gather_texts(training.group, told.encode(), training.device)[0])
@@ -177,7 +177,7 @@ class Origin:
             "deleted, or removed when newer ones were saved (checkpoint.keep); name another one"
         )
 
-    def _go_on_from(self, which: CheckpointId, content: Content, training: Trained, *, only_weights: bool) -> int:
+    def _go_on_from(self, which: CheckpointId, content: Content, training: Training, *, only_weights: bool) -> int:
         """All ranks have it. Raises: StartRefused, alike; PeerLost."""
         weights = {name: x for name, x in restored(content)["model"].items() if isinstance(x, Tensor)}
         given = Given.of(self._at, weights)
@@ -187,10 +187,9 @@ class Origin:
             fill(training, given)
             return 0
         try:
-            if training.registered is not None:
-                training.registered.refuse_others(content.plain.get("registered", {}))
+            training.registered.refuse_others(registered_in(content))
             if weights:
-                refuse_misfits(given, model_tensors(training))
+                refuse_misfits(given, training.registered.model_tensors())
             restore(content, training)
         except StartRefused:
             raise
@@ -203,7 +202,7 @@ class Origin:
         return which.step
 
 
-def _on_all(training: Trained, read: Callable[[], None]) -> None:
+def _on_all(training: Training, read: Callable[[], None]) -> None:
     """Do it on every rank. Collective.
 
     Raises: StartRefused where this rank cannot; StartRefusedElsewhere where others alone cannot.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Recipe(ABC):
-    """What is trained. Three methods have to be written, all else has a default.
+    """What is trained. Three methods have to be written, all else has a default. Its loop: session/recipe_loop.py.
 
     global_batch, steps, seed: as of run.batches(); None: the job's file says them. evaluate_every: steps between two
     validation losses, where there is something to validate on.
@@ -53,6 +53,9 @@ class Recipe(ABC):
     def lr(self, step: int) -> float | None:
         """The learning rate of a step, from 1. None: that of the optimizer stays."""
         return None
+
+    def rehearse(self, model: nn.Module, optimizer: FlatOptimizer[Any], device: Any) -> None:  # noqa: B027
+        """Do once what is slow the first time, before other workers wait for this one; it must leave no trace."""
 
 
 def moved(batch: Any, device: Any) -> Any:

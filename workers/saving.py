@@ -7,11 +7,9 @@ What of a job is in a checkpoint: model, optimizer and meter as flat vectors and
 
 flat.parameters            P, the masters of low-precision parameters in it; the model's weights are cut out of it
 flat.vectors.*             the optimizer's m, v and so on          flat.residuals.*    R of each error memory
-buffer.*                   whatever else the model's state_dict has: statistics, frozen parameters; rank 0's
-plain                      optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter
-
-What a script has registered (session/registered.py) is in it too, rank 0's: buffer.registered.* and plain registered;
-plain modules says which of it are modules: they give the parameters their names.
+buffer.registered.*        tensors of what is registered (session/registered.py), such as a model's statistics; rank 0's
+plain                      registered: all else of it; modules: which of it are modules, that name the parameters;
+                           optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.comm import PeerLost
 from thinwire.comm.groups.texts import gather_texts
@@ -50,9 +48,9 @@ from thinwire.workers.membership import Seat
 from thinwire.workers.owed import Owed
 from thinwire.workers.replicas import refuse_differing
 from thinwire.workers.session.registered import Registered, weight_name
+from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
-from thinwire.workers.trained import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +58,9 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 50.0
 """How long the end of a run waits for its last checkpoint: its peers wait in a collective meanwhile, at most 60 s."""
 REGISTERED = "registered."
-"""Before the names of tensors of what a script has registered, among a checkpoint's buffers."""
+"""Before the names of tensors of what is registered, among a checkpoint's buffers."""
+_OF_A_RECIPE: dict[str, Any] = {"model": {}}
+"""What a checkpoint of a built-in recipe has in effect registered that was written before recipes were scripts."""
 
 
 class Saving:
@@ -97,7 +97,7 @@ class Saving:
             for _, owed in self._owed:
                 owed.seated(seat)
 
-    def resume(self, training: Trained, meter: Meter) -> int | None:
+    def resume(self, training: Training, meter: Meter) -> int | None:
         """Load what rank 0 finds, on every rank. Returns its step, None where there is nothing. Collective.
 
         What older generations have not saved yet, they save no more. Before a run that has saved nothing begins, each
@@ -136,7 +136,7 @@ class Saving:
             agree_on_load(training.optimizer)
         return which.step
 
-    def _prove(self, training: Trained) -> None:
+    def _prove(self, training: Training) -> None:
         """Can every rank save? Collective. Raises: StoreRefused where this one cannot; PeerLost where others cannot."""
         told = ""
         try:
@@ -153,7 +153,7 @@ class Saving:
         if refused:
             raise PeerLost(f"rank {refused[0]} cannot save: {answers[refused[0]]}", ranks=refused)
 
-    def save(self, training: Trained, meter: Meter, step: int, look: Callable[[], None]) -> None:
+    def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
         """Begin to write a checkpoint of `step`. A disk that refuses is told, and the run goes on. Collective.
 
         Where the one before is still being written it waits for that, and looks meanwhile.
@@ -164,7 +164,7 @@ class Saving:
             self._writer.wait_free(look)
             training.optimizer.prepare_to_save()
             refuse_differing(training.optimizer, training.group, step)
-            content = collect(training.model, training.optimizer, meter, training.registered)
+            content = collect(training.optimizer, meter, training.registered)
             content = replace(content, plain={**self.beside(), **content.plain})
             group, which = training.group, CheckpointId(self._generation, step)
             mark = torch.zeros(1, dtype=torch.int64, device=training.device)
@@ -237,7 +237,7 @@ class Saving:
         self.tell()
 
 
-def _all_have(mine: bool, training: Trained) -> bool:
+def _all_have(mine: bool, training: Training) -> bool:
     """Does every rank say so? Collective. Raises: PeerLost."""
     said = torch.full((1,), float(mine), device=training.device)
     training.group.mean_(said)
@@ -259,42 +259,39 @@ def floor_of(run_dir: Path, settings: Checkpoint) -> int:
     return store_of(run_dir, settings).newest_generation()
 
 
-def collect(
-    model: nn.Module | None, optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered | None = None
-) -> Content:
-    """The state of a job, to be saved before the next step: its tensors are the live ones. Collective.
+def collect(optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered) -> Content:
+    """The state of a run, to be saved before the next step: its tensors are the live ones. Collective.
 
-    The error memory is brought together as R, from which the run goes on. model: None where it is registered.
+    The error memory is brought together as R, from which the run goes on.
     Raises: PeerLost; then nothing has changed. ValueError naming what was registered and no checkpoint can hold.
     """
-    plain_registered, tensors = ({}, {}) if registered is None else registered.collected()
+    plain_registered, tensors = registered.collected()
     state = optimizer.state_dict()
     flat = {f"{kind}.{name}": v_N for kind in ("vectors", "residuals") for name, v_N in state.pop(kind).items()}
     state.pop("master", None)  # is in P
-    parameters = _places(optimizer, _names(model) if registered is None else registered.parameter_names())
-    named = {name for row in parameters for name in row["names"]}
-    rest = {} if model is None else {name: x for name, x in model.state_dict().items() if name not in named}
-    buffers = {name: value for name, value in rest.items() if isinstance(value, Tensor)}
     plain = {
         "optimizer": state,
-        "parameters": parameters,
+        "parameters": _places(optimizer, registered.parameter_names()),
         "meter": meter.state(),
-        "model": {name: value for name, value in rest.items() if name not in buffers},
-        **({} if registered is None else {"registered": plain_registered, "modules": registered.modules}),
+        "model": {},
+        "registered": plain_registered,
+        "modules": registered.modules,
     }
-    named_tensors = {REGISTERED + name: tensor for name, tensor in tensors.items()}
-    return Content({"parameters": states.parameters(optimizer), **flat}, {**buffers, **named_tensors}, plain)
+    buffers = {REGISTERED + name: tensor for name, tensor in tensors.items()}
+    return Content({"parameters": states.parameters(optimizer), **flat}, buffers, plain)
 
 
-def restore(content: Content, training: Trained) -> None:
+def registered_in(content: Content) -> Any:
+    """The plain values of what was registered."""
+    return content.plain.get("registered", _OF_A_RECIPE)
+
+
+def restore(content: Content, training: Training) -> None:
     """Load all of it but the meter. Raises: ValueError where it is of another model, optimizer or script."""
-    state, registered = restored(content), training.registered
-    if training.model is not None:
-        training.model.load_state_dict(state["model"])
-    training.optimizer.load_state_dict({**state["optimizer"], "parameters": content.flat["parameters"]})
-    if registered is not None:
-        tensors = {n.removeprefix(REGISTERED): x for n, x in content.buffers.items() if n.startswith(REGISTERED)}
-        registered.load(content.plain.get("registered", {}), tensors)
+    state = restored(content)["optimizer"]
+    training.optimizer.load_state_dict({**state, "parameters": content.flat["parameters"]})
+    tensors = {n.removeprefix(REGISTERED): x for n, x in content.buffers.items() if n.startswith(REGISTERED)}
+    training.registered.load(registered_in(content), tensors)
 
 
 def restored(content: Content) -> dict[str, Any]:
@@ -329,14 +326,6 @@ def _buffers(content: Content) -> dict[str, Tensor]:
         if module in modules:
             found[weight_name(modules, module, name)] = value
     return found
-
-
-def _names(model: nn.Module | None) -> dict[int, list[str]]:
-    """What a model calls each of its parameters, by its id."""
-    names: dict[int, list[str]] = {}
-    for name, param in [] if model is None else model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return names
 
 
 def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[dict[str, Any]]:

@@ -7,8 +7,9 @@ is told in which field; so a wrong worker ends by itself, before it has had any 
     code                        digest of the sources that decide what a rank computes and when it sends
     device                      cpu or cuda: their groups do not meet
     spec.*                      the job file, field by field, less what may differ (below)
-    data                        digest of what is trained on
-    model                       number and digest of names, shapes and dtypes
+    data, steps                 what is trained on, with its digest where it has one; how samples are drawn
+    registered, optimizer       names of what belongs to the state; the optimizer's class
+    model                       number and digest of names, shapes and dtypes of what is trained
     start                       digest of given weights, where the job starts from a file (origin.py)
 
 Values of the model and the optimizer are not in it, for a newcomer is given them. Nor is what may differ between the
@@ -30,10 +31,8 @@ from thinwire.contract.spec import JobSpec
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from thinwire.optim import FlatOptimizer
-    from thinwire.workers.build import Training
+    from thinwire.workers.session.training import Training
 
 COMPUTES = ("comm", "contract", "optim", "workers")
 """Packages of thinwire. All of each: a loop that saves or reports at another step has its peers wait for ever."""
@@ -48,25 +47,17 @@ DIGITS = 16
 """Of a digest: for differences that nobody made on purpose."""
 
 
-def signature(training: Training) -> dict[str, str]:
+def signature(spec: JobSpec | None, training: Training) -> dict[str, str]:
     """Of what this worker has built. Local; the same on every worker of a run, whatever its rank and its machine."""
-    return {
-        **known_before(training.spec),
-        **_of_machine(training.device),
-        "data": _shortened(training.feed.told),
-        "model": model_digest(training.model),
-    }
-
-
-def signature_of_script(
-    spec: JobSpec | None, device: torch.device, optimizer: FlatOptimizer[Any], told: str
-) -> dict[str, str]:
-    """Of what a script has built on this worker. told: what it says of its data. Local."""
-    rows = [f"{tuple(tensor.param.shape)} {tensor.param.dtype}\n" for tensor in optimizer.space.tensors]
+    optimizer, names = training.optimizer, training.registered.parameter_names()
+    params = [tensor.param for tensor in optimizer.space.tensors]
+    rows = [f"{names.get(id(param), [])} {tuple(param.shape)} {param.dtype}\n" for param in params]
     return {
         **(_of_code() if spec is None else known_before(spec)),
-        **_of_machine(device),
-        "data": _shortened(told),
+        **_of_machine(training.device),
+        "data": _shortened(training.feed.told),
+        "steps": _shortened(training.feed.drawn),
+        "registered": _shortened(", ".join(training.registered.names)),
         "optimizer": type(optimizer).__name__,
         "model": f"{len(rows)} tensors #{_digest(''.join(rows).encode())}",
     }
@@ -89,12 +80,6 @@ def spec_fields(spec: JobSpec) -> dict[str, str]:
     """What the job file says, as spec.optimizer.lr: "0.001"."""
     told = spec.model_dump(mode="json", exclude=MAY_DIFFER)
     return {name: _shortened(json.dumps(value)) for name, value in _leaves("spec", told)}
-
-
-def model_digest(model: nn.Module) -> str:
-    """Names, shapes and dtypes of all that the model's state_dict has, in its order."""
-    rows = [f"{name} {tuple(value.shape)} {value.dtype}\n" for name, value in model.state_dict().items()]
-    return f"{len(rows)} tensors #{_digest(''.join(rows).encode())}"
 
 
 @cache

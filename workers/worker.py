@@ -56,10 +56,11 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     import ray.train.torch
 
     from thinwire.comm import PeerLost
-    from thinwire.workers.loop import Run, train
     from thinwire.workers.membership import MembershipError
     from thinwire.workers.ranks import RunEnded
-    from thinwire.workers.session.script import failure_of_script, run_script
+    from thinwire.workers.session.job import run_job
+    from thinwire.workers.session.place import Run
+    from thinwire.workers.session.script import failure_of_script
     from thinwire.workers.telemetry import report
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
     from thinwire.workers.telemetry.stillness import StillnessWatch
@@ -84,10 +85,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     still = None if ranks.elastic else StillnessWatch(reporter, number, ranks)
     try:
-        if isinstance(spec, ScriptSpec):
-            summary = run_script(spec, run, ranks, device, reporter)
-        else:
-            summary = train(spec, run, ranks, device, reporter)
+        summary = run_job(spec, run, ranks, device, reporter)
         if summary is not None:
             report.write_report(place.run_dir, summary)
         reporter.close(summary=summary)
@@ -144,7 +142,7 @@ def _ranks(
 
 
 def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:
-    from thinwire.workers.loop import OfRanks
+    from thinwire.workers.session.course import OfRanks
 
     seat = ranks.seat
     if seat is None:

@@ -15,11 +15,10 @@ import torch
 from benchmarks.defaults.problems import Problem
 from benchmarks.defaults.tasks import RISE, DefaultsTask, Metric
 from benchmarks.turns import Turns, run_in_turns
+from tests.workers.by_hand import accuracy, build, evaluate, train_step
 from thinwire.comm import NonFiniteInput
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.workers.build import build
-from thinwire.workers.step import accuracy, evaluate, train_step
 from thinwire.workers.telemetry.meter import Meter
 
 RANKS = 2

@@ -23,9 +23,10 @@ from tests.deploy.real_prometheus import Prometheus
 from tests.workers.small_job import SMALL, small_spec
 from thinwire.comm import PeerLost, run_threads
 from thinwire.contract.metric_names import most_series
-from thinwire.workers.loop import Run, train
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.run_place import Place
+from thinwire.workers.session.job import run_job
+from thinwire.workers.session.place import Run
 from thinwire.workers.telemetry.reporter import Reporter
 
 pytestmark = pytest.mark.timeout(600)
@@ -73,7 +74,7 @@ class Workers:
         reporter.regrouped(0, generation=2, seconds=0.5, lost_norm=0.0)  # ranks on threads are never others
         try:
             spec = small_spec(steps=LONG, checkpoint={"every_steps": 50})
-            train(spec, Run(self.run_dir, time.time()), FixedRanks(group), torch.device("cpu"), reporter)
+            run_job(spec, Run(self.run_dir, time.time()), FixedRanks(group), torch.device("cpu"), reporter)
         finally:
             reporter.close(timeout_s=5.0)
 

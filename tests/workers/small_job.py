@@ -8,8 +8,9 @@ import torch
 from thinwire.comm import run_threads
 from thinwire.contract.reports import EventKind
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.loop import Run, train
 from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.job import run_job
+from thinwire.workers.session.place import Run
 from thinwire.workers.telemetry.history import RunFiles
 from thinwire.workers.telemetry.reporter import Reporter
 
@@ -61,7 +62,7 @@ def run_small(run_dir: Path, spec: TrainSpec, size: int, wrap=lambda group: grou
 
     def work(group):
         reporter = Recording(run_dir)
-        summary = train(spec, Run(run_dir, time.time()), FixedRanks(wrap(group)), torch.device("cpu"), reporter)
+        summary = run_job(spec, Run(run_dir, time.time()), FixedRanks(wrap(group)), torch.device("cpu"), reporter)
         return summary and summary.as_json(), reporter.samples, reporter.events
 
     return run_threads(size, work)

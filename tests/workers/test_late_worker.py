@@ -1,7 +1,6 @@
 """A worker that was stopped, and wakes when the others have gone on without it: nothing that it saves counts."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,11 @@ from thinwire.comm import PeerLost, SoloGroup
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim import OneBitAdam
 from thinwire.workers.checkpoints import CheckpointStore
+from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.membership import Seat
 from thinwire.workers.saving import Saving, floor_of
+from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
 
@@ -32,7 +34,9 @@ class Worker:
         self.group = SoloGroup()
         model = seeded(seed, lambda: torch.nn.Linear(31, 17))
         optimizer = OneBitAdam(model.parameters(), warmup=4, group=self.group)
-        self.training = SimpleNamespace(model=model, optimizer=optimizer, group=self.group, device=CPU, registered=None)
+        registered = Registered(optimizer)
+        registered.add("model", model)
+        self.training = Training(self.group, CPU, optimizer, registered, MapFeed([0], 1, 1))
         self.meter = Meter(self.group.stats)
         self.told = []
         reporter = Reporter()

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from tests.workers.small_job import small_spec
 from thinwire.comm import run_threads
 from thinwire.optim import Adam
-from thinwire.workers import build
-from thinwire.workers.data.corpus import DataError
 from thinwire.workers.replicas import ranks_at_fault, ranks_that_differ, replicas_bit_equal
 
 
@@ -47,14 +44,3 @@ def test_at_fault_is_who_does_not_hold_what_most_hold_and_where_no_majority_does
         return ranks_at_fault(group, held[group.rank].encode(), torch.device("cpu"))
 
     assert run_threads(len(held), work) == [at_fault] * len(held)
-
-
-def test_workers_that_read_different_texts_do_not_train_together(tmp_path):
-    def work(group):
-        (tmp_path / f"{group.rank}.txt").write_text("some text " * (200 + group.rank))
-        spec = small_spec(data={"source": "text-file", "path": str(tmp_path / f"{group.rank}.txt")})
-        with pytest.raises(DataError, match="data of rank 1, 2 is not rank 0's"):
-            build.build(spec, group, torch.device("cpu"))
-        return True
-
-    assert all(run_threads(3, work))

@@ -1,6 +1,7 @@
 """What of a job is saved goes back: bit-equal to the run that went on, at any number of ranks, in any precision."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ import torch
 from tests.covering import every_value
 from tests.optim.seeded import seeded
 from tests.workers.checkpoints.states import CPU, bits
-from thinwire.comm import run_threads
-from thinwire.optim import OneBitAdam, ZeroOneAdam, ZeroOneSchedule
+from thinwire.comm import SoloGroup, run_threads
+from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam, ZeroOneSchedule
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
-from thinwire.workers.saving import collect, restored
+from thinwire.workers.data.feed import MapFeed
+from thinwire.workers.saving import collect, restore, restored
+from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry.meter import Meter
 
 GENERATION = 7
@@ -49,6 +53,13 @@ def make(name, group, dtype):
     return model, OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad], group), Meter(group.stats)
 
 
+def of(model, optimizer):
+    """The model, registered."""
+    registered = Registered(optimizer)
+    registered.add("model", model)
+    return registered
+
+
 def train(model, optimizer, rank, steps):
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -72,7 +83,9 @@ def saving_run(store, name, size, dtype):
         model, optimizer, meter = make(name, group, dtype)
         train(model, optimizer, group.rank, range(1, AT + 1))
         writer = Writer(store)
-        writer.save(CheckpointId(GENERATION, AT), group.rank, group.size, collect(model, optimizer, meter))
+        writer.save(
+            CheckpointId(GENERATION, AT), group.rank, group.size, collect(optimizer, meter, of(model, optimizer))
+        )
         then = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, group.rank, range(AT + 1, AT + AFTER + 1))
         assert writer.close(30)
@@ -134,10 +147,33 @@ def test_a_checkpoint_is_at_most_a_tenth_larger_than_parameters_m_v_and_r(tmp_pa
         model = seeded(0, lambda: torch.nn.Sequential(torch.nn.Linear(101, 307), torch.nn.Linear(307, 101))).to(dtype)
         optimizer = OneBitAdam(model.parameters(), warmup=4, group=group)
         writer = Writer(store)
-        writer.save(CheckpointId(GENERATION, 1), group.rank, group.size, collect(model, optimizer, Meter(group.stats)))
+        writer.save(
+            CheckpointId(GENERATION, 1),
+            group.rank,
+            group.size,
+            collect(optimizer, Meter(group.stats), of(model, optimizer)),
+        )
         assert writer.close(30)
         return sum(param.numel() for param in model.parameters())
 
     numel, *_ = run_threads(3, work)
     size_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert 16 * numel <= size_bytes <= 1.1 * 16 * numel
+
+
+def test_a_checkpoint_of_a_recipe_from_before_recipes_were_scripts_is_gone_on_from(tmp_path):
+    """It has no registered objects: the model of a recipe was saved by itself."""
+    group = SoloGroup()
+
+    def built(seed):
+        model = seeded(seed, lambda: torch.nn.Linear(5, 3))
+        optimizer = Adam(model.parameters(), group=group)
+        return model, Training(group, CPU, optimizer, of(model, optimizer), MapFeed([0], 1, 1))
+
+    model, training = built(1)
+    content = collect(training.optimizer, Meter(group.stats), training.registered)
+    plain = {name: value for name, value in content.plain.items() if name not in ("registered", "modules")}
+    other, fresh = built(2)
+    restore(replace(content, plain=plain), fresh)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    assert restored(replace(content, plain=plain))["model"].keys() == model.state_dict().keys()

@@ -39,7 +39,6 @@ class Corpus:
 
     train: Tensor
     validation: Tensor
-    description: str
     digest: str
 
 
@@ -61,7 +60,6 @@ def load_corpus(data: PythonStdlib | TextFile) -> Corpus:
     return Corpus(
         train=_as_tensor(train),
         validation=_as_tensor(validation),
-        description=f"{what}: {len(train)} training and {len(validation)} validation bytes",
         digest=hashed.hexdigest(),
     )
 

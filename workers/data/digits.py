@@ -25,12 +25,11 @@ _WHITE = 16
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Some of the digits: pixels, uint8[N, 8, 8], and classes, int64[N]. digest, description: of all, and the split."""
+    """Some of the digits: pixels, uint8[N, 8, 8], and classes, int64[N]. digest: of all, and the split."""
 
     pixels: Tensor
     labels: Tensor
     digest: str
-    description: str
 
     def first(self, num: int) -> list[Sample]:
         """The first `num` of them, as they are: (f32[1, 8, 8] from 0 to 1, class)."""
@@ -45,7 +44,7 @@ class ShiftedImages:
 
     def __init__(self, images: Images, shift: int, seed: int) -> None:
         self._images, self._shift, self._seed = images, shift, seed
-        self.digest, self.description = images.digest, images.description
+        self.digest = images.digest
 
     def __len__(self) -> int:
         return len(self._images.labels)
@@ -74,8 +73,8 @@ def load_digits(validation_fraction: float) -> tuple[Images, Images]:
     for chosen in (train, validation):
         hashed.update(pixels[chosen].numpy().tobytes())
         hashed.update(labels[chosen].numpy().tobytes())
-    told = hashed.hexdigest(), f"scikit-learn's digits: {len(train)} training and {len(validation)} validation images"
-    return Images(pixels[train], labels[train], *told), Images(pixels[validation], labels[validation], *told)
+    digest = hashed.hexdigest()
+    return Images(pixels[train], labels[train], digest), Images(pixels[validation], labels[validation], digest)
 
 
 def split(labels: Tensor, validation_fraction: float) -> tuple[Tensor, Tensor]:

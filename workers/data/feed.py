@@ -171,11 +171,6 @@ class MapFeed:
         shuffle = not isinstance(self.order, InOrder)
         return f"global_batch = {self._global_batch}, shuffle = {shuffle}, seed = {self.order.seed}, {self.last} steps"
 
-    @property
-    def description(self) -> str:
-        """The data in words: the dataset's own, where it has some."""
-        return getattr(self._dataset, "description", None) or self.told
-
     def samples(self, step: int) -> int:
         """As Feed.samples."""
         first = (step - 1) * self._global_batch

@@ -48,7 +48,7 @@ class MaskedWindows:
 
     def __init__(self, windows: Windows, seed: int) -> None:
         self._windows, self._seed = windows, seed
-        self.digest, self.description = windows.digest, windows.description
+        self.digest = windows.digest
 
     def __len__(self) -> int:
         return len(self._windows)

@@ -21,7 +21,7 @@ class Windows:
     def __init__(self, corpus: Corpus, context: int, part: Literal["training", "validation"] = "training") -> None:
         """context: bytes a window predicts. Raises: DataError where the part is shorter than a window."""
         tokens = corpus.train if part == "training" else corpus.validation
-        self.digest, self.description = corpus.digest, corpus.description
+        self.digest = corpus.digest
         self._len = (tokens.numel() - 1) // context
         if self._len < 1:
             raise DataError(

@@ -25,13 +25,12 @@ import torch
 from thinwire.comm import SoloGroup
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec
-from thinwire.workers.course import Run
-from thinwire.workers.plan.job_like import has_scheduler, length_of, lr_warmup_of, settings_of
+from thinwire.workers.plan.run_steps import RunSteps, length_of
 from thinwire.workers.plan.scripts import Learned, ScriptOrders
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.course import Place
+from thinwire.workers.session.begin import placed
 from thinwire.workers.session.dry import SETTLING, DrySession, DrySteps
-from thinwire.workers.session.place import placed
+from thinwire.workers.session.place import Place, Run
 from thinwire.workers.session.script import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session
 from thinwire.workers.telemetry.reporter import Reporter
@@ -106,10 +105,8 @@ def learned(steps: DrySteps) -> Learned:
         backward_s=steps.backward_s,
         timed=steps.timed,
         global_batch=steps.global_batch,
-        steps=length_of(optimizer, steps.last),
-        optimizer=settings_of(optimizer),
-        has_scheduler=has_scheduler(optimizer),
-        lr_warmup_steps=lr_warmup_of(optimizer),
+        run=asdict(RunSteps.of_optimizer(optimizer, steps.last)),
+        knows_length=length_of(optimizer, steps.last) is not None,
         overlap=optimizer.overlaps,
     )
 

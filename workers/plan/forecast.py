@@ -1,10 +1,11 @@
-"""From a rehearsal, a link and a job file to seconds, bytes and a verdict: the whole run, by every method."""
+"""From a rehearsal, a link and the steps of a job to seconds, bytes and a verdict: the whole run, by every method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Self
 
 from thinwire.comm.bucket_size import ON_CPU, ON_GPU
 from thinwire.comm.wire.network import Network, bucket_elements
@@ -23,6 +24,7 @@ from thinwire.comm.wire.step_time import full as full_exchange
 from thinwire.contract.plan import Link, MethodPlan, Plan, hours, ms
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.plan import schedule
+from thinwire.workers.plan.run_steps import RunSteps
 from thinwire.workers.plan.schedule import Kinds
 
 DENSE = ("dense_fp32", "dense_bf16")
@@ -39,6 +41,24 @@ TITLES = {
 }
 WORTH = 1.05
 """Less than that is in the noise of a step, and compression is not free: docs/algorithms.md says what it changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """What of a job its plan follows from. bucket_elements: None: chosen for the network. device: as workers.device."""
+
+    name: str
+    run: RunSteps
+    global_batch: int
+    overlap: bool
+    bucket_elements: int | None
+    device: str
+
+    @classmethod
+    def of_recipe(cls, spec: TrainSpec) -> Self:
+        """As a job file with a built-in recipe says it."""
+        run, device = RunSteps.of_job(spec), spec.workers.device
+        return cls(spec.name, run, spec.global_batch, spec.overlap, spec.bucket_elements, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +95,31 @@ def network_of(link: Link, workers: int, per_machine: int) -> Network:
     return Network(workers, link.latency_s, link.bytes_per_s, per_machine)
 
 
-def chosen_bucket(spec: TrainSpec, network: Network, elements: int, on_gpu: bool) -> int:
+def chosen_bucket(job: PlannedJob, network: Network, elements: int, on_gpu: bool) -> int:
     """Elements of a bucket, as a job chooses it."""
-    if spec.bucket_elements is not None or network.ranks == 1:
-        return spec.bucket_elements or elements
-    return bucket_elements(network, ON_GPU if on_gpu else ON_CPU, elements, schedule.full_steps(spec))
+    if job.bucket_elements is not None or network.ranks == 1:
+        return job.bucket_elements or elements
+    return bucket_elements(network, ON_GPU if on_gpu else ON_CPU, elements, schedule.full_steps(job.run))
 
 
 def forecast(
-    spec: TrainSpec, link: Link, workers: int, per_machine: int, found: Rehearsed, assumed: Sequence[str] = ()
+    job: PlannedJob, link: Link, workers: int, per_machine: int, found: Rehearsed, assumed: Sequence[str] = ()
 ) -> Plan:
     """The plan of a job. Pure. assumed: what else the figures stand on."""
+    run = job.run
     network = network_of(link, workers, per_machine)
-    bucket = chosen_bucket(spec, network, found.elements, found.cores == inf)
-    dense = {name: _dense(name, spec, network, found) for name in DENSE}
+    bucket = chosen_bucket(job, network, found.elements, found.cores == inf)
+    dense = {name: _dense(name, run, network, found) for name in DENSE}
     runs = {name: one.run_s for name, one in dense.items()}
-    ways = [_Way(name, spec, network, found, bucket) for name in COMPRESSED]
+    ways = [_Way(name, job, network, found, bucket) for name in COMPRESSED]
     methods = [_with_gains(one, runs) for one in (*dense.values(), *(way.plan() for way in ways))]
     best = min(methods, key=lambda one: one.run_s)
     compress = best.name in COMPRESSED and min(runs.values()) >= WORTH * best.run_s
     if not compress:
         best = min(methods[: len(DENSE)], key=lambda one: one.run_s)
     return Plan(
-        job=spec.name,
-        steps=spec.steps,
+        job=job.name,
+        steps=run.steps,
         elements=found.elements,
         workers=workers,
         per_machine=per_machine,
@@ -111,24 +132,25 @@ def forecast(
         methods=tuple(methods),
         compress=compress,
         best=best.name,
-        verdict=_verdict(spec, network, found, methods, best if compress else None),
-        assumed=(*assumed, *_assumed(spec, found)),
+        verdict=_verdict(run, network, found, methods, best if compress else None),
+        assumed=(*assumed, *_assumed(run, found)),
     )
 
 
 class _Way:
     """One compressed method of a run."""
 
-    def __init__(self, name: str, spec: TrainSpec, network: Network, found: Rehearsed, bucket: int) -> None:
+    def __init__(self, name: str, job: PlannedJob, network: Network, found: Rehearsed, bucket: int) -> None:
         self._name, self._network, self._found, self._busy = name, network, found, found.busy[name]
-        self._kinds: Kinds = schedule.zero_one(spec) if name == ZERO_ONE else schedule.one_bit(spec, lamb=name == LAMB)
+        run = job.run
+        self._kinds: Kinds = schedule.zero_one(run) if name == ZERO_ONE else schedule.one_bit(run, lamb=name == LAMB)
         refreshes = 0 if name == ZERO_ONE else self._kinds.refreshes  # those of 0/1 Adam are in `both`
-        wire = schedule.full_wire(spec, spec.var_freeze_step if name == ZERO_ONE else spec.warmup_steps)
+        wire = schedule.full_wire(run, run.var_freeze_step if name == ZERO_ONE else run.warmup)
         full = full_exchange(network, found.elements, found.transport, bucket, wire)
         # What goes into a variance alone is not sent in 8 bits (FlatOptimizer.mean_wire).
         late = full_exchange(network, found.elements, found.transport, bucket, "bf16" if wire == "int8" else wire)
         bits = one_bit(network, found.elements, found.transport, bucket)
-        early = found.backward_s if spec.overlap else 0.0
+        early = found.backward_s if job.overlap else 0.0
         self._steps: dict[str, tuple[float, float, Sent]] = {
             "full": (self._kinds.full - refreshes, *self._step(self._busy.full, early, full)),
             "refresh": (refreshes, *self._step(self._busy.full, early, late)),
@@ -167,7 +189,7 @@ class _Way:
         return steps, seconds, sum(count * sent.payload_bytes for count, _, sent in found)
 
 
-def _dense(name: str, spec: TrainSpec, network: Network, found: Rehearsed) -> MethodPlan:
+def _dense(name: str, run: RunSteps, network: Network, found: Rehearsed) -> MethodPlan:
     sent, work = dense_step(name, network, found)
     step_s = step_seconds(network, work, sent, found.cores)
     return MethodPlan(
@@ -178,8 +200,8 @@ def _dense(name: str, spec: TrainSpec, network: Network, found: Rehearsed) -> Me
         warmup_step_bytes=None,
         step_s=step_s,
         step_bytes=sent.payload_bytes,
-        run_s=spec.steps * step_s,
-        run_bytes=spec.steps * sent.payload_bytes,
+        run_s=run.steps * step_s,
+        run_bytes=run.steps * sent.payload_bytes,
         gain_fp32=1.0,
         gain_bf16=1.0,
     )
@@ -200,7 +222,7 @@ def _with_gains(one: MethodPlan, runs: dict[str, float]) -> MethodPlan:
 
 
 def _verdict(
-    spec: TrainSpec, network: Network, found: Rehearsed, methods: list[MethodPlan], best: MethodPlan | None
+    run: RunSteps, network: Network, found: Rehearsed, methods: list[MethodPlan], best: MethodPlan | None
 ) -> str:
     """In one sentence. best: the compressed method that pays, if one does."""
     dense = min(methods[: len(DENSE)], key=lambda one: one.run_s)
@@ -215,7 +237,7 @@ def _verdict(
     if dense.step_s >= WORTH * tried.step_s:
         return (
             f"Do not compress: the run is too short. After its warm-up {tried.title} makes steps "
-            f"{dense.step_s / tried.step_s:.2g} times as fast as {dense.title}, but {tried.warmup:.0f} of {spec.steps} "
+            f"{dense.step_s / tried.step_s:.2g} times as fast as {dense.title}, but {tried.warmup:.0f} of {run.steps} "
             "steps are warm-up."
         )
     sent, work = dense_step(dense.name, network, found)
@@ -237,11 +259,11 @@ def _verdict(
     )
 
 
-def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
+def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
     """What the figures stand on and nobody has measured."""
     told = []
     for name in ONE_BIT:
-        counted = schedule.one_bit(spec, lamb=name == LAMB)
+        counted = schedule.one_bit(run, lamb=name == LAMB)
         if counted.latest_warmup is not None:
             end = counted.full - counted.refreshes
             when = f"after step {end:.0f}"
@@ -250,7 +272,7 @@ def _assumed(spec: TrainSpec, found: Rehearsed) -> list[str]:
             if counted.refreshes:
                 when += f"; {counted.refreshes} later steps, which bring the variance up to date, count as warm-up"
             told.append(f"the automatic warm-up of {TITLES[name]} ends {when}")
-    wires = sorted({schedule.full_wire(spec, at) for at in (spec.warmup_steps, spec.var_freeze_step)} - {"fp32"})
+    wires = sorted({schedule.full_wire(run, at) for at in (run.warmup, run.var_freeze_step)} - {"fp32"})
     if wires:
         told.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
     if found.cores == inf:

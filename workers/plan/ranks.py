@@ -41,22 +41,25 @@ LAST_WORDS = 15
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """spec: as JSON. workers: of the job; per_machine: of them here; bucket_elements, steps: as in Setting.
+    """workers: of the job; per_machine: of them here; bucket_elements, steps, overlap: as in Setting.
 
-    script: what was learned of one, as JSON; then spec is what that amounts to. None where a recipe is rehearsed.
+    wanted: as workers.device of the job. recipe: its file, as JSON, where it has a built-in recipe; script: what was
+    learned of one, as JSON, where it has not.
     """
 
-    spec: dict[str, Any]
     workers: int
     per_machine: int
     bucket_elements: int
     steps: int
+    wanted: str
+    overlap: bool
+    recipe: dict[str, Any] | None = None
     script: dict[str, Any] | None = None
 
     @property
     def device(self) -> torch.device:
         """What the job's workers will use, of what is here."""
-        return device_of(self.spec["workers"]["device"])
+        return device_of(self.wanted)
 
 
 def device_of(wanted: str) -> torch.device:
@@ -175,14 +178,14 @@ def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, te
                 "--per-machine, or set workers.device = cpu"
             )
         device, cores = torch.device("cuda", rank % torch.cuda.device_count()), inf
-    spec = TrainSpec.model_validate(orders.spec)
-    setting = Setting(orders.workers, orders.bucket_elements, orders.steps, cores, device, spec.overlap)
+    setting = Setting(orders.workers, orders.bucket_elements, orders.steps, cores, device, orders.overlap)
 
     def together() -> None:
         dist.barrier(group=fellows)
 
     tell = tell if rank == 0 else _quiet
     if orders.script is None:
+        spec = TrainSpec.model_validate(orders.recipe)
         return rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell)
     learned = Learned(**orders.script)
     return with_script(rehearse(OfShapes(learned.shapes, device), setting, together, tell), learned)

@@ -24,7 +24,7 @@ from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.kernels.compiled import compile_all
-from thinwire.workers.build import feed_for
+from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.hyper import OPTIMIZERS
 from thinwire.workers.plan.forecast import COMPRESSED, ZERO_ONE, Busy, Rehearsed
 from thinwire.workers.recipe import moved
@@ -56,7 +56,7 @@ class RecipeModel:
 
     def __init__(self, spec: TrainSpec, workers: int, device: torch.device) -> None:
         self._recipe, self._workers, self._device = recipe_of(spec), workers, device
-        self._feed = feed_for(self._recipe)
+        self._feed = MapFeed(self._recipe.dataset(), spec.global_batch, spec.steps, seed=spec.seed)
         self._step = 0
 
     def fresh(self) -> nn.Module:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from thinwire.comm.bucket_size import measure
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
-from thinwire.contract.spec import ScriptSpec, TrainSpec
+from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.data.corpus import DataError
-from thinwire.workers.plan.forecast import chosen_bucket, forecast, network_of
+from thinwire.workers.plan.forecast import PlannedJob, chosen_bucket, forecast, network_of
 from thinwire.workers.plan.ranks import PARTS, Orders, device_of, run_rank, spawn
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps
 from thinwire.workers.recipes import recipe_of
@@ -31,8 +30,6 @@ def run(request: PlanRequest, say: Say) -> Plan | None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return _as_ranks(request, say)
         return _alone(request, say)
-    except ValidationError as error:
-        raise PlanFailed(f"what the script says cannot stand together: {error.errors()[0]['msg']}") from error
     except (DataError, ValueError) as error:
         raise PlanFailed(str(error)) from error
 
@@ -52,33 +49,41 @@ def _alone(request: PlanRequest, say: Say) -> Plan:
         say(DRY_STEPS, 0.0)
         devices = _devices(request.spec, request.per_machine)
         learned = dry_steps(request.spec, workers, request.per_machine, request.steps, devices)
-    spec = _as_job(request.spec, learned)
-    found = spawn(orders_of(spec, link, workers, request.per_machine, request.steps, learned), say)
+    job, orders = orders_of(request, link, workers, learned)
+    found = spawn(orders, say)
     say("done", 1.0)
-    return forecast(spec, link, workers, request.per_machine, found, learned.assumed() if learned else ())
+    return forecast(job, link, workers, request.per_machine, found, learned.assumed() if learned else ())
 
 
 def orders_of(
-    spec: TrainSpec, link: Link, workers: int, per_machine: int, steps: int, learned: Learned | None = None
-) -> Orders:
-    """What the processes that rehearse are told. Raises: ValueError where machines are not full, more workers than
-    samples."""
-    if workers > spec.global_batch:
-        raise ValueError(f"{workers} workers for global_batch = {spec.global_batch}: at least one sample a worker")
-    network = network_of(link, workers, per_machine)
+    request: PlanRequest, link: Link, workers: int, learned: Learned | None = None
+) -> tuple[PlannedJob, Orders]:
+    """What is planned, and what the processes that rehearse are told. learned: of a script.
+
+    Raises: ValueError where machines are not full, more workers than samples.
+    """
+    spec, recipe = request.spec, None
+    if isinstance(spec, ScriptSpec):
+        assert learned is not None
+        job, shaped = learned.as_job(spec), OfShapes(learned.shapes, torch.device("meta"))
+    else:
+        job, recipe = PlannedJob.of_recipe(spec), spec
+    if workers > job.global_batch:
+        raise ValueError(f"{workers} workers for global_batch = {job.global_batch}: at least one sample a worker")
     with torch.device("meta"):
-        model = recipe_of(spec).model() if learned is None else OfShapes(learned.shapes, torch.device("meta")).fresh()
+        model = shaped.fresh() if recipe is None else recipe_of(recipe).model()
     elements = sum(param.numel() for param in model.parameters())
-    bucket = chosen_bucket(spec, network, elements, on_gpu=False)
-    told = None if learned is None else asdict(learned)
-    return Orders(spec.model_dump(mode="json"), workers, per_machine, bucket, steps, told)
-
-
-def _as_job(spec: TrainSpec | ScriptSpec, learned: Learned | None) -> TrainSpec:
-    if isinstance(spec, TrainSpec):
-        return spec
-    assert learned is not None
-    return learned.as_job(spec)
+    bucket = chosen_bucket(job, network_of(link, workers, request.per_machine), elements, on_gpu=False)
+    return job, Orders(
+        workers,
+        request.per_machine,
+        bucket,
+        request.steps,
+        job.device,
+        job.overlap,
+        None if recipe is None else recipe.model_dump(mode="json"),
+        None if learned is None else asdict(learned),
+    )
 
 
 def _devices(spec: ScriptSpec, count: int) -> list[str]:
@@ -117,8 +122,7 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
             beside = sum(machine == _machine() for machine in machines[: group.rank])
             device = _devices(request.spec, here)[beside]
             learned = dry_steps(request.spec, workers, 1, request.steps, [device], dist.barrier)
-        spec = _as_job(request.spec, learned)
-        orders = orders_of(spec, link, workers, request.per_machine, request.steps, learned)
+        job, orders = orders_of(request, link, workers, learned)
         # All rehearse, each beside those of its own machine; the bandwidth was measured through the transport.
         told = iter(range(1, PARTS))
         sharing = max(here, request.per_machine)
@@ -126,7 +130,7 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
         if found is None:
             return None
         say("done", 1.0)
-        return forecast(spec, link, workers, request.per_machine, found, learned.assumed() if learned else ())
+        return forecast(job, link, workers, request.per_machine, found, learned.assumed() if learned else ())
     finally:
         if own:
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""How many steps of which kind does a run have, by method? From the job file alone; nothing is measured.
+"""How many steps of which kind does a run have, by method? From what its steps are alone; nothing is measured.
 
     full        the gradient in full: a warm-up step, or any step of a dense optimizer
     both        0/1 Adam: a step that moves the variance sends the gradient in full, and syncs
@@ -17,13 +17,11 @@ from dataclasses import dataclass
 
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
-from thinwire.contract.spec import OneBitAdamSpec, OneBitLambSpec, SgdSpec, TrainSpec, ZeroOneAdamSpec
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
 from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART, WARMUP_PART, VarianceFreeze, VarianceStability
-from thinwire.workers.hyper import learning_rate
+from thinwire.workers.plan.run_steps import RunSteps
 
-COMPRESSED = (OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec)
 EXCHANGES = {"bf16": Exchange.FLAT_16, "int8": Exchange.FLAT_8}
 MOST_LOOKED_AT = 20_000
 """Steps of a long run at which the gap between syncs is looked at; in between it is taken to be in proportion."""
@@ -54,71 +52,70 @@ class Kinds:
         return self.compressed + self.local
 
 
-def dense(spec: TrainSpec) -> Kinds:
+def dense(run: RunSteps) -> Kinds:
     """A run that compresses nothing."""
-    return Kinds(full=spec.steps)
+    return Kinds(full=run.steps)
 
 
-def full_wire(spec: TrainSpec, freeze: int | None) -> FullWire:
+def full_wire(run: RunSteps, freeze: int | None) -> FullWire:
     """How full exchanges are sent. freeze: the step of it, where given; who finds it by itself chooses 8 bits."""
-    if spec.optimizer.full_exchange is not None:
-        return spec.optimizer.full_exchange
-    if spec.precision == "bfloat16":
+    if run.full_exchange is not None:
+        return run.full_exchange
+    if run.half:
         return "bf16"
-    return "int8" if freeze is None and spec.topology == "flat" else "fp32"
+    return "int8" if freeze is None and run.flat else "fp32"
 
 
-def full_steps(spec: TrainSpec) -> FullSteps:
-    """The part of the job's own steps that send the gradient in few bits, for which buckets are made smaller.
+def full_steps(run: RunSteps) -> FullSteps:
+    """The part of the run's own steps that send the gradient in few bits, for which buckets are made smaller.
 
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
-    freeze = spec.warmup_steps
-    if isinstance(spec.optimizer, ZeroOneAdamSpec):
-        freeze, kinds = spec.var_freeze_step, zero_one(spec)
-    elif isinstance(spec.optimizer, (OneBitAdamSpec, OneBitLambSpec)):
-        kinds = one_bit(spec, lamb=isinstance(spec.optimizer, OneBitLambSpec))
+    freeze = run.warmup
+    if run.method == "zero_one_adam":
+        freeze, kinds = run.var_freeze_step, zero_one(run)
+    elif run.method in ("onebit_adam", "onebit_lamb"):
+        kinds = one_bit(run, lamb=run.method == "onebit_lamb")
     else:
-        freeze, kinds = 0, dense(spec)
-    wire = full_wire(spec, freeze)
+        freeze, kinds = 0, dense(run)
+    wire = full_wire(run, freeze)
     if wire == "fp32":
         return NO_FULL_STEPS
     warmup = max(kinds.warmup, (kinds.latest_warmup or 0) + kinds.refreshes)
-    return FullSteps(EXCHANGES[wire], min(warmup / spec.steps, 1.0))
+    return FullSteps(EXCHANGES[wire], min(warmup / run.steps, 1.0))
 
 
-def one_bit(spec: TrainSpec, *, lamb: bool = False) -> Kinds:
-    """1-bit Adam, or 1-bit LAMB. Where the job has another optimizer, with warmup = auto."""
-    part = _refresh(spec)
-    if spec.warmup_steps is not None:
-        refreshes = 0 if part is None else refreshes_between(spec.warmup_steps, spec.steps, _beta2(spec), part)
-        full = spec.warmup_steps + refreshes
-        return Kinds(full=full, compressed=spec.steps - full, refreshes=refreshes)
-    most = (LAMB_WARMUP_PART if lamb else WARMUP_PART)[full_wire(spec, None)]
-    rule = VarianceStability(_beta2(spec), spec.steps, min(spec.lr_warmup_steps, spec.steps), part=most)
-    latest = min(rule.latest_end or spec.steps, spec.steps)
+def one_bit(run: RunSteps, *, lamb: bool = False) -> Kinds:
+    """1-bit Adam, or 1-bit LAMB. Where the run has another optimizer, with warmup = auto."""
+    part, beta2 = run.refresh, run.beta2
+    if run.warmup is not None:
+        refreshes = 0 if part is None else refreshes_between(run.warmup, run.steps, beta2, part)
+        full = run.warmup + refreshes
+        return Kinds(full=full, compressed=run.steps - full, refreshes=refreshes)
+    most = (LAMB_WARMUP_PART if lamb else WARMUP_PART)[full_wire(run, None)]
+    rule = VarianceStability(beta2, run.steps, min(run.lr_warmup_steps, run.steps), part=most)
+    latest = min(rule.latest_end or run.steps, run.steps)
     first = min(rule.earliest_end, latest)
-    refreshes = refreshes_between(first, spec.steps, _beta2(spec), part or PART)
+    refreshes = refreshes_between(first, run.steps, beta2, part or PART)
     full = first + refreshes
-    return Kinds(full=full, compressed=spec.steps - full, latest_warmup=latest, refreshes=refreshes)
+    return Kinds(full=full, compressed=run.steps - full, latest_warmup=latest, refreshes=refreshes)
 
 
-def zero_one(spec: TrainSpec) -> Kinds:
-    """0/1 Adam. Where the job has another optimizer, with the defaults of 0/1 Adam."""
-    given = spec.optimizer if isinstance(spec.optimizer, ZeroOneAdamSpec) else ZeroOneAdamSpec(name="zero_one_adam")
-    if spec.steps < 2:
-        return Kinds(full=spec.steps)
-    rise, most = min(spec.lr_warmup_steps, spec.steps - 1), WARMUP_PART[full_wire(spec, spec.var_freeze_step)]
-    freeze = VarianceFreeze(_beta2(spec), spec.var_freeze_step, spec.steps, rise, most)
-    dense_steps = freeze.dense_steps if given.dense_steps is None else given.dense_steps
-    end = _first(lambda step: freeze.reason(step, 0, dense_steps) is not None, spec.steps)
+def zero_one(run: RunSteps) -> Kinds:
+    """0/1 Adam. Where the run has another optimizer, with the defaults of 0/1 Adam."""
+    if run.steps < 2:
+        return Kinds(full=run.steps)
+    rise, most = min(run.lr_warmup_steps, run.steps - 1), WARMUP_PART[full_wire(run, run.var_freeze_step)]
+    freeze = VarianceFreeze(run.beta2, run.var_freeze_step, run.steps, rise, most)
+    dense_steps = freeze.dense_steps if run.dense_steps is None else run.dense_steps
+    end = _first(lambda step: freeze.reason(step, 0, dense_steps) is not None, run.steps)
     dense_steps = min(dense_steps, end)
     between = end - dense_steps
-    both = variance_steps(between, given.var_update_scaler)
-    syncs, refreshes = _syncs(spec, given, end)
+    both = variance_steps(between, run.var_update_scaler)
+    syncs, refreshes = _syncs(run, end)
     compressed = between - both + syncs - refreshes
-    local = spec.steps - end - syncs
+    local = run.steps - end - syncs
     return Kinds(full=dense_steps, both=both + refreshes, compressed=compressed, local=local, refreshes=refreshes)
 
 
@@ -134,22 +131,22 @@ def variance_steps(steps: int, scaler: int) -> int:
     return found
 
 
-def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> tuple[float, int]:
+def _syncs(run: RunSteps, frozen_at: int) -> tuple[float, int]:
     """Steps after the freeze at which the sum of the updates is exchanged, and at how many of them v is refreshed."""
-    beta2, part = _beta2(spec), _refresh(spec)
-    follows, part = part is not None or spec.var_freeze_step is None, part or PART
+    beta2, part = run.beta2, run.refresh or PART
+    follows = run.refresh is not None or run.var_freeze_step is None
 
     def interval(step: int) -> int:
-        if given.local_step_scaler is not None:
-            return counted_interval(step, frozen_at, given.local_step_scaler, longest)
-        peak = learning_rate(spec, min(step, spec.lr_warmup_steps))  # so far
-        return rate_interval(learning_rate(spec, step), peak, longest)
+        if run.local_step_scaler is not None:
+            return counted_interval(step, frozen_at, run.local_step_scaler, longest)
+        peak = run.rate(min(step, run.lr_warmup_steps))  # so far
+        return rate_interval(run.rate(step), peak, longest)
 
-    longest = given.local_step_clipper or longest_interval(spec.steps, counted=given.local_step_scaler is not None)
-    left = spec.steps - frozen_at
+    longest = run.local_step_clipper or longest_interval(run.steps, counted=run.local_step_scaler is not None)
+    left = run.steps - frozen_at
     if left <= MOST_LOOKED_AT:
         syncs, last, refreshes, refreshed = 0, frozen_at, 0, frozen_at
-        for step in range(frozen_at + 1, spec.steps + 1):
+        for step in range(frozen_at + 1, run.steps + 1):
             if step - last >= interval(step):
                 syncs, last = syncs + 1, step
                 if follows and step >= refreshed + gap_after(refreshed, beta2, part):
@@ -157,9 +154,7 @@ def _syncs(spec: TrainSpec, given: ZeroOneAdamSpec, frozen_at: int) -> tuple[flo
         return syncs, refreshes
     looked_at = [frozen_at + 1 + i * left // MOST_LOOKED_AT for i in range(MOST_LOOKED_AT)]
     found = left * sum(1 / interval(step) for step in looked_at) / MOST_LOOKED_AT
-    refreshes = (
-        refreshes_between(frozen_at, spec.steps, beta2, part) if follows else 0
-    )  # gaps between syncs are shorter
+    refreshes = refreshes_between(frozen_at, run.steps, beta2, part) if follows else 0  # gaps between syncs are shorter
     return found, refreshes
 
 
@@ -170,14 +165,3 @@ def _first(holds: Callable[[int], bool], last: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
-
-
-def _refresh(spec: TrainSpec) -> float | None:
-    """The part of v's age after which it is to be brought up to date, where the job says one."""
-    return spec.optimizer.refresh if isinstance(spec.optimizer, COMPRESSED) else None
-
-
-def _beta2(spec: TrainSpec) -> float:
-    return (
-        OneBitAdamSpec(name="onebit_adam").betas[1] if isinstance(spec.optimizer, SgdSpec) else spec.optimizer.betas[1]
-    )

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.contract.plan import PlanFailed
-from thinwire.contract.spec import ScriptSpec, TrainSpec
-from thinwire.workers.plan.forecast import Busy, Rehearsed
-from thinwire.workers.plan.job_like import ASSUMED_STEPS, job_like
+from thinwire.contract.spec import ScriptSpec
+from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed
+from thinwire.workers.plan.run_steps import ASSUMED_STEPS, RunSteps
 
 LIMIT_S = 900.0
 """Until all have drawn their first batch, and again until they have made their steps."""
@@ -58,7 +58,7 @@ class ScriptOrders:
 class Learned:
     """What a script's dry steps have told. shapes: of its trainable parameters, [[sizes], dtype].
 
-    optimizer: as in a job file. steps: of the whole run; None where nobody knows it. timed: dry steps that were.
+    run: a RunSteps, as JSON. knows_length: does the script say it, or is it assumed? timed: dry steps that were.
     """
 
     shapes: list[list[Any]]
@@ -66,38 +66,25 @@ class Learned:
     backward_s: float
     timed: int
     global_batch: int
-    steps: int | None
-    optimizer: dict[str, Any]
-    has_scheduler: bool
-    lr_warmup_steps: int | None
+    run: dict[str, Any]
+    knows_length: bool
     overlap: bool
 
-    def as_job(self, spec: ScriptSpec) -> TrainSpec:
-        """A job of a recipe that would make the same steps: what a forecast asks of a job file.
-
-        Raises: ValueError where the optimizer's settings do not fit the length of the run.
-        """
-        return job_like(
-            self.optimizer,
-            self.steps,
-            lr_warmup_steps=self.lr_warmup_steps,
-            decays=self.has_scheduler,
-            name=spec.name,
-            global_batch=self.global_batch,
-            bucket_elements=spec.bucket_elements,
-            overlap=self.overlap,
-            workers=spec.workers,
-        )
+    def as_job(self, spec: ScriptSpec) -> PlannedJob:
+        """What a forecast asks of a job."""
+        run, device = RunSteps(**self.run), spec.workers.device
+        return PlannedJob(spec.name, run, self.global_batch, self.overlap, spec.bucket_elements, device)
 
     def assumed(self) -> list[str]:
         """What the script did not tell, and what stands in its place."""
         found = []
-        if self.steps is None:
+        if not self.knows_length:
             found.append(
                 f"the script does not say how many steps the run has: {ASSUMED_STEPS} are assumed. Say steps= in "
                 "run.batches(), or steps in the job's file"
             )
-        rates = "to fall in a cosine, as a scheduler is there" if self.has_scheduler else "to stay as it is"
+        falls = RunSteps(**self.run).floor < 1
+        rates = "to fall in a cosine, as a scheduler is there" if falls else "to stay as it is"
         found.append(f"the learning rate is taken {rates}: only the script knows it; it matters to 0/1 Adam alone")
         found.append("forward has in it all that the loop does beside backward and optimizer.step(), but not the data")
         return found

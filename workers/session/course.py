@@ -1,157 +1,114 @@
-"""The steps of a script's loop: workers/course.py turned inside out, whoever draws a batch computes the step.
+"""The one training loop, of one rank: join, resume, hand out steps, evaluate, save, report, and go on with other ranks.
 
-A step that is lost in the body's optimizer.step() is undone there; step() returns, the body ends, all that was
-registered is taken back, and the same step is given out again, cut for the ranks that there are then.
+The loop is turned inside out: the script that draws a batch computes its step (`batches`, with body.py), or the steps
+of its optimizer are reported when they are made (own_loop.py). A step that is lost in the body's optimizer.step() is
+undone there; step() returns, the body ends, all that was registered is taken back, and the same step is given out
+again, cut for the ranks that there are then.
+
+Knows no Ray and no service.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
+import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from thinwire.comm import CommError, Keeps, PeerLost
-from thinwire.comm.calls import calls_of
-from thinwire.comm.groups.texts import texts_if_they_differ
-from thinwire.comm.protocol import Group
-from thinwire.comm.wire.network import NO_FULL_STEPS, FullSteps
-from thinwire.contract.spec import Checkpoint, ScriptSpec
-from thinwire.contract.start import Start
+from thinwire.comm import Keeps, NonFiniteInput, PeerLost, SoloGroup
+from thinwire.comm.groups.texts import gather_texts
+from thinwire.contract.reports import EventKind, Health
+from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
-from thinwire.optim import FlatOptimizer
+from thinwire.optim.engine.health import health
 from thinwire.optim.kernels.compiled import compile_all
-from thinwire.optim.regroup import regroup
-from thinwire.workers.build import kept_bucket
-from thinwire.workers.course import Course, Joined, Progress, Run, gather_progress, redone_steps
-from thinwire.workers.data.feed import Feed, Share
-from thinwire.workers.plan.job_like import has_scheduler, job_like, length_of, lr_warmup_of, settings_of
-from thinwire.workers.plan.schedule import full_steps
-from thinwire.workers.ranks import Ranks
-from thinwire.workers.session.registered import Registered, State
-from thinwire.workers.signature import signature_of_script
-from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.optim.regroup import hand_over
+from thinwire.workers.data.feed import Share
+from thinwire.workers.error_words import in_words
+from thinwire.workers.given import StartRefused
+from thinwire.workers.hyper import take_settings
+from thinwire.workers.membership import Dismissed, MembershipError
+from thinwire.workers.origin import Origin
+from thinwire.workers.owed import BROKEN_S, LEAVE_S
+from thinwire.workers.ranks import RunEnded, Stop
+from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
+from thinwire.workers.saving import Saving, store_of
+from thinwire.workers.session.body import Bodies, Made
+from thinwire.workers.session.joining import Joined, Progress, join
+from thinwire.workers.session.place import Place, ScriptError
+from thinwire.workers.session.training import Training
+from thinwire.workers.signature import signature
+from thinwire.workers.telemetry import history, report
+from thinwire.workers.telemetry.lateness import Waits
+from thinwire.workers.telemetry.meter import Meter
+from thinwire.workers.telemetry.prediction import Prediction
+from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog, refuse_non_finite
+from thinwire.workers.telemetry.step_parts import StepClock
+from thinwire.workers.telemetry.trace import Trace
 
 logger = logging.getLogger(__name__)
+OfRanks = NonFiniteInput | NonFiniteLoss | ReplicasDiffer
+"""Raised alike on every rank, with the ranks that it is the error of."""
 
-STEPLESS = 20
-"""Batches in a row without optimizer.step() until the log says so."""
-
-
-class ScriptError(RuntimeError):
-    """A script does what cannot be trained with. The message says what, and what to write."""
+REPORT_EVERY_STEPS = 5
+"""How often losses are averaged over ranks and reported: one small collective for so many steps."""
 
 
-class Left(BaseException):
-    """This worker has no more part in the run: not an error, and nothing that a script should catch.
+class Course:
+    """The run of one rank: where it is, and what it trains with. Survives the loss of a peer.
 
-    reason: the exception that says why.
+    step: committed. attended: up to where evaluations, reports and checkpoints are done. last: the last step of the
+    run, None while nobody knows it. evaluate_every: 0: never. evaluate: gives this rank's part of the validation loss.
+    is_new: it has not joined anybody so far. is_over: its session was left.
     """
 
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a script runs: under python, torchrun or in a job. spec: of the job; None where there is none.
-
-    start: what the run begins with.
-    """
-
-    ranks: Ranks
-    device: torch.device
-    run: Run
-    reporter: Reporter
-    checkpoint: Checkpoint | None
-    group: Group
-    spec: ScriptSpec | None = None
-    start: Start | None = None
-    close: Callable[[], None] = field(default=lambda: None)
-
-
-class ScriptFeed(Feed, Protocol):
-    """A feed that says of itself, in which workers must agree: its data, and how they are drawn."""
-
-    @property
-    def told(self) -> str:
-        """The data."""
-
-    @property
-    def drawn(self) -> str:
-        """How they are drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """What a script trains with, over one group: a workers.trained.Trained."""
-
-    group: Group
-    device: torch.device
-    optimizer: FlatOptimizer[Any]
-    registered: Registered
-    feed: ScriptFeed
-    rates: dict[int, float]
-    model: None = None
-
-    def global_batch(self, step: int) -> int:
-        """Samples of a step, over all ranks."""
-        return self.feed.samples(step)
-
-    def lr(self, step: int) -> float:
-        """The rate with which the step was made, or the one of now."""
-        return self.rates.get(step, float(self.optimizer.param_groups[0]["lr"]))
-
-
-class ScriptCourse(Course[Script]):
-    """Of a script: whoever draws from batches() computes the step before drawing again."""
-
-    def __init__(self, place: Place, optimizer: FlatOptimizer[Any], registered: Registered, feed: ScriptFeed) -> None:
-        super().__init__(place.run, place.ranks, place.device, place.reporter, place.checkpoint, place.start)
-        self._place, self._feed = place, feed
-        self.last, self.evaluate_every = feed.last, 0
+    def __init__(self, place: Place, training: Training, bodies: Bodies | None = None) -> None:
+        """bodies: None where no batches are drawn."""
+        run, ranks, reporter, checkpoint = place.run, place.ranks, place.reporter, place.checkpoint
+        self.step = self.attended = self.left_out = 0
+        self.training = training
+        self.last, self.evaluate_every = training.feed.last, 0
         self.evaluate: Callable[[], float] | None = None
-        self._script = Script(place.group, place.device, optimizer, registered, feed, {})
+        self.is_new, self.is_over = True, False
+        self._place, self._run, self._ranks, self._reporter = place, run, ranks, reporter
+        ranks.on_wait = lambda step, waits: reporter.waits_for_membership(step, waits=waits)
+        self._where = ranks.where
+        self._save_every = 0 if checkpoint is None else checkpoint.every_steps
+        reporter.saves_every(self._save_every)
+        self._saving = None
+        if checkpoint is not None:
+            self._saving = Saving(run.directory, checkpoint, reporter, ranks.may_commit, run.attempt_now)
+        own = None if place.start is None or checkpoint is None else store_of(run.directory, checkpoint)
+        self._origin = Origin(place.start, own)
+        if self._saving is not None:
+            self._saving.beside = lambda: self._origin.kept
+        self._meter = Meter(SoloGroup().stats)
+        self._due = False  # an evaluation that waits for a sync
+        self._asks_to_save = False  # on this rank, beside what the plan saves
+        self._save_due = False  # some rank has asked for it, as all know
+        self._signature: dict[str, str] = {}
+        self._log: StepLog | None = None
+        self._trace = Trace.of(run.directory)
         self._shares: Iterator[Share] = iter(())
-        self._undone: CommError | None = None
-        self._open: _Body | None = None
-        self._stepless, self._pid = 0, os.getpid()
-        self.is_over = False  # the session was left
-        self.numbers: dict[str, Tensor] = {}
-        optimizer.undone = self._note_undone
-        optimizer.register_step_pre_hook(self._before_step)
+        self._clock = StepClock(training.optimizer) if training.device.type == "cpu" else None
+        self.bodies = bodies
+        if bodies is not None:
+            bodies.outside = self._outside
 
     @property
-    def is_new(self) -> bool:
-        """Has it not joined anybody so far?"""
-        return self._training is None
-
-    @property
-    def is_undone(self) -> bool:
-        """Was the step of the open body lost?"""
-        return self._undone is not None
+    def log(self) -> StepLog:
+        """The steps that are not reported yet, after join()."""
+        assert self._log is not None
+        return self._log
 
     @property
     def has_made_all(self) -> bool:
         """Has the open body made the last step?"""
-        body = self._open
-        return body is not None and body.has_stepped and not self.is_undone and self.step + 1 == self.last
-
-    def refuse_fork(self, call: str) -> None:
-        """Raises: ScriptError in a process that the script has forked."""
-        if os.getpid() != self._pid:
-            raise ScriptError(
-                f"run.{call} in process {os.getpid()}, which process {self._pid} has forked: only the process that "
-                "began the loop is a worker; end a forked one with os._exit()"
-            )
+        return self.bodies is not None and self.bodies.has_stepped and self.step + 1 == self.last
 
     def ask_to_save(self) -> None:
         """A checkpoint as soon as all know of it: alone at once, else with the next report."""
@@ -160,25 +117,24 @@ class ScriptCourse(Course[Script]):
 
     def batches(self) -> Iterator[Any]:
         """Join the others, and give out the batch of each step. Raises: as join() and steps(); PeerLost of the body."""
+        assert self.bodies is not None
         self.join()
         for step in self.steps():
             share = next(self._shares, None)
-            self.last = self._feed.last
+            self.last = self.training.feed.last
             if share is None:
                 continue
             assert share.step == step, f"the share of step {share.step} for step {step}"
-            with (
-                self._meter.part("forward_backward", bytes_on="optimizer"),
-                _Body(self._script.optimizer, share) as body,
-            ):
-                self._open_body(body)
+            if self._trace is not None:
+                self._trace.fed(step, share.batch)
+            with self._meter.part("forward_backward", bytes_on="optimizer"), self.bodies.open(share):
                 yield share.batch
-            self._close_body(body)
+            self._take(self.bodies.close())
 
     def leave_early(self) -> Summary | None:
         """The body has left the loop, after the step that it has made, as on all ranks. Collective."""
-        if self._open is not None and self._undone is None and self._script.optimizer.num_steps > self._open.num_steps:
-            self._close_body(self._open)
+        if self.bodies is not None and self.bodies.has_counted:
+            self._take(self.bodies.close())
         self.last = self.step
         if self.attended == self.step and self.step:
             self.attended -= 1
@@ -190,243 +146,401 @@ class ScriptCourse(Course[Script]):
             logger.warning("peer_lost step=%d reason=%r", self.step, str(error))
             return None
 
-    def _open_body(self, body: _Body) -> None:
-        self.numbers = {}
-        self._script.registered.remember()
-        self._open = body
+    def _take(self, made: Made) -> None:
+        """A body has made the step that was given out."""
+        self._meter.seconds["optimizer"] += made.optimizer_s
+        self._meter.seconds["forward_backward"] -= made.optimizer_s
+        self.made(made)
 
-    def _close_body(self, body: _Body) -> None:
-        self.refuse_fork("batches()")
-        self._open = None
-        script, optimizer = self._script, self._script.optimizer
-        if body.strangers:
-            raise ScriptError(
-                f"{', '.join(sorted(body.strangers))} made a step and is not registered: a worker that comes later "
-                "could not be given its state; there is one optimizer a run: register that, with all parameters"
-            )
-        if self._undone is not None:
-            error, self._undone = self._undone, None
-            script.registered.put_back()
-            raise error
-        left_out = optimizer.num_steps == body.num_steps
-        self._note_stepless(body)
-        script.rates[self.step + 1] = body.lr
-        self.made(
-            body.phase,
-            torch.zeros((), device=script.device),
-            time.perf_counter() - body.began,
-            left_out=left_out,
-            weight=body.share.weight,
-            numbers=self.numbers,
-        )
-        for old in [step for step in script.rates if step <= self.log.reported]:
-            del script.rates[old]
-
-    def _note_stepless(self, body: _Body) -> None:
-        self._stepless = 0 if body.has_stepped else self._stepless + 1
-        if self._stepless == STEPLESS:
-            logger.warning(
-                "no_step batches=%d reason=the loop's body has not called optimizer.step(): nothing is learned. To "
-                "accumulate gradients make global_batch larger, and cut the batch inside of the body",
-                STEPLESS,
-            )
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The optimizer's step begins, in a body. Where it was given a closure, the body's backward is yet to come."""
-        body = self._open
-        self.refuse_fork("batches()")
-        if body is None:
-            self._refuse_outside()
-            return None
-        if body.has_stepped:
-            raise ScriptError(
-                f"optimizer.step() for a second time with one batch, at step {self.step + 1}: a step of the run is one "
-                "step of the optimizer; call it once for each batch of run.batches()"
-            )
-        body.has_stepped = True
-        body.lr = float(self._script.optimizer.param_groups[0]["lr"])
-        registered, (this, *given) = self._script.registered, args
-        closure = kwargs["closure"] if "closure" in kwargs else next(iter(given), None)
-        if closure is None:
-            registered.before_step()
-            return None
-
-        def computed() -> Any:
-            loss = closure()
-            registered.before_step()
-            return loss
-
-        return (this, computed), {}
-
-    def _refuse_outside(self) -> None:
-        """No batch is out: nobody would count the step, save it or take it back. After the session it may be made."""
+    def _outside(self) -> str | None:
+        """No batch is out: nobody would count a step, save it or take it back. After the session it may be made."""
         if self.is_new or self.is_over:
-            return
+            return None
         where = "the run is at its end" if self.last == self.step else "an evaluation is no step"
-        raise ScriptError(
-            f"optimizer.step() outside of the loop's body, after step {self.step} of {self.last}: {where}. Make the "
-            "step of a batch before the next one is drawn: batches are not to be drawn ahead"
+        return (
+            f"after step {self.step} of {self.last}: {where}. Make the step of a batch before the next one is drawn: "
+            "batches are not to be drawn ahead"
         )
 
-    def _note_undone(self, error: CommError) -> None:
-        """A step of this optimizer was undone: the body goes on, and the step is made again."""
-        if self._open is None:
-            raise error
-        if self._undone is None:
-            self._undone = error.with_traceback(None)
-            self._script.registered.keep()
+    def join(self) -> None:
+        """Take part in the next generation: agree on samples and step, be given state or give it, resume. Collective.
 
-    def _build_alone(self) -> Script:
-        spec = self._place.spec
-        optimizer = self._script.optimizer
+        Raises: ScriptError, StartRefused; after PeerLost it may be called again.
+        """
+        began = time.perf_counter()
+        if self._ranks.elastic and self.is_new:
+            self._where.at("building what it trains")
+            with self._meter.part("control"):
+                self._rehearse()
+                self._origin.look(self.training)  # before others wait for this one
+        self.is_new = False
+        has_state = self._log is not None
+        try:
+            group = self._ranks.form(self.step, has_state, self._signed() if self._ranks.elastic else {})
+        finally:
+            if self._saving is not None:
+                self._saving.seated(self._ranks.seat)
+        self._where.within(group)
+        self._where.at("the begin of its generation: agreeing on state and step")
+        self._meter.attach(group.stats)
+        with self._meter.part("control"):
+            self._reporter.seated(group, self._place.device)  # before the state is given: who then has it says so
+            joined = join(self._place, self.training, group, self._progress() if has_state else None)
+            self.training = joined.training
+        seat = self._ranks.seat
+        if self._trace is not None:
+            self._trace.seated(seat)
+        if joined.begins:
+            self._begin()
+        else:
+            self._go_on(joined, began)
+        if seat is not None and seat.furthest > self.step:
+            self._reporter.gave_up(seat.furthest - self.step)
+
+    def begin_after(self, step: int) -> None:
+        """Of a loop that keeps its own checkpoints: it has made `step` steps, over ranks that stay. Collective."""
+        group = self._ranks.form(step, False, {})
+        self.is_new, self.step, self.attended = False, step, step
+        self._where.within(group)
+        self._meter.attach(group.stats)
+        self._reporter.seated(group, self._place.device)
+        self._reporter.resumed(step)
+        self._new_log()
+        if step == 0:
+            self.log.before_training(None)
+
+    def steps(self) -> Iterator[int]:
+        """Each step to be made, until the last; made() is called before the next. Evaluates, reports and saves between.
+
+        Raises: PeerLost; Dismissed where this rank was to leave, and has handed over; NonFiniteLoss.
+        """
+        while self.last is None or self.attended < self.last:
+            if self.step == self.attended:
+                stop = self._ranks.at_boundary(self.step)
+                if stop is not None:
+                    self._where.at(f"handing over after step {self.step}")
+                    self._hand_over(stop)
+                    self.join()
+                    continue
+                self.goes_on_to(self.step + 1)
+                yield self.step + 1
+                if self.step == self.attended:  # it was found that there is no further step
+                    continue
+            self.attend()
+
+    def made(self, made: Made) -> None:
+        """The step that `steps` has given is committed."""
+        self.step += 1
+        self.left_out += made.left_out
+        rates = self.training.rates
+        rates[self.step] = made.lr
+        if self._trace is not None:
+            self._trace.committed(self.step, self.training.optimizer)
+        self.log.record(self.step, made.phase, made.seconds, weight=made.weight, numbers=made.numbers)
+        for old in [step for step in rates if step <= self.log.reported]:
+            del rates[old]
+
+    def made_elsewhere(self, made: Made, sent_bytes: int) -> None:
+        """Of a loop that draws no batch: it has made the next step, which has sent so much. Collective, as steps()."""
+        self._meter.seconds["forward_backward"] += made.seconds
+        self._meter.sent_bytes["optimizer"] += sent_bytes
+        self.made(made)
+        self.attend()
+
+    def goes_on_to(self, step: int) -> None:
+        """The loop computes this step now."""
+        self._where.at(f"step {step}")
+
+    def finish(self) -> Summary | None:
+        """Compare the replicas a last time. Returns the summary on rank 0, which tells where nobody is to blame.
+
+        Collective. Raises: PeerLost; ReplicasDiffer where this rank is at fault, and the others go on without it.
+        """
+        self._where.at("the end of the run: its last checkpoint, a comparison of the replicas", at_end=True)
+        if self._saving is not None:
+            with self._meter.part("checkpoint"):  # before the last collective: whoever has passed that may go
+                self._saving.wait(self.look)
+                self._saving.tell()
+                self._saving.raise_if_attempt_over()
+        with self._meter.part("control"):
+            equal = self._replicas_equal()
+        if self._saving is not None:
+            self._saving.close()
+        self._ranks.leave()
+        if self.training.group.rank != 0 or self._place.spec is None:
+            return None
+        self._reporter.whole()
+        return self._summary(equal)
+
+    def _replicas_equal(self) -> bool:
+        training = self.training
+        if not training.optimizer.at_sync:
+            training.optimizer.prepare_to_save()
+        try:
+            refuse_differing(training.optimizer, training.group, self.step)
+        except ReplicasDiffer as error:
+            if self._ranks.elastic and len(error.ranks) < training.group.size:
+                raise self.blaming(error) from error
+            return False
+        return True
+
+    def ended(self, error: BaseException | None) -> None:
+        """No more steps are made here, because of this error, or as all are made."""
+        if self._trace is not None:
+            self._trace.ended(error)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Look at the optimizer no more. Safe to call twice."""
+        if self._clock is not None:
+            self._clock.close()
+
+    def close(self, patience_s: float) -> None:
+        """Wait so long for a checkpoint that is being written: whoever goes on will look for it. Safe to call twice."""
+        if self._saving is not None:
+            self._saving.close(patience_s)
+
+    def failed(self, error: BaseException) -> float:
+        """This rank cannot go on: tell it where it is told. Returns how long to wait for a checkpoint, for close()."""
+        self.ended(error)
+        if not self._ranks.elastic:
+            return BROKEN_S if isinstance(error, PeerLost) else LEAVE_S
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, MembershipError | RunEnded):
+            return LEAVE_S
+        self._ranks.fail(in_words(error))  # before it waits for its checkpoint: the others go on
+        return BROKEN_S
+
+    def blaming(self, error: OfRanks) -> OfRanks | PeerLost:
+        """The error in words that name step, ranks and hosts; that of a lost peer where this rank can do without them.
+
+        Where all ranks gave NaN, or only their mean is, the training has diverged, and where no majority holds the same
+        nobody can tell who is right: that is every rank's own error.
+        Collective, for every rank raises such an error alike. Raises: PeerLost.
+        """
+        group = self.training.group
+        hosts = gather_texts(group, socket.gethostname().encode(), self._place.device)
+        named = ", ".join(f"{self._name(rank)} on {hosts[rank].decode(errors='replace')}" for rank in error.ranks)
+        told = f"after step {self.step}, of {named or 'no rank alone'}: {error}"
+        alone = 0 < len(error.ranks) < group.size
+        if alone and self._ranks.elastic and group.rank not in error.ranks:
+            return PeerLost(f"{told}; the others go on without", ranks=error.ranks)
+        return type(error)(told, error.ranks)
+
+    def _name(self, rank: int) -> str:
+        seat = self._ranks.seat
+        return f"rank {rank}" if seat is None else f"worker {seat.members[rank].identity.slot} (rank {rank})"
+
+    def _signed(self) -> dict[str, str]:
+        """The signature of what is trained: once, for nothing of it changes."""
+        if not self._signature:
+            self._signature = {**signature(self._place.spec, self.training), **self._origin.signed}
+        return self._signature
+
+    def _progress(self) -> Progress:
+        return Progress(self.step, self.log.reported, self.attended, self._due, self.left_out, self.last)
+
+    def _rehearse(self) -> None:
+        """Do alone what is slow the first time, before its peers wait for this worker: compiling. Local."""
+        optimizer, spec = self.training.optimizer, self._place.spec
         if spec is not None:
             optimizer.keeps = Keeps(spec.workers.shadow)
-        compile_all(optimizer.space.p_N.dtype, optimizer.dtype_of("v_N", 1))  # before the others wait for it
-        return self._script
+        compile_all(optimizer.space.p_N.dtype, optimizer.dtype_of("v_N", 1))
 
-    def _build_over(self, group: Group) -> Script:
-        optimizer = self._script.optimizer
-        if optimizer.group.size != group.size:
-            raise ScriptError(
-                f"the {type(optimizer).__name__} was made for {optimizer.group.size} ranks, and there are "
-                f"{group.size}: make it inside of `with session() as run:`, with group=run.group"
-            )
-        self._refuse_other_data(group)
-        given = self._given_by(group, 0, list(range(group.size)))
-        if given is not None:
-            self._script.registered.load(*given)
-        return self._script
+    def _hand_over(self, stop: Stop) -> None:
+        """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
+        self.log.flush(self.step, None, None)
+        with self._meter.part("control"):
+            hand_over(self.training.optimizer)
+            all_leave = self._agreed(stop.leaving)
+        if all_leave and self._saving is not None:  # nobody is left to hold what the optimizer has handed over
+            logger.info("all_leave step=%d reason=%r", self.step, stop.reason)
+            self._saving.save(self.training, self._meter, self.step, self.look)
+            self._saving.close(LEAVE_S)  # before leaving: a newcomer that waits would begin from the one before
+        if stop.leaving:
+            self._ranks.leave()  # the others wait for that, and not for this one's part of a checkpoint
+            self.close(LEAVE_S)
+            raise Dismissed(stop.reason)
 
-    def _regroup(self, group: Group, progress: Progress | None) -> Joined[Script]:
-        all_n = gather_progress(group, progress, self._device)
-        known = [one for one in all_n if one is not None]
-        self._refuse_other_data(group)
-        optimizer = self._script.optimizer
-        bucket = None if self._place.spec is None else self._place.spec.bucket_elements
-        if not known and bucket is None:
-            numel = optimizer.space.layout.num_live
-            bucket = kept_bucket(self._run.directory, group, numel, self._device, self._full_steps())
-        steps = [-1 if one is None else one.step for one in all_n]
-        source = steps.index(max(steps)) if known else 0
-        given = self._given_by(
-            group, source, [rank for rank, step in enumerate(steps) if step != max(steps) or not known]
-        )
-        change = regroup(optimizer, group, has_state=progress is not None, bucket_elements=bucket, buffers=())
-        if given is not None:  # not before: whoever has only half of a step would not know which half
-            self._script.registered.load(*given)
-        now = Progress.common(known, change.step)
-        return Joined(self._over(group), change, now, redone_steps(known, now))
+    def _agreed(self, mine: bool) -> bool:
+        """Does every rank say so? Collective. Raises: PeerLost."""
+        said = torch.full((1,), float(mine), device=self._place.device)
+        self.training.group.mean_(said)
+        return float(said) == 1.0
 
-    def _full_steps(self) -> FullSteps:
-        """Of the run, as `thinwire plan` takes them: buckets are made for those too."""
-        optimizer = self._script.optimizer
-        try:
-            steps, rises = length_of(optimizer, self.last), lr_warmup_of(optimizer)
-            decays, samples = has_scheduler(optimizer), self._feed.samples(1)
-            job = job_like(
-                settings_of(optimizer),
-                steps,
-                lr_warmup_steps=rises,
-                decays=decays,
-                name="script",
-                global_batch=samples,
-            )
-            return full_steps(job)
-        except ValueError as error:
-            logger.warning("buckets_for_compressed_steps_alone reason=%r", str(error))
-            return NO_FULL_STEPS
+    def look(self) -> None:
+        """In what takes long without a collective: who does not hear of a death is taken to hang. Raises: PeerLost."""
+        self._ranks.look(self.step)
 
-    def _given_by(self, group: Group, source: int, ranks: list[int]) -> State | None:
-        """What the source has registered, where this rank is one that is given it. Collective. Raises: PeerLost."""
-        others = [rank for rank in ranks if rank != source]
-        if not others:
+    def _begin(self) -> None:
+        """Resume from the newest whole checkpoint, or begin: with what the job is to start from, or afresh."""
+        training, meter = self.training, self._meter
+        resumed = None if self._saving is None else self._saving.resume(training, meter)
+        started = None if resumed is not None else self._start()
+        self.step = self.attended = resumed or started or 0
+        self.left_out = self.step - training.optimizer.num_steps
+        self._reporter.resumed(resumed or 0)
+        if started is not None:
+            self._reporter.event(EventKind.STARTED_FROM, self.step, **self._origin.told)
+        batch = training.global_batch(self.step + 1)
+        if training.optimizer.set_global_batch(batch):  # a run with another global batch was saved
+            self._reporter.event(EventKind.WARMUP_REARMED, self.step, global_batch=batch)
+        self._new_log()
+        self._draw()
+        if resumed is None:
+            meter.seconds["startup"] = time.time() - self._run.created_at
+        if started is not None and self._saving is not None:  # from when it is whole nobody needs the start any more
+            self._saving.save(training, meter, self.step, self.look)
+        if self.step == 0:
+            self._tell_state_before_training()
+
+    def _start(self) -> int | None:
+        """Begin with what the job is to start from. Returns the last step that counts, None where that is nothing.
+
+        Collective. Raises: StartRefused, PeerLost.
+        """
+        with self._meter.part("control"):
+            step = self._origin.begin(self.training)
+        if step is None:
             return None
-        with calls_of(group).within("the registered objects of a script"):
-            return self._script.registered.give(group, (source, *others), self._device)
-
-    def _over(self, group: Group) -> Script:
-        self._script = replace(self._script, group=group)
-        return self._script
-
-    def _refuse_other_data(self, group: Group) -> None:
-        texts = texts_if_they_differ(group, self._told, self._device)
-        if texts is not None:
-            strangers = [rank for rank, text in enumerate(texts) if text != texts[0]]
-            raise ScriptError(
-                f"rank {', '.join(map(str, strangers))} does not draw the samples that rank 0 draws, or has registered "
-                f"other objects: rank {strangers[0]} has {texts[strangers[0]]}; rank 0 has {texts[0]}. Give all ranks "
-                "the same files and arguments"
+        if isinstance(self._place.spec, TrainSpec):  # what this job's file says of its optimizer counts
+            take_settings(self.training.optimizer, self._place.spec)
+        if self.last is not None and step >= self.last:
+            raise StartRefused(
+                f"{self._origin.told['where']} is of step {step}, and steps = {self.last}: nothing is left to train. "
+                "Give more steps, or say start.what = weights, which begins at step 0"
             )
+        return step
 
-    @property
-    def _told(self) -> str:
-        """In which all workers must agree."""
-        return f"{self._feed.told}, {self._feed.drawn}; registered: {', '.join(self._script.registered.names)}"
+    def _tell_state_before_training(self) -> None:
+        """The sample of step 0. Collective. Raises: PeerLost."""
+        self._where.at("the evaluation before the first step")
+        validation_loss = self._evaluate()
+        self.log.before_training(validation_loss, {} if self.bodies is None else self.bodies.numbers)
 
-    def _signature_of(self, training: Script) -> dict[str, str]:
-        return signature_of_script(self._place.spec, training.device, training.optimizer, self._told)
+    def _go_on(self, joined: Joined, began: float) -> None:
+        """After a regroup in which somebody had a state."""
+        change, training, now = joined.change, self.training, joined.progress
+        if self._log is None:
+            self._new_log()
+        self.log.training, self.log.reported, self.log.waits = training, now.reported, self._waits()
+        self.log.prediction = self._prediction()
+        self._reporter.went_back(now.reported)
+        self.step, self.attended, self._due, self.left_out = now.step, now.attended, now.due, now.left_out
+        if now.last is not None:  # of data whose end a newcomer has not read
+            self.last = now.last
+        if self.step == self.last:  # the last checkpoint may lack the part of whoever was lost
+            self.attended = min(self.attended, self.step - 1)
+        seconds = time.perf_counter() - began
+        seat = self._ranks.seat
+        fields = joined.told(seat)
+        generation = seat.generation if seat else 0
+        self._reporter.regrouped(self.step, generation, seconds, change.lost_norm, **fields)
+        logger.info(
+            "regrouped step=%d generation=%d seconds=%.3f error_lost_norm=%.3g %s",
+            self.step,
+            generation,
+            seconds,
+            change.lost_norm,
+            " ".join(f"{key}={value!r}" for key, value in fields.items()),
+        )
+        self._draw()
+        if self.step == 0:  # nobody knows whether whoever was to tell it has: a peer was lost before the first step
+            self._reporter.resumed(0)
+            self._tell_state_before_training()
 
-    def _begins(self) -> None:
+    def _new_log(self) -> None:
+        self._log = StepLog(self.training, self._meter, self._reporter, self.step, self._waits(), self._clock)
+        self._log.prediction = self._prediction()
+
+    def _prediction(self) -> Prediction:
+        return Prediction(self._run.directory, self.training.group, self._reporter.ranks_here)
+
+    def _draw(self) -> None:
+        """The shares of this rank among those of now, from the next step on."""
         close = getattr(self._shares, "close", None)
         if close is not None:
             close()  # and with it the loader's processes, which are for other shares
         group = self.training.group
-        self._shares = self._feed.shares(self.step + 1, group.rank, group.size)
+        self._shares = self.training.feed.shares(self.step + 1, group.rank, group.size)
+
+    def _waits(self) -> Waits:
+        return Waits(self.training.group, self._ranks.seat)
+
+    def attend(self) -> None:
+        """Evaluate, report and save where it is due: all that is, since the last time that all of it was done."""
+        training, meter, step = self.training, self._meter, self.step
+        self.look()  # others may have gone on while this step was computed; then it must not count
+        last = step == self.last
+        saving = self._saving if last or self._save_due or _passed(self._save_every, self.attended, step) else None
+        if saving is not None:
+            self._where.at(f"the checkpoint of step {step}")
+            with meter.part("checkpoint"):
+                training.optimizer.prepare_to_save()
+        due = self._due or last or _passed(self.evaluate_every, self.attended, step)
+        # Between the syncs of 0/1 Adam the ranks hold different parameters: an evaluation waits for the next one.
+        evaluating = due and training.optimizer.at_sync
+        if evaluating:
+            self._where.at(f"the evaluation after step {step}")
+        validation_loss = self._evaluate() if evaluating else None
+        found = self._health() if evaluating else None
+        if evaluating or last or saving is not None or _passed(REPORT_EVERY_STEPS, self.attended, step):
+            self._where.at(f"the report of the steps up to {step}")
+            asked = self.log.flush(step, validation_loss, found, asks_to_save=self._asks_to_save)
+            self._asks_to_save, self._save_due = False, self._save_due or asked
+        frozen_at = training.optimizer.frozen_at
+        if frozen_at is not None and self.attended - self.left_out < frozen_at <= step - self.left_out:
+            self._reporter.event(EventKind.PHASE_CHANGE, frozen_at, **training.optimizer.stats())
+            if training.group.rank == 0:
+                logger.info("phase_change step=%d stats=%s", frozen_at, training.optimizer.stats())
+        if saving is not None:
+            self._where.at(f"the checkpoint of step {step}")
+            saving.save(training, meter, step, self.look)
+            self._save_due = False
+        if self._saving is not None:
+            self._saving.tell()
+            self._saving.raise_if_attempt_over()
+        self.attended, self._due = step, due and not evaluating
 
     def _evaluate(self) -> float | None:
+        """The validation loss, the same on every rank. Collective. Raises: NonFiniteLoss, ScriptError, PeerLost."""
         if self.evaluate is None:
             return None
+        training = self.training
         with self._meter.part("evaluation"):
             loss = self.evaluate()
             try:
-                found = torch.full((1,), float(loss), dtype=torch.float64, device=self._device)
+                found = torch.full((1,), float(loss), dtype=torch.float64, device=training.device)
             except (TypeError, ValueError) as error:
                 raise ScriptError(
                     f"the function of run.evaluate_every returned {type(loss).__name__} {str(loss)[:100]!r}: return "
                     "the validation loss of this rank's part, a number"
                 ) from error
-            self.training.group.mean_(found)
+            finite = torch.isfinite(found).all()
+            training.group.mean_(found)
+            if training.refuses_nan:
+                refuse_non_finite("validation loss", float(found), training.group, finite)
             return float(found)
 
-    def _reported_before_training(self) -> dict[str, Tensor]:
-        return self.numbers
+    def _health(self) -> Health:
+        """How the optimizer is doing. Collective. Raises: PeerLost."""
+        with self._meter.part("control"):
+            return Health.model_validate(health(self.training.optimizer))
 
     def _summary(self, replicas_equal: bool) -> Summary | None:
-        return super()._summary(replicas_equal) if self._place.spec is not None else None
+        """What summary.json says. `replicas_equal`: as compared at the end, not as the last checkpoint found them."""
+        optimizer, meter, run = self.training.optimizer, self._meter, self._run
+        return report.summarise(
+            history.read(RunFolder(run.directory).history),
+            parameters=optimizer.space.layout.num_live,
+            frozen_at=optimizer.frozen_at,
+            replicas_bit_equal=replicas_equal,
+            checkpoint_bytes=meter.sent_bytes["checkpoint"],
+            control_bytes=meter.sent_bytes["control"] + meter.sent_bytes["evaluation"],
+            seconds={**meter.seconds, "total": time.time() - run.created_at},
+            attempts=run.attempt,
+        )
 
 
-class _Body:
-    """The body of a script's loop, while it runs: what is to be seen of it."""
-
-    def __init__(self, optimizer: FlatOptimizer[Any], share: Share) -> None:
-        self.share = share
-        self.num_steps, self.phase = optimizer.num_steps, optimizer.phase.value
-        self.lr = float(optimizer.param_groups[0]["lr"])
-        self.has_stepped = False
-        self.strangers: set[str] = set()
-        self.began = time.perf_counter()
-        self._optimizer, self._thread = optimizer, threading.get_ident()
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Self:
-        self._handles = [register_optimizer_step_post_hook(self._note_step)]
-        weight = self.share.weight
-        if weight != 1.0:
-            for group in self._optimizer.param_groups:
-                for param in group["params"]:
-                    if param.requires_grad:
-                        self._handles.append(param.register_hook(lambda grad: grad * weight))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Look no more. Safe to call twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
-        if optimizer is not self._optimizer and threading.get_ident() == self._thread:
-            self.strangers.add(type(optimizer).__name__)
+def _passed(every: int, before: int, now: int) -> bool:
+    """Is there a multiple of `every` in (before, now]? 0: there is none."""
+    return every > 0 and now // every > before // every

@@ -26,8 +26,10 @@ import torch
 
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
-from thinwire.workers.session.course import STEPLESS, Place, ScriptError, ScriptFeed
+from thinwire.workers.session.body import STEPLESS
+from thinwire.workers.session.place import Place, ScriptError
 from thinwire.workers.session.session import Session
+from thinwire.workers.session.training import SessionFeed
 
 SETTLING = 2
 """Steps before the first that is timed: they touch memory for the first time."""
@@ -89,7 +91,7 @@ class DrySession(Session):
             self._finish(1)
         super().__exit__(*error)
 
-    def _fed(self, feed: MapFeed | StreamFeed) -> ScriptFeed:
+    def _fed(self, feed: MapFeed | StreamFeed) -> SessionFeed:
         self._dry = _DryFeed(feed, self._workers)
         return self._dry
 

@@ -1,80 +1,67 @@
-"""Where does a script run? Under python, under torchrun, or in a job, whose worker says so before the script begins."""
+"""Where a session runs: its run, with whom and on what; and how a session says that a script is wrong."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from thinwire.comm import SoloGroup, TorchGroup, prepare_nccl
 from thinwire.comm.protocol import Group
-from thinwire.contract.spec import Checkpoint
-from thinwire.workers.course import Run
-from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.course import Place, ScriptError
-from thinwire.workers.session.session import Session
+from thinwire.contract.spec import Checkpoint, ScriptSpec, TrainSpec
+from thinwire.contract.start import Start
+from thinwire.workers.ranks import Ranks
 from thinwire.workers.telemetry.reporter import Reporter
 
-_placed: ContextVar[tuple[Callable[[], Session], list[Session]] | None] = ContextVar("place of a script", default=None)
+
+class ScriptError(RuntimeError):
+    """A script does what cannot be trained with. The message says what, and what to write."""
 
 
-@contextmanager
-def placed(place: Place, make: Callable[[Place], Session] = Session) -> Iterator[list[Session]]:
-    """Inside, a session of this thread is of this place. Gives the sessions that were begun."""
-    begun: list[Session] = []
-    token = _placed.set((lambda: make(place), begun))
-    try:
-        yield begun
-    finally:
-        _placed.reset(token)
+class Left(BaseException):
+    """This worker has no more part in the run: not an error, and nothing that a script should catch.
 
-
-def begin(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Session:
-    """A session where this script runs. In a job its file says what is kept and where.
-
-    Raises: ScriptError for a second session in a job; RuntimeError where torch.distributed cannot be initialised.
+    reason: the exception that says why.
     """
-    there = _placed.get()
-    if there is not None:
-        make, begun = there
-        if begun:
-            raise ScriptError("session() for a second time in a job: a script trains one run")
-        begun.append(make())
-        return begun[0]
-    return Session(_outside_of_a_job(folder, save_every, keep))
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
-def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Place:
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    made = False
-    if launched and not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            prepare_nccl()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        made = True
-    group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()
-    if save_every < 1 or keep < 1:
-        raise ValueError(f"session(save_every={save_every}, keep={keep}): give numbers from 1")
-    checkpoint = None if folder is None else Checkpoint(every_steps=save_every, keep=keep)
-    directory = Path(tempfile.gettempdir()) if folder is None else Path(folder).resolve()
-    if folder is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-    return Place(
-        ranks=FixedRanks(group),
-        device=device,
-        run=Run(directory, created_at=time.time()),
-        reporter=Reporter(),
-        checkpoint=checkpoint,
-        group=group,
-        close=dist.destroy_process_group if made else lambda: None,
-    )
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Which run this is: its folder, when it was asked for (unix seconds), which submission.
+
+    shared: do all workers see the folder?
+    adopted_by: a later submission that this worker belongs to by now; 0 for none.
+    """
+
+    directory: Path
+    created_at: float
+    attempt: int = 1
+    adopted_by: Callable[[], int] = lambda: 0
+    shared: bool = True
+
+    def attempt_now(self) -> int:
+        """The submission that this worker belongs to."""
+        return max(self.attempt, self.adopted_by())
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a session runs: under python, torchrun or in a job. spec: of the job; None where there is none.
+
+    start: what the run begins with.
+    """
+
+    ranks: Ranks
+    device: torch.device
+    run: Run
+    reporter: Reporter
+    checkpoint: Checkpoint | None
+    group: Group
+    spec: TrainSpec | ScriptSpec | None = None
+    start: Start | None = None
+    close: Callable[[], None] = field(default=lambda: None)

@@ -17,24 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-import torch
 import torch.distributed as dist
 
-from thinwire.comm import CommError, PeerLost, SoloGroup
-from thinwire.comm.protocol import Group
+from thinwire.comm import CommError
 from thinwire.contract.reports import Failure
 from thinwire.contract.script import ScriptRecipe, SecretSource
-from thinwire.contract.spec import ScriptSpec
-from thinwire.contract.summary import Summary
-from thinwire.workers.course import Run
 from thinwire.workers.data.feed import let_go_of_connections
-from thinwire.workers.error_words import as_failure, in_words, words_of
-from thinwire.workers.membership import MembershipError
-from thinwire.workers.ranks import Ranks, RunEnded
-from thinwire.workers.session.course import Left, Place, ScriptError
-from thinwire.workers.session.place import placed
+from thinwire.workers.error_words import as_failure, words_of
+from thinwire.workers.session.place import ScriptError
 from thinwire.workers.session.session import Session
-from thinwire.workers.telemetry.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -48,36 +39,18 @@ _LONGEST = 500
 """Characters of a line of stderr that are kept."""
 
 
-def run_script(spec: ScriptSpec, run: Run, ranks: Ranks, device: torch.device, reporter: Reporter) -> Summary | None:
-    """Run it to its end. Returns the summary on rank 0, None on the other ranks.
+def run_script(recipe: ScriptRecipe, begun: list[Session]) -> None:
+    """Run it to its end. begun: the sessions that it has begun by then.
 
     Modifies: the environment, the current folder and sys.argv of this process, until it is over.
-    Raises: what the script raises, the others having been told; ScriptError where it ends without having trained;
-    PeerLost, MembershipError and RunEnded as workers.loop.train.
+    Raises: what the script raises; ScriptError where it ends without having trained.
     """
-    group: Group = SoloGroup() if ranks.elastic else ranks.form(0, False, {})
-    place = Place(ranks, device, run, reporter, spec.checkpoint, group, spec, spec.start)
-    with placed(place) as begun:
-        try:
-            with as_main(spec.recipe, folder_of(spec.recipe)) as entry:
-                end = run_entry(entry)
-            _refuse_untrained(begun, end)
-        except Left as left:
-            raise left.reason from None
-        except BaseException as error:
-            if (
-                ranks.elastic
-                and not isinstance(error, MembershipError | RunEnded)
-                and not any(one.told for one in begun)
-            ):
-                ranks.fail(_without_secrets(in_words(error), spec.recipe))
-            if not ranks.elastic and group.size > 1 and _tells_of_a_peer(error):
-                raise PeerLost(f"the script's own collective failed: {error}") from error
-            raise
-    return begun[0].summary
+    with as_main(recipe, folder_of(recipe)) as entry:
+        end = run_entry(entry)
+    _refuse_untrained(begun, end)
 
 
-def _tells_of_a_peer(error: BaseException) -> bool:
+def tells_of_a_peer(error: BaseException) -> bool:
     """Is it what torch.distributed raises in a collective of the script's own where another rank has gone?
 
     Gloo and NCCL say it in a RuntimeError, in Python below torch/distributed or out of a backward.
@@ -91,7 +64,7 @@ def _tells_of_a_peer(error: BaseException) -> bool:
 
 def failure_of_script(error: BaseException, recipe: ScriptRecipe, step: int | None = None) -> Failure:
     """In words for the owner of the job: the error, and where in the script. step: the last that was committed."""
-    words = _without_secrets(_in_words(error, recipe), recipe)
+    words = without_secrets(_in_words(error, recipe), recipe)
     words = _as_the_owner_sees(words, recipe)  # a loader's process puts its traceback into them
     if len(words) > MOST_WORDS:
         words = f"{words[:MOST_WORDS]}... ({len(words)} characters; all of them are in the log)"
@@ -117,7 +90,7 @@ def where_in_script(error: BaseException, recipe: ScriptRecipe) -> str:
     return _as_the_owner_sees("".join(traceback.format_list(frames[first : first + MOST_FRAMES])).rstrip(), recipe)
 
 
-def _without_secrets(words: str, recipe: ScriptRecipe) -> str:
+def without_secrets(words: str, recipe: ScriptRecipe) -> str:
     """With the names of the job's secrets in place of their values: a client's error may tell the URL with its token.
 
     A failure is stored, and shown to all who may see the job. What is short would be found in any text.

@@ -1,6 +1,6 @@
 """The object that a script trains with: thinwire.train.session gives it, docs/your-script.md tells of it.
 
-Its steps are in course.py beside it; those of a script that draws no batch in own_loop.py.
+Its loop is course.py beside it; what that has to know of a script that draws no batch tells own_loop.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 from thinwire.comm import NonFiniteInput, PeerLost
 from thinwire.comm.protocol import Group
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, StreamFeed, feed_of
@@ -29,9 +30,12 @@ from thinwire.workers.membership import MembershipError
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import RunEnded
 from thinwire.workers.replicas import ReplicasDiffer
-from thinwire.workers.session.course import Left, Place, ScriptCourse, ScriptError, ScriptFeed
+from thinwire.workers.session.body import Bodies
+from thinwire.workers.session.course import Course
 from thinwire.workers.session.own_loop import OwnLoop
+from thinwire.workers.session.place import Left, Place, ScriptError
 from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.training import SessionFeed, Training
 from thinwire.workers.telemetry.step_log import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
@@ -47,8 +51,7 @@ class Session:
         self._place = place
         self._given: dict[str, Any] = {}
         self._optimizer: FlatOptimizer[Any] | None = None
-        self._registered: Registered | None = None
-        self._course: ScriptCourse | None = None
+        self._course: Course | None = None
         self._batches: Generator[Any, None, None] | None = None
         self._own: OwnLoop | None = None
         self._broken: BaseException | None = None
@@ -95,7 +98,7 @@ class Session:
     @property
     def group(self) -> Group:
         """The ranks of now: what optimizers are made over. Other ones after a change of workers."""
-        return self._place.group if self._course is None or self._course.is_new else self._course.training.group
+        return self._place.group if self._course is None else self._course.training.group
 
     @property
     def rank(self) -> int:
@@ -135,7 +138,8 @@ class Session:
     @property
     def step_is_lost(self) -> bool:
         """In the loop's body, after optimizer.step(): was the step lost, so that it will be given out again?"""
-        return self._course is not None and self._course.is_undone
+        bodies = None if self._course is None else self._course.bodies
+        return bodies is not None and bodies.is_undone
 
     @property
     def folder(self) -> Path:
@@ -192,9 +196,7 @@ class Session:
         if place.spec is None:
             return
         if not place.ranks.elastic:
-            self._own = OwnLoop(
-                optimizer, place.device, place.run, place.ranks, place.reporter, place.spec.global_batch
-            )
+            self._own = OwnLoop(place, optimizer)
             return
 
         def refuse(*_: Any) -> None:
@@ -227,7 +229,7 @@ class Session:
         """
         if self._place.checkpoint is None:
             raise ScriptError("run.save(): there is no folder to save to: say session(folder=...)")
-        self._running("save").ask_to_save()
+        self._in_loop("save")[0].ask_to_save()
 
     def report(self, **numbers: float | Tensor) -> None:
         """Of this step: numbers, or tensors of one element, of this rank's share. Told as means over the samples.
@@ -238,7 +240,14 @@ class Session:
         if self._own is not None:
             self._own.take(found)
         else:
-            self._running("report").numbers.update(found)
+            self._in_loop("report")[1].numbers.update(found)
+
+    def look(self) -> None:
+        """In an evaluation that takes long, now and then: who does not hear of a death is taken to hang.
+
+        Raises: PeerLost where the workers have changed: let it out, and the function is called again.
+        """
+        self._in_loop("look")[0].look()
 
     def finish(self) -> None:
         """In the body of the last step, after it was made: evaluate, save, compare the replicas, and end the run.
@@ -252,7 +261,7 @@ class Session:
 
     def step(self, loss: Tensor) -> None:
         """Backward, the optimizer's step, gradients to zero, and the loss reported. loss: the mean over the batch."""
-        optimizer = self._running("step").training.optimizer
+        optimizer = self._in_loop("step")[0].training.optimizer
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
@@ -298,19 +307,21 @@ class Session:
         if self._own is not None:
             self._own.close()
             self._own = None
-        self._registered = registered = Registered(optimizer)
+        registered, place = Registered(optimizer), self._place
         self._add_all(registered, optimizer, feed)
-        self._course = course = ScriptCourse(self._place, optimizer, registered, feed)
+        refuses_nan = isinstance(spec, TrainSpec)
+        training = Training(place.group, place.device, optimizer, registered, feed, refuses_nan=refuses_nan)
+        self._course = course = Course(place, training, Bodies(optimizer, registered))
         if self._evaluation is not None:
             course.evaluate_every, course.evaluate = self._evaluation
         self._batches = self._loop(course)
         return self._batches
 
-    def _fed(self, feed: MapFeed | StreamFeed) -> ScriptFeed:
+    def _fed(self, feed: MapFeed | StreamFeed) -> SessionFeed:
         """What the loop draws from. Another kind of session may take another one."""
         return feed
 
-    def _add_all(self, registered: Registered, optimizer: FlatOptimizer[Any], feed: ScriptFeed) -> None:
+    def _add_all(self, registered: Registered, optimizer: FlatOptimizer[Any], feed: SessionFeed) -> None:
         for name, value in self._given.items():
             if value is not optimizer:
                 registered.add(name, value)
@@ -321,7 +332,7 @@ class Session:
             registered.add("place in the dataset", feed, volatile=False)
         registered.refuse_unwritable()
 
-    def _loop(self, course: ScriptCourse) -> Generator[Any, None, None]:
+    def _loop(self, course: Course) -> Generator[Any, None, None]:
         while True:
             try:
                 try:
@@ -353,7 +364,7 @@ class Session:
             "follows one that raises: catch it in the dataset and give another sample, or let it end the run"
         )
 
-    def _end(self, course: ScriptCourse, error: BaseException | None) -> None:
+    def _end(self, course: Course, error: BaseException | None) -> None:
         """The loop was left: by an error, after its last step, or before that."""
         if error is not None:
             self._fail(course, error)
@@ -379,15 +390,16 @@ class Session:
         course.ended(None)
         self.has_finished = True
 
-    def _fail(self, course: ScriptCourse, error: BaseException) -> None:
+    def _fail(self, course: Course, error: BaseException) -> None:
         self.told = True
         course.close(course.failed(error))
 
-    def _running(self, call: str) -> ScriptCourse:
-        if self._course is None:
+    def _in_loop(self, call: str) -> tuple[Course, Bodies]:
+        course = self._course
+        if course is None or course.bodies is None:
             raise ScriptError(f"run.{call}() outside of the loop over run.batches()")
-        self._course.refuse_fork(call)
-        return self._course
+        course.bodies.refuse_fork(call)
+        return course, course.bodies
 
     def _its_optimizer(self) -> FlatOptimizer[Any]:
         if self._optimizer is not None:

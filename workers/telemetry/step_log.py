@@ -21,13 +21,13 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample, wrong_with_reported_name
 from thinwire.workers.data.order import share
+from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.lateness import Waits, last_of
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTimes
-from thinwire.workers.trained import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,12 @@ class NonFiniteLoss(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What this rank has of a step: its part of the loss on the device, its samples, and what it would report.
+    """What this rank has of a step: what it would report of it.
 
-    weight, numbers: what a script has reported of it, and how much this rank's is of the mean. waits, waited_s: how
-    long it waited for its exchange, and in which group. times: where they went, where that is known.
+    weight, numbers: what the loop has reported of it, the loss too, and how much this rank's is of the mean. waits,
+    waited_s: how long it waited for its exchange, and in which group. times: where they went, where that is known.
     """
 
-    loss: torch.Tensor
-    samples: int
-    world_size: int
     sample: Sample
     weight: float
     numbers: Mapping[str, torch.Tensor]
@@ -74,7 +71,7 @@ class StepLog:
 
     def __init__(
         self,
-        training: Trained,
+        training: Training,
         meter: Meter,
         reporter: Reporter,
         reported: int,
@@ -95,13 +92,8 @@ class StepLog:
         self._left_out: set[str] = set()
         self.prediction: Prediction | None = None
 
-    def close(self) -> None:
-        """Look at the optimizer no more. Safe to call twice."""
-        if self._clock is not None:
-            self._clock.close()
-
     def before_training(self, validation_loss: float | None, numbers: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Report the state at step 0. numbers: what a script has reported of it on this rank; None: it never does.
+        """Report the state at step 0. numbers: what the loop has reported of it on this rank; None: it never does.
 
         Collective where they are given, {} too, as by all ranks. Raises: PeerLost.
         """
@@ -117,34 +109,31 @@ class StepLog:
 
     def _means_before(self, sample: Sample, numbers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What all ranks together say of step 0. Collective. Raises: PeerLost."""
-        group, nothing = self.training.group, torch.zeros((), device=self.training.device)
-        self._steps = {0: _Part(nothing, 0, group.size, sample, 1.0, numbers, self.waits, 0.0, None)}
+        self._steps = {0: _Part(sample, 1.0, numbers, self.waits, 0.0, None)}
         names, _ = self._agreed(asks_to_save=False)
         means = self._row(0, names)
         self._steps.clear()
-        group.mean_(means)
+        self.training.group.mean_(means)
         return _told(means.tolist(), names)
 
     def record(
         self,
         step: int,
         phase: str,
-        loss: torch.Tensor,
         seconds: float,
         *,
         weight: float = 1.0,
         numbers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Take a committed step. `loss`: this rank's part of the mean, left on the device.
+        """Take a committed step. numbers: what the loop has reported, "loss" too; they stay on their device.
 
-        numbers: what a script has reported, "loss" too where it has; then `loss` says nothing. weight: of them.
+        weight: of this rank's share, and so of its numbers.
         """
         training = self.training
         group, batch = training.group, training.global_batch(step)
         sent = self._meter.sent_bytes["optimizer"] - self._sent_bytes
         self._sent_bytes += sent
-        mine = len(share(batch, group.rank, group.size))
-        self._num_windows += mine
+        self._num_windows += len(share(batch, group.rank, group.size))
         dense_bytes = report.ring_bytes(training.optimizer.space.layout.num_live, group.size, 4)
         sample = Sample(
             step=step,
@@ -162,7 +151,7 @@ class StepLog:
             predicted_s = self.prediction.of_step(sample, training.optimizer)
             sample = sample.model_copy(update={"predicted_step_seconds": predicted_s})
         waited_s, times = self.waits.of_step(), None if self._clock is None else self._clock.take()
-        self._steps[step] = _Part(loss, mine, group.size, sample, weight, numbers or {}, self.waits, waited_s, times)
+        self._steps[step] = _Part(sample, weight, numbers or {}, self.waits, waited_s, times)
 
     def flush(
         self, step: int, validation_loss: float | None, health: Health | None, *, asks_to_save: bool = False
@@ -170,32 +159,26 @@ class StepLog:
         """Average the losses over ranks in one collective and report the steps up to `step`, which has what was found.
 
         Returns whether any rank asks for a checkpoint: a script may, on whichever of them.
-        Raises: NonFiniteLoss, alike on every rank, and nothing is reported; PeerLost, and then they are still to be.
+        Raises: NonFiniteLoss where such losses end the run, alike on every rank, and nothing is reported; PeerLost, and
+        then they are still to be.
         """
-        numbers = range(self.reported + 1, step + 1)
+        numbers, group = range(self.reported + 1, step + 1), self.training.group
         if not numbers:
             return False
-        asked = False
-        with self._meter.part("control"), calls_of(self.training.group).within(f"the report of the steps up to {step}"):
-            names = None
-            if self._is_script:
-                names, asked = self._agreed(asks_to_save)
-            means = torch.stack([self._row(number, names or []) for number in numbers])
+        with self._meter.part("control"), calls_of(group).within(f"the report of the steps up to {step}"):
+            names, asked = self._agreed(asks_to_save)
+            means = torch.stack([self._row(number, names) for number in numbers])
             finite = torch.isfinite(means).all()
-            self.training.group.mean_(means)
+            group.mean_(means)
         samples = []
         for number, whole in zip(numbers, means.tolist(), strict=True):
             size = self.waits.size
             row, waits, computed = whole[: -2 * size], self._of_ranks(whole[-2 * size : -size]), whole[-size:]
             self._part(number, waits)
-            sample = self._timed(self._sample(number), waits, self._of_ranks(computed))
-            if names is not None:
-                samples.append(sample.model_copy(update=_told(row, names)))
-                continue
-            loss = _mean_loss(row, self.training.group.size, self.training.global_batch(number))
-            if loss is not None:
-                refuse_non_finite(f"training loss of step {number}", loss, self.training.group, finite)
-            samples.append(sample.model_copy(update={"loss": loss}))
+            sample, told = self._timed(self._sample(number), waits, self._of_ranks(computed)), _told(row, names)
+            if self.training.refuses_nan and told["loss"] is not None:
+                refuse_non_finite(f"training loss of step {number}", told["loss"], group, finite)
+            samples.append(sample.model_copy(update=told))
         if validation_loss is not None:
             samples[-1] = samples[-1].model_copy(update={"validation_loss": validation_loss})
         samples[-1] = samples[-1].model_copy(update={"health": health})
@@ -204,11 +187,6 @@ class StepLog:
         self._report(samples)
         self._tell_waits(step)
         return asked
-
-    @property
-    def _is_script(self) -> bool:
-        """Does a script say what is reported? Its ranks need not all say the same."""
-        return self.training.registered is not None
 
     def _agreed(self, asks_to_save: bool) -> tuple[list[str], bool]:
         """The names that any rank has reported since the last time, and whether any asks for a checkpoint. Collective.
@@ -237,13 +215,12 @@ class StepLog:
             logger.warning("reported_left_out name=%r reason=%r", name[:100], why)
 
     def _row(self, number: int, names: list[str]) -> torch.Tensor:
-        """Of a step: this rank's part of the loss, its samples, the ranks that there were, and that it had a part.
+        """Of a step: of each name the weighed value and its weight.
 
-        Then of each name the weighed value and its weight. Last, at the place of this rank, 1 + how long it waited, and
-        1 + how long it computed, where it knows that.
+        Then, at the place of this rank, 1 + how long it waited, and 1 + how long it computed, where it knows that.
         """
         part, device, size = self._steps.get(number), self.training.device, self.waits.size
-        told = 4 + 2 * len(names)
+        told = 2 * len(names)
         length = told + 2 * size
         if part is None:
             return torch.zeros(length, dtype=torch.float64, device=device)
@@ -253,14 +230,12 @@ class StepLog:
             computed_s = _computed_s(part)
             if computed_s is not None:
                 row[told + size + self.waits.rank] = 1.0 + computed_s
-        row[1:4] = torch.tensor([part.samples, part.world_size, 1], dtype=torch.float64)
         weights = [part.weight if name in part.numbers else 0.0 for name in names]
-        row[5:told:2] = torch.tensor(weights, dtype=torch.float64)
+        row[1:told:2] = torch.tensor(weights, dtype=torch.float64)
         row = row.to(device)
-        row[0] = part.loss.double()
         for index, name in enumerate(names):
             if name in part.numbers:
-                row[4 + 2 * index] = part.numbers[name].to(device, torch.float64) * part.weight
+                row[2 * index] = part.numbers[name].to(device, torch.float64) * part.weight
         return row
 
     def _of_ranks(self, means: list[float]) -> list[float]:
@@ -331,10 +306,8 @@ def _computed_s(part: _Part) -> float | None:
 
 
 def _told(row: list[float], names: list[str]) -> dict[str, Any]:
-    """What the samples of a script say, by its means over ranks: of those ranks that have said it."""
-    found = {
-        name: row[4 + 2 * index] / row[5 + 2 * index] for index, name in enumerate(names) if row[5 + 2 * index] > 0
-    }
+    """What the samples say, by the means over ranks: of those ranks that are still here and have said it."""
+    found = {name: row[2 * index] / row[2 * index + 1] for index, name in enumerate(names) if row[2 * index + 1] > 0}
     return {"loss": found.pop("loss", None), "reported": {n: _in_json(x) for n, x in found.items()} or None}
 
 
@@ -356,15 +329,3 @@ def refuse_non_finite(name: str, loss: float, group: Group, own_is_finite: torch
         "checkpoint before it is kept",
         tuple(rank for rank, finite in enumerate(flags) if not finite),
     )
-
-
-def _mean_loss(row: list[float], size: int, global_batch: int) -> float | None:
-    """The mean loss of a step over those of its samples whose ranks are still here; None where none is.
-
-    row: means over `size` ranks of what _row gives. Ranks of the step have scaled their parts by their number.
-    """
-    loss, samples, ranks, present = row
-    if not present:
-        return None
-    before, counted = round(ranks / present), round(samples * size)
-    return loss if (before, counted) == (size, global_batch) else loss * size / before * global_batch / counted

@@ -15,7 +15,7 @@ import json
 import os
 import time
 import zlib
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from thinwire.optim import FlatOptimizer
-from thinwire.workers.build import Training
-from thinwire.workers.data.feed import MapFeed, Share
 from thinwire.workers.error_words import in_words
 from thinwire.workers.membership import Seat
 
@@ -50,15 +48,9 @@ class Trace:
         if seat is not None:
             self._generation, self._rank, self._size = seat.generation, seat.rank, seat.size
 
-    def watching(self, training: Training) -> Training:
-        """The same, and what it is fed is written down."""
-        if isinstance(training.feed, _Watched):
-            return training
-        return replace(training, feed=_Watched(training.feed, self))
-
-    def fed(self, step: int, inputs: Tensor) -> None:
-        """This rank computes these rows."""
-        rows: list[JsonValue] = [_checksum(row) for row in inputs]
+    def fed(self, step: int, batch: Sequence[Tensor]) -> None:
+        """This rank computes this batch: inputs and targets."""
+        rows: list[JsonValue] = [_checksum(row) for row in batch[0]]
         self._tell(kind="fed", step=step, generation=self._generation, rank=self._rank, rows=rows)
 
     def committed(self, step: int, optimizer: FlatOptimizer[Any]) -> None:
@@ -74,20 +66,6 @@ class Trace:
 
     def _tell(self, **fields: JsonValue) -> None:
         self._file.write(json.dumps({"time": time.monotonic(), **fields}) + "\n")
-
-
-class _Watched(MapFeed):
-    """A feed whose rows are written down."""
-
-    def __init__(self, feed: MapFeed, trace: Trace) -> None:
-        self.__dict__.update(feed.__dict__)
-        self._trace = trace
-
-    def share(self, step: int, rank: int, size: int) -> Share:
-        """As MapFeed.share."""
-        mine = super().share(step, rank, size)
-        self._trace.fed(step, mine.batch[0])
-        return mine
 
 
 def _checksum(values: Tensor) -> int:

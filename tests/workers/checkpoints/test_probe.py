@@ -13,8 +13,9 @@ from thinwire.comm import PeerLost, run_threads
 from thinwire.workers.checkpoints import CheckpointStore, probe
 from thinwire.workers.checkpoints.probe import StoreRefused, prove
 from thinwire.workers.checkpoints.storage import LocalStorage
-from thinwire.workers.loop import Run, train
 from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.job import run_job
+from thinwire.workers.session.place import Run
 
 
 class Away(LocalStorage):
@@ -107,7 +108,7 @@ def test_a_rank_that_alone_cannot_save_is_the_one_that_fails(tmp_path, monkeypat
     def work(group):
         reporter = Recording(tmp_path)
         with pytest.raises((StoreRefused, PeerLost), match="a disk is full") as raised:
-            train(small_spec(), Run(tmp_path, 0.0), FixedRanks(group), torch.device("cpu"), reporter)
+            run_job(small_spec(), Run(tmp_path, 0.0), FixedRanks(group), torch.device("cpu"), reporter)
         assert reporter.samples == []
         return raised.type.__name__
 

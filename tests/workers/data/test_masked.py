@@ -15,7 +15,7 @@ def text(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def corpus(num_bytes: int = 2000) -> Corpus:
-    return Corpus(text(num_bytes), text(500, 1), "a text", "00" * 32)
+    return Corpus(text(num_bytes), text(500, 1), "00" * 32)
 
 
 def feed(num_bytes: int, context: int, global_batch: int, seed: int) -> MapFeed:

@@ -15,7 +15,7 @@ def text(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def corpus(train: torch.Tensor, validation: torch.Tensor | None = None) -> Corpus:
-    return Corpus(train, text(0) if validation is None else validation, "a text", "00" * 32)
+    return Corpus(train, text(0) if validation is None else validation, "00" * 32)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

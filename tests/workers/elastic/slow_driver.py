@@ -8,16 +8,16 @@ PAUSE_S = 0.25
 
 def train_slowly(config, credentials=None):
     """workers.worker.train_worker with a pause."""
-    from thinwire.workers import loop
+    from thinwire.workers.session.body import Bodies
     from thinwire.workers.worker import train_worker
 
-    plain = loop.train_step
+    opens = Bodies.open
 
-    def slow(training, step, meter):
+    def slow(bodies, share):
         time.sleep(PAUSE_S)
-        return plain(training, step, meter)
+        return opens(bodies, share)
 
-    loop.train_step = slow
+    Bodies.open = slow
     return train_worker(config, credentials)
 
 

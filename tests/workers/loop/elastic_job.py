@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 import uuid
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.forked import FORKSERVER
 from tests.tools.lab.inside import enter, inside
 from tests.workers.loop.deaths import DiesAtLine
 from tests.workers.small_job import SMALL, Recording
-from thinwire.contract.spec import ScriptSpec, read_spec
+from thinwire.contract.spec import read_spec
 from thinwire.workers.forming import reach
 from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer, Timing
 from thinwire.workers.membership.commit_lease import LEASE_S
@@ -98,7 +99,6 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     import torch
 
     import thinwire
-    from thinwire.workers import loop
     from thinwire.workers.checkpoints import CheckpointStore
     from thinwire.workers.elastic.worker_side import heed_sigterm, told_to_leave
     from thinwire.workers.forming.door import Door
@@ -107,8 +107,10 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     from thinwire.workers.membership.commit_lease import CommitLease
     from thinwire.workers.ranks import ElasticRanks, RunEnded
     from thinwire.workers.saving import floor_of
-    from thinwire.workers.session.course import ScriptCourse
-    from thinwire.workers.session.script import run_script
+    from thinwire.workers.session.body import Bodies
+    from thinwire.workers.session.course import Course
+    from thinwire.workers.session.job import run_job
+    from thinwire.workers.session.place import Run
     from thinwire.workers.telemetry.report import write_report
     from thinwire.workers.worker import pass_on
 
@@ -123,33 +125,28 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", force=True)
-    plain = loop.train_step
+    opens = Bodies.open
 
-    def slow(training, step, meter):
+    @contextmanager
+    def slow(bodies, share):  # in the body: whoever dies here is missed in its own step
         if death is not None:
             death.end()
-        time.sleep(pause_s)
-        if (run_dir / f"late-{slot}").exists():
-            time.sleep(LATE_S)
-        while step > int((run_dir / "allowed").read_text() or 0):
-            time.sleep(0.005)
-        while (run_dir / f"hang-{slot}").exists() and member._state.ended is None:
-            time.sleep(0.005)
-        if (run_dir / f"nan-{slot}").exists():
-            next(training.model.parameters()).register_hook(lambda gradient: gradient * torch.nan)
-        if (run_dir / f"full-{slot}").exists():
-            raise OSError(28, "No space left on device")
-        return plain(training, step, meter)
+        with opens(bodies, share):
+            time.sleep(pause_s)
+            if (run_dir / f"late-{slot}").exists():
+                time.sleep(LATE_S)
+            while share.step > int((run_dir / "allowed").read_text() or 0):
+                time.sleep(0.005)
+            while (run_dir / f"hang-{slot}").exists() and member._state.ended is None:
+                time.sleep(0.005)
+            if (run_dir / f"nan-{slot}").exists():
+                first = bodies._optimizer.param_groups[0]["params"][0]
+                first.register_hook(lambda gradient: gradient * torch.nan)
+            if (run_dir / f"full-{slot}").exists():
+                raise OSError(28, "No space left on device")
+            yield
 
-    loop.train_step = slow
-    opens = ScriptCourse._open_body
-
-    def waits(course, body):  # in the body: whoever dies here is missed in the script's own step
-        opens(course, body)
-        while course.step + 1 > int((run_dir / "allowed").read_text() or 0):
-            time.sleep(0.005)
-
-    ScriptCourse._open_body = waits
+    Bodies.open = slow
     deliver = CheckpointStore.deliver
 
     def held(store, snapshot):
@@ -163,14 +160,14 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     death = None
     if (run_dir / f"line-{slot}").exists():
         death = DiesAtLine(int((run_dir / f"line-{slot}").read_text()), run_dir / f"died-{slot}")
-    attend = loop.Course._attend
+    attend = Course.attend
 
     def told(course):
         attend(course)
         seat = course._ranks.seat
         commits.write(json.dumps([time.time(), seat.generation, course.step]) + "\n")
 
-    loop.Course._attend = told
+    Course.attend = told
     commits = (run_dir / f"commits-{slot}-{os.getpid()}").open("w", buffering=1)
     state.CommitLease = partial(CommitLease, times.lease_s)
     door = Door(place.address, SECRET)
@@ -196,9 +193,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:
-        given = read_spec(spec)
-        begin = run_script if isinstance(given, ScriptSpec) else loop.train
-        summary = begin(given, loop.Run(run_dir, time.time()), ranks, torch.device("cpu"), reporter)
+        run = Run(run_dir, time.time())
+        summary = run_job(read_spec(spec), run, ranks, torch.device("cpu"), reporter)
         reporter._tell(kind="ended", step=-1)
         if summary is not None:
             write_report(run_dir, summary)

@@ -15,8 +15,9 @@ from thinwire.contract.summary import Summary
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore
 from thinwire.workers.checkpoints.storage import LocalStorage
 from thinwire.workers.data.corpus import DataError
-from thinwire.workers.loop import Run, train
 from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.job import run_job
+from thinwire.workers.session.place import Run
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import ring_bytes, write_report
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
@@ -120,7 +121,7 @@ class Dying:
 
 def test_a_lost_worker_ends_the_run_and_the_next_one_goes_on_from_the_checkpoint(tmp_path):
     with pytest.raises(PeerLost):
-        run_small(tmp_path, small_spec(), 2, wrap=lambda group: Dying(group, calls=50))
+        run_small(tmp_path, small_spec(), 2, wrap=lambda group: Dying(group, calls=90))
     before = newest(tmp_path / "checkpoints")
     assert before in (8, 16)
     (summary, _, events), *_ = run_small(tmp_path, small_spec(), 2)
@@ -276,4 +277,4 @@ def test_an_attempt_ends_at_its_next_checkpoint_when_a_newer_one_has_gone_on_fro
                 CheckpointStore(tmp_path / "checkpoints", keep=2, attempt=lambda: 2).begin(None)
 
     with pytest.raises(RunSuperseded, match="attempt 2 of this job has gone on"):
-        train(spec, Run(tmp_path, time.time(), attempt=1), FixedRanks(SoloGroup()), torch.device("cpu"), Others())
+        run_job(spec, Run(tmp_path, time.time(), attempt=1), FixedRanks(SoloGroup()), torch.device("cpu"), Others())

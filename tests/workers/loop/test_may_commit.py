@@ -11,9 +11,15 @@ from tests.workers.membership.members import Job, later
 from tests.workers.small_job import Recording, small_spec
 from thinwire.comm import PeerLost, SoloGroup
 from thinwire.contract.reports import EventKind
-from thinwire.workers.loop import Course, Run, train
+from thinwire.optim import Adam
+from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.membership.messages import Refusal
 from thinwire.workers.ranks import ElasticRanks, FixedRanks
+from thinwire.workers.session.course import Course
+from thinwire.workers.session.job import run_job
+from thinwire.workers.session.place import Place, Run
+from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry.step_log import StepLog
 
 SPEC = small_spec(steps=20, checkpoint={"every_steps": 5, "keep": 10})
@@ -57,7 +63,7 @@ def test_what_was_computed_without_a_lease_is_not_reported_or_saved(tmp_path, mo
 
     monkeypatch.setattr(StepLog, "flush", told)
     ranks, reporter = Lapses(10, counted_out), Recording(tmp_path)
-    run = later(lambda: train(SPEC, Run(tmp_path, time.time()), ranks, torch.device("cpu"), reporter))
+    run = later(lambda: run_job(SPEC, Run(tmp_path, time.time()), ranks, torch.device("cpu"), reporter))
     assert ranks.waits.wait(60.0)
     assert flushed == [5]
     ranks.told.set()
@@ -75,13 +81,15 @@ def test_a_look_without_a_lease_waits_until_the_member_is_heard_again_and_is_tol
     job.serve(1, 1)
     member = job.member(0)
     ranks = ElasticRanks(member, None, torch.device("cpu"))
-    course = Course(SPEC, Run(tmp_path, time.time()), ranks, torch.device("cpu"), reporter := Waits(tmp_path))
+    optimizer, group, cpu = Adam(torch.nn.Linear(2, 1).parameters()), SoloGroup(), torch.device("cpu")
+    place = Place(ranks, cpu, Run(tmp_path, time.time()), reporter := Waits(tmp_path), None, group)
+    course = Course(place, Training(group, cpu, optimizer, Registered(optimizer), MapFeed([0], 1, 1)))
     ranks.form(0, False, {})
-    course._look()
+    course.look()
     assert reporter.waits == []
     job.server.close()
     member._state.give_up_lease()
-    looks = later(course._look)
+    looks = later(course.look)
     with pytest.raises(TimeoutError):
         looks.result(0.3)
     assert reporter.waits == [True]

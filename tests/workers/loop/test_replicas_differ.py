@@ -5,11 +5,11 @@ import json
 import torch
 
 from tests.covering import parametrize
-from tests.workers.loop.threads_job import Plan, ThreadsJob
+from tests.workers.loop.threads_job import ThreadsJob, after_each_step
 from tests.workers.small_job import small_spec
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers import loop
 from thinwire.workers.replicas import ReplicasDiffer
+from thinwire.workers.session.course import Course
 from thinwire.workers.telemetry import history
 
 STEPS = 24
@@ -20,20 +20,18 @@ LOCAL_STEPS = {"name": "zero_one_adam", "var_freeze": 6, "var_update_scaler": 2,
 
 def flips(monkeypatch, job, slots, step):
     """In the first generation these workers each have a bit flipped, another one, after this step."""
-    recorded = loop.train_step
 
-    def damaged(training, now, meter):
-        loss = recorded(training, now, meter)
-        slot = job.members[training.group.rank].identity.slot
-        if now == step and training.group.generation == 1 and slot in slots:
-            training.optimizer.space.p_N.view(torch.int32)[slot] ^= 1
-        return loss
+    def damage(now, optimizer):
+        slot = job.here.identity.slot
+        if now == step and job.here.group.generation == 1 and slot in slots:
+            optimizer.space.p_N.view(torch.int32)[slot] ^= 1
 
-    monkeypatch.setattr(loop, "train_step", damaged)
+    after_each_step(monkeypatch, damage)
 
 
 def damaged_job(tmp_path, monkeypatch, size, slots, step, **changes):
-    job = ThreadsJob(tmp_path, small_spec(steps=STEPS, workers={"min": 1, "max": 7}, **changes), size, Plan())
+    spec = small_spec(steps=STEPS, workers={"min": 1, "max": 7}, **changes)
+    job = ThreadsJob(tmp_path, None, size, spec=spec)
     flips(monkeypatch, job, slots, step)
     return job.run(monkeypatch, tolerate=ReplicasDiffer)
 
@@ -63,7 +61,7 @@ def test_where_no_majority_holds_the_same_it_is_the_error_of_all(tmp_path, monke
 
 @parametrize("slots", [{2}, {0}], usual=[1])
 def test_one_that_goes_wrong_after_the_last_checkpoint_leaves_too(tmp_path, monkeypatch, slots):
-    finish = loop.Course.finish
+    finish = Course.finish
 
     def damaged(course):
         worker, group = course._ranks, course.training.group
@@ -74,8 +72,8 @@ def test_one_that_goes_wrong_after_the_last_checkpoint_leaves_too(tmp_path, monk
             (tmp_path / "summary.json").write_text(json.dumps(summary.as_json()))
         return summary
 
-    monkeypatch.setattr(loop.Course, "finish", damaged)
-    job = ThreadsJob(tmp_path, small_spec(steps=STEPS), 3, Plan()).run(monkeypatch, tolerate=ReplicasDiffer)
+    monkeypatch.setattr(Course, "finish", damaged)
+    job = ThreadsJob(tmp_path, None, 3, spec=small_spec(steps=STEPS)).run(monkeypatch, tolerate=ReplicasDiffer)
     (error,) = job.errors
     assert error.ranks == tuple(slots)
     assert len(job.ended) == 2

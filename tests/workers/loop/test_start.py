@@ -10,19 +10,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.covering import parametrize
+from tests.workers.by_hand import build
 from tests.workers.loop.test_loop import load, saved
 from tests.workers.loop.threads_job import Plan, ThreadsJob, Worker
 from tests.workers.small_job import Recording, run_small, small_spec
 from thinwire.comm import PeerLost, SoloGroup, run_threads
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.build import build
+from thinwire.optim import OneBitAdam
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.checkpoints.names import folder_of
+from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.given import StartRefused, fill, opened
-from thinwire.workers.loop import Run, train
 from thinwire.workers.origin import Origin
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipes.gpt import GptOverText
+from thinwire.workers.session.job import run_job
+from thinwire.workers.session.place import Run
+from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry import history
 from thinwire.workers.weights import fetch
 
@@ -43,6 +48,14 @@ def other(tmp_path_factory):
 def weights(other, tmp_path_factory):
     """What `thinwire fetch` makes of it."""
     return fetch(str(other), tmp_path_factory.mktemp("fetched")).path
+
+
+def alone(spec):
+    """What one rank trains with."""
+    built = build(spec, SoloGroup(), CPU)
+    registered = Registered(built.optimizer)
+    registered.add("model", built.model)
+    return Training(built.group, CPU, built.optimizer, registered, built.feed)
 
 
 def final(folder, step=24):
@@ -143,16 +156,16 @@ def test_a_worker_that_comes_later_shows_the_same_checksum_without_the_file(tmp_
     shutil.copy(weights, file)
     spec = small_spec(steps=8, start={"weights": str(file)})
     early = Origin(spec.start, CheckpointStore(tmp_path / "checkpoints", keep=1))
-    early.look(build(spec, SoloGroup(), CPU))
+    early.look(alone(spec))
     run_small(tmp_path, spec, 1)
     file.unlink()
     later = Origin(spec.start, CheckpointStore(tmp_path / "checkpoints", keep=1))
-    later.look(build(spec, SoloGroup(), CPU))
+    later.look(alone(spec))
     assert later.signed == early.signed != {}
     other = load_file(weights)
     save_file({**other, "head.weight": other["head.weight"] + 1}, file)
     changed = Origin(spec.start, None)
-    changed.look(build(spec, SoloGroup(), CPU))
+    changed.look(alone(spec))
     assert changed.signed.keys() == early.signed.keys()
     assert changed.signed != early.signed
 
@@ -168,7 +181,8 @@ def test_workers_that_die_and_come_train_on_from_the_start(tmp_path, weights, mo
 
     monkeypatch.setattr(Worker, "form", noted)
     spec = small_spec(steps=12, start={"weights": str(weights)})
-    job = ThreadsJob(tmp_path, spec, 3, Plan(kills={0: (1, None), 5: (0, None)}, joins={3: 1})).run(monkeypatch)
+    plan = Plan(kills={0: (1, None), 5: (0, None)}, joins={3: 1})
+    job = ThreadsJob(tmp_path, None, 3, plan, spec=spec).run(monkeypatch)
     ended = list(job.ended.values())
     assert len(ended) == 2
     assert torch.equal(*ended)
@@ -185,7 +199,7 @@ def refused(spec, tmp_path, size=1, match=""):
     def work(group):
         reporter = Recording(tmp_path)
         with pytest.raises(StartRefused, match=match) as told:
-            train(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, reporter)
+            run_job(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, reporter)
         found.append(str(told.value))
         return reporter.samples
 
@@ -195,7 +209,7 @@ def refused(spec, tmp_path, size=1, match=""):
 
 @pytest.fixture(scope="module")
 def training():
-    return build(small_spec(), SoloGroup(), CPU)
+    return alone(small_spec())
 
 
 def without(name):
@@ -275,13 +289,12 @@ class Tied(torch.nn.Module):
 
 
 def tied(dtype=torch.float32):
-    """As build() gives one, with a model that has tied weights and statistics."""
-    from types import SimpleNamespace
-
-    from thinwire.optim import OneBitAdam
-
+    """A model that has tied weights and statistics, and what trains it."""
     model = Tied().to(dtype)
-    return SimpleNamespace(model=model, registered=None, optimizer=OneBitAdam(model.parameters(), warmup=2))
+    optimizer = OneBitAdam(model.parameters(), warmup=2)
+    registered = Registered(optimizer)
+    registered.add("model", model)
+    return model, Training(SoloGroup(), CPU, optimizer, registered, MapFeed([0], 1, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -291,10 +304,10 @@ def test_a_tied_tensor_is_there_once_or_twice_and_alike(tmp_path, dtype):
     state = {name: x.clone() for name, x in source.state_dict().items()}
     for left_out in ((), ("head.weight",), ("body.weight",)):
         save_file({name: x for name, x in state.items() if name not in left_out}, tmp_path / "w")
-        training = tied(dtype)
+        model, training = tied(dtype)
         with opened(str(tmp_path / "w")) as given:
             fill(training, given)
-        assert all(torch.equal(training.model.state_dict()[name], state[name]) for name in state)
+        assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
         masters = torch.cat([x.view(-1) for x in training.optimizer.space._parameters])
         params = torch.cat([one.param.detach().view(-1) for one in training.optimizer.space.tensors])
         assert torch.equal(masters, params.float())
@@ -303,12 +316,12 @@ def test_a_tied_tensor_is_there_once_or_twice_and_alike(tmp_path, dtype):
         opened(str(tmp_path / "w")) as given,
         pytest.raises(StartRefused, match=r"different values for body\.weight and head"),
     ):
-        fill(tied(dtype), given)
+        fill(tied(dtype)[1], given)
 
 
 def test_what_the_optimizer_steps_and_no_module_has_cannot_be_given(tmp_path):
-    training = tied()
-    save_file({name: x.clone() for name, x in training.model.state_dict().items()}, tmp_path / "w")
+    model, training = tied()
+    save_file({name: x.clone() for name, x in model.state_dict().items()}, tmp_path / "w")
     training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})
     with (
         opened(str(tmp_path / "w")) as given,
@@ -332,7 +345,7 @@ def test_ranks_with_other_files_do_not_begin(tmp_path, weights):
     def work(group):
         spec = small_spec(start={"weights": str(tmp_path / f"{group.rank}.safetensors")})
         with pytest.raises(StartRefused, match=r"what rank 1 has read is not what rank 0 has"):
-            train(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, Recording(tmp_path))
+            run_job(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, Recording(tmp_path))
 
     run_threads(2, work)
 
@@ -343,7 +356,7 @@ def test_a_rank_that_alone_cannot_read_it_is_the_one_that_fails(tmp_path, weight
         spec = small_spec(start={"weights": str(place)})
         words = "rank 1 cannot begin: .*none cannot be read" if group.rank == 0 else "none cannot be read"
         with pytest.raises(PeerLost if group.rank == 0 else StartRefused, match=words):
-            train(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, Recording(tmp_path))
+            run_job(spec, Run(tmp_path, time.time()), FixedRanks(group), CPU, Recording(tmp_path))
 
     run_threads(2, work)
 

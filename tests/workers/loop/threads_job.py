@@ -6,19 +6,29 @@ import itertools
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from tests.workers.small_job import Recording
-from thinwire.comm import PeerLost
+from thinwire.comm import PeerLost, SoloGroup
 from thinwire.comm.groups.faults import Fault, FaultyGroup
 from thinwire.comm.groups.threads import ThreadGroup
+from thinwire.contract.spec import Checkpoint, TrainSpec
 from thinwire.optim.kernels.compiled import compile_all
-from thinwire.workers import loop
-from thinwire.workers.membership import Dismissed, Fenced, Identity
+from thinwire.train import session
+from thinwire.workers.data.feed import own_part
+from thinwire.workers.membership import Fenced, Identity
 from thinwire.workers.ranks import Stop
+from thinwire.workers.recipes import recipe_of
+from thinwire.workers.session import recipe_loop
+from thinwire.workers.session.begin import placed
+from thinwire.workers.session.body import Bodies
+from thinwire.workers.session.place import Left, Place, Run
+from thinwire.workers.whereabouts import Whereabouts
 
 WAIT_S = 200.0
 """For whoever does not come; long, for on a busy machine all these threads take turns."""
@@ -51,10 +61,24 @@ class Seat:
 
 
 class ThreadsJob:
-    """All workers of the job; `run` gives what they ended with."""
+    """All workers of the job; `run` gives what they ended with.
 
-    def __init__(self, run_dir: Path, spec, size: int, plan: Plan):
-        self.run_dir, self.spec, self.plan = run_dir, spec, plan
+    script: called by each worker as a job's worker runs one, with the job and the worker. spec: of a job with a
+    built-in recipe, in place of a script, which ends with its parameters.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        script: Callable | None,
+        size: int,
+        plan: Plan | None = None,
+        *,
+        checkpoint: dict | None = None,
+        spec: TrainSpec | None = None,
+    ):
+        self.run_dir, self.script, self.spec, self.plan = run_dir, script or trained, spec, plan or Plan()
+        self.checkpoint = Checkpoint(**checkpoint) if checkpoint else spec and spec.checkpoint
         self.changed = threading.Condition()
         self.generation = 0
         self.done: set[int] = set()
@@ -65,22 +89,17 @@ class ThreadsJob:
         self.events: list[tuple[str, int, dict]] = []
         self.made = itertools.count()
         self.members = [Worker(self, 0) for _ in range(size)]
-        self.newcomers = [Worker(self, step) for step, count in sorted(plan.joins.items()) for _ in range(count)]
+        joins = sorted(self.plan.joins.items())
+        self.newcomers = [Worker(self, step) for step, count in joins for _ in range(count)]
         self.ended: dict[Worker, torch.Tensor] = {}
         self.errors: list[BaseException] = []
+        self.workers = threading.local()
 
     def run(self, monkeypatch, tolerate=()):
         """tolerate: errors that workers may end with while the others go on."""
         compile_all(torch.float32)  # by all threads at once it would take long, and some would wait for the others
-        plain = loop.train_step
-
-        def recorded(training, step, meter):
-            group = training.group
-            numbers = training.feed.numbers(step, group.rank, group.size)
-            self.attempts.append((step, group.generation, numbers))
-            return plain(training, step, meter)
-
-        monkeypatch.setattr(loop, "train_step", recorded)
+        if self.spec is not None:
+            monkeypatch.setattr(Bodies, "open", self._noting(Bodies.open))
         threads = [
             threading.Thread(target=self._work, args=(worker,), daemon=True) for worker in self.members + self.newcomers
         ]
@@ -92,25 +111,37 @@ class ThreadsJob:
         assert not any(thread.is_alive() for thread in threads), "a worker waits for ever"
         return self
 
+    @property
+    def here(self) -> Worker:
+        """The worker whose thread this is."""
+        return self.workers.here
+
+    def _noting(self, plain):
+        @contextmanager
+        def opened(bodies, share):
+            group, batch = self.here.group, self.spec.global_batch
+            first, (mine, _) = (share.step - 1) * batch, own_part(batch, group.rank, group.size)
+            numbers = range(first + mine.start, first + mine.stop)
+            self.attempts.append((share.step, group.generation, numbers))
+            with plain(bodies, share):
+                yield
+
+        return opened
+
     def _work(self, worker):
+        self.workers.here = worker
+        cpu, run = torch.device("cpu"), Run(self.run_dir, time.time())
+        start = self.spec and self.spec.start
         reporter = Telling(self.run_dir, self.events)
-        course = loop.Course(self.spec, loop.Run(self.run_dir, time.time()), worker, torch.device("cpu"), reporter)
+        place = Place(worker, cpu, run, reporter, self.checkpoint, SoloGroup(), self.spec, start)
         try:
-            while True:
-                try:
-                    course.train()
-                    course.finish()
-                    self.ended[worker] = course.training.optimizer.space.p_N
-                    return
-                except PeerLost:
-                    continue
-        except (Dismissed, Fenced):
+            with placed(place):
+                self.ended[worker] = self.script(self, worker)
+        except Left:
             return
         except BaseException as error:  # noqa: BLE001 - told to the test
             self.errors.append(error)
             worker.die()
-        finally:
-            course.close(30.0)
 
     # Under `changed`
 
@@ -157,6 +188,7 @@ class Worker:
         self.standing: tuple[int, bool] | None = None
         self.seat: Seat | None = None
         self.group: FaultyGroup | None = None
+        self.where = Whereabouts()
 
     def form(self, step, has_state, signature):
         job = self.job
@@ -208,6 +240,26 @@ class Worker:
         with self.job.changed:
             self.alive = False
             self.job.close_if_all_are_here()
+
+
+def trained(job: ThreadsJob, worker: Worker) -> torch.Tensor:
+    """What a worker of a job with a built-in recipe runs: the parameters at its end."""
+    with session() as run:
+        recipe_loop.train(recipe_of(job.spec), run)
+        return run._optimizer.space.p_N
+
+
+def after_each_step(monkeypatch, look: Callable) -> None:
+    """Call look(step, optimizer) when a body has made its step, before it counts."""
+    close = Bodies.close
+
+    def closed(bodies):
+        step = bodies._open.share.step
+        made = close(bodies)
+        look(step, bodies._optimizer)
+        return made
+
+    monkeypatch.setattr(Bodies, "close", closed)
 
 
 class Telling(Recording):

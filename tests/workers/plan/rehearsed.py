@@ -2,7 +2,7 @@
 
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import Link
-from thinwire.workers.plan.forecast import Busy, Rehearsed, forecast
+from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed, forecast
 
 MILLION = 1_000_000
 SLOW = Link(1e-4, 12.5e6, "100 Mbit/s")
@@ -31,4 +31,4 @@ def rehearsed(**changes) -> Rehearsed:
 
 
 def plan(spec, link=SLOW, workers=2, per_machine=1, **changes):
-    return forecast(spec, link, workers, per_machine, rehearsed(**changes))
+    return forecast(PlannedJob.of_recipe(spec), link, workers, per_machine, rehearsed(**changes))

@@ -99,11 +99,14 @@ def test_the_slowest_rank_counts():
 
 
 def test_orders_choose_the_bucket_of_a_job():
-    slow, fast = (orders_of(SPEC, Link(1e-4, rate, ""), 2, 1, 5).bucket_elements for rate in (1e3, 1e12))
+    def chosen(spec, link, workers=2):
+        return orders_of(PlanRequest(spec, link), link, workers)[1].bucket_elements
+
+    slow, fast = (chosen(SPEC, Link(1e-4, rate, "")) for rate in (1e3, 1e12))
     assert slow <= fast
-    assert orders_of(small_spec(bucket_elements=1 << 17), GIGABIT, 2, 1, 5).bucket_elements == 1 << 17
+    assert chosen(small_spec(bucket_elements=1 << 17), GIGABIT) == 1 << 17
     with pytest.raises(ValueError, match="5 workers for global_batch = 4"):
-        orders_of(SPEC, GIGABIT, 5, 1, 5)
+        chosen(SPEC, GIGABIT, workers=5)
 
 
 def test_without_a_link_it_says_how_to_give_one_or_to_measure_it(monkeypatch):
@@ -116,7 +119,7 @@ def test_what_a_rank_says_before_it_fails_is_told(monkeypatch):
     monkeypatch.setattr(ranks, "LAST_WORDS", 40)
     spec = small_spec(data={"source": "text-file", "path": "/no/such/text"})
     with pytest.raises(PlanFailed, match="/no/such/text"):
-        spawn(Orders(spec.model_dump(mode="json"), 2, 1, 1 << 16, 1), quiet)
+        spawn(Orders(2, 1, 1 << 16, 1, "cpu", True, spec.model_dump(mode="json")), quiet)
 
 
 @pytest.mark.slow

@@ -9,8 +9,13 @@ from thinwire.comm.wire.network import Exchange
 from thinwire.optim.engine.schedule import Wire, is_variance_step
 from thinwire.workers.hyper import OPTIMIZERS, hyperparameters, learning_rate
 from thinwire.workers.plan import schedule
+from thinwire.workers.plan.run_steps import RunSteps
 
 ZERO_ONE = {"name": "zero_one_adam", "lr": 1e-3, "betas": [0.9, 0.99]}
+
+
+def small_run(**changes):
+    return RunSteps.of_job(small_spec(**changes))
 
 
 def kinds_that_ran(spec):
@@ -48,7 +53,7 @@ def kinds_that_ran(spec):
 def test_kinds_are_those_that_the_optimizer_makes(optimizer):
     spec = small_spec(steps=150, optimizer=optimizer, lr_schedule={"warmup": 12})
     count = schedule.zero_one if optimizer["name"] == "zero_one_adam" else schedule.one_bit
-    kinds = count(spec)
+    kinds = count(RunSteps.of_job(spec))
     ran = kinds_that_ran(spec)
     assert {name: getattr(kinds, name) for name in ran} == ran
     assert kinds.latest_warmup is None
@@ -65,8 +70,8 @@ def test_kinds_are_those_that_the_optimizer_makes(optimizer):
     ],
 )
 def test_an_automatic_warmup_is_assumed_to_end_as_early_as_it_may(name, wire, first):
-    spec = small_spec(steps=1000, optimizer={"name": name, "full_exchange": wire}, lr_schedule={"warmup": 50})
-    kinds = schedule.one_bit(spec, lamb=name == "onebit_lamb")
+    run = small_run(steps=1000, optimizer={"name": name, "full_exchange": wire}, lr_schedule={"warmup": 50})
+    kinds = schedule.one_bit(run, lamb=name == "onebit_lamb")
     assert (kinds.full - kinds.refreshes, kinds.full + kinds.compressed, kinds.latest_warmup) == (first, 1000, first)
     age, refreshes = first, 0
     while age + max(age // 16, 10) <= 1000:
@@ -88,17 +93,37 @@ def test_an_automatic_warmup_is_assumed_to_end_as_early_as_it_may(name, wire, fi
     ],
 )
 def test_smaller_buckets_are_asked_for_by_the_steps_in_few_bits(more, exchange, part):
-    found = schedule.full_steps(small_spec(steps=1000, **more))
+    found = schedule.full_steps(small_run(steps=1000, **more))
     assert found.exchange is exchange
     assert found.part == pytest.approx(part, abs=0.015)
 
 
 def test_a_job_of_another_optimizer_is_counted_as_if_it_had_this_one():
-    spec = small_spec(steps=1000, optimizer={"name": "sgd"})
-    assert schedule.one_bit(spec).warmup == schedule.one_bit(spec).refreshes + 600
-    assert schedule.zero_one(spec).full == 600
-    assert schedule.zero_one(small_spec(steps=4000, optimizer={"name": "sgd"})).local > 500
-    assert schedule.dense(spec).full == 1000
+    run = small_run(steps=1000, optimizer={"name": "sgd"})
+    assert schedule.one_bit(run).warmup == schedule.one_bit(run).refreshes + 600
+    assert schedule.zero_one(run).full == 600
+    assert schedule.zero_one(small_run(steps=4000, optimizer={"name": "sgd"})).local > 500
+    assert schedule.dense(run).full == 1000
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_says_of_its_run_what_its_job_file_says(name):
+    spec = small_spec(steps=100, optimizer={"name": name, "lr": 1e-3}, lr_schedule={"warmup": 9, "decay": "constant"})
+    param = torch.nn.Parameter(torch.ones(8))
+    optimizer = OPTIMIZERS[name]([param], group=MirroredGroup(2), **hyperparameters(spec))
+    found, told = RunSteps.of_optimizer(optimizer, 100), RunSteps.of_job(spec)
+    assert schedule.full_steps(found) == schedule.full_steps(told)
+    assert (found.steps, found.method, found.beta2) == (told.steps, told.method, told.beta2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"warmup": 10}, {"var_freeze_step": 10}, {"lr_warmup_steps": 11}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_cannot_stand_together_is_refused(changes):
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} = 1. in a run of 10 steps"):
+        RunSteps(10, "onebit_adam", **changes)
 
 
 @pytest.mark.parametrize(("steps", "scaler"), [(0, 1), (1, 1), (37, 1), (100, 3), (1000, 16)])
@@ -107,12 +132,12 @@ def test_variance_steps_are_counted_as_they_are_planned(steps, scaler):
 
 
 def test_a_long_run_is_counted_at_some_of_its_steps(monkeypatch):
-    spec = small_spec(steps=9000, optimizer=ZERO_ONE)
-    exact = schedule.zero_one(spec)
+    run = small_run(steps=9000, optimizer=ZERO_ONE)
+    exact = schedule.zero_one(run)
     monkeypatch.setattr(schedule, "MOST_LOOKED_AT", 2000)
-    assert schedule.zero_one(spec).compressed == pytest.approx(exact.compressed, rel=0.01)
+    assert schedule.zero_one(run).compressed == pytest.approx(exact.compressed, rel=0.01)
 
 
 def test_a_run_of_a_billion_steps_takes_no_time_to_count():
-    kinds = schedule.zero_one(small_spec(steps=10**9, optimizer=ZERO_ONE))
+    kinds = schedule.zero_one(small_run(steps=10**9, optimizer=ZERO_ONE))
     assert kinds.warmup + kinds.later == pytest.approx(10**9)

@@ -1,6 +1,7 @@
 """Scripts of the user's own are rehearsed: each runs until enough is known of it, in processes that end with that."""
 
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from thinwire.contract.plan import Link, PlanFailed, PlanRequest
 from thinwire.contract.spec import read_spec
 from thinwire.workers.plan import scripts
 from thinwire.workers.plan.run import run
-from thinwire.workers.plan.scripts import ASSUMED_STEPS, Learned, OfShapes, dry_steps, slowest_of, with_script
+from thinwire.workers.plan.run_steps import ASSUMED_STEPS, RunSteps
+from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps, slowest_of, with_script
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 GIGABIT = Link(1e-4, 1.2e8, "given")
@@ -28,7 +30,7 @@ with session("kept", save_every=1) as run:
     run.register(model=model, optimizer=optimizer)
     run.evaluate_every(1, lambda: 1 / 0)
     for at in itertools.count():
-        for x in run.batches([torch.ones(64)] * 50, global_batch=6):
+        for x in run.batches([torch.ones(64)] * 50, global_batch=6, epochs=2):
             run.step(model(x).mean())
             print("a step", flush=True)
             run.save()
@@ -57,9 +59,9 @@ def test_a_script_makes_a_few_steps_keeps_nothing_and_its_processes_are_gone(tmp
     found = dry_steps(spec, 2, 2, 3, ["cpu", "cpu"], lambda: met.append(True))
     assert met == [True]
     assert found.shapes == [[[64, 64], "float32"], [[64], "float32"]]
-    assert (found.timed, found.global_batch, found.steps, found.overlap) == (3, 6, 9, True)
-    expected = {"name": "onebit_adam", "lr": 1e-3, "betas": [0.8, 0.95], "warmup": 11, "full_exchange": "fp32"}
-    assert found.optimizer == expected
+    assert (found.timed, found.global_batch, found.knows_length, found.overlap) == (3, 6, True, True)
+    run = RunSteps(17, "onebit_adam", beta2=0.95, warmup=11, full_exchange="fp32")
+    assert found.run == asdict(run)
     assert found.forward_s > 0
     assert found.backward_s > 0
     pids = [int(path.name.split("-")[2]) for path in tmp_path.glob("pid-mine-*")]
@@ -101,9 +103,8 @@ def test_a_script_that_never_draws_is_given_up_and_ended(tmp_path, monkeypatch):
     assert all(gone(int(path.name.split("-")[1])) for path in tmp_path.glob("pid-*"))
 
 
-LEARNED = Learned(
-    [[[3, 4], "float32"], [[5], "bfloat16"]], 0.3, 0.6, 5, 8, None, {"name": "adam", "lr": 1e-2}, False, None, False
-)
+SHAPES = [[[3, 4], "float32"], [[5], "bfloat16"]]
+LEARNED = Learned(SHAPES, 0.3, 0.6, 5, 8, asdict(RunSteps(ASSUMED_STEPS, "adam")), False, False)
 
 
 def test_a_dry_model_has_the_parameters_of_the_script_and_a_gradient_for_each():
@@ -125,11 +126,11 @@ def test_the_scripts_forward_and_backward_take_the_place_of_the_dry_models():
 
 def test_what_a_script_does_not_tell_is_assumed_and_said(tmp_path):
     job = LEARNED.as_job(spec_of(tmp_path))
-    assert (job.steps, job.global_batch, job.optimizer.name) == (ASSUMED_STEPS, 8, "adam")
+    assert (job.run.steps, job.global_batch, job.run.method) == (ASSUMED_STEPS, 8, "adam")
     assert any(str(ASSUMED_STEPS) in one for one in LEARNED.assumed())
-    slower = Learned(**{slot: getattr(LEARNED, slot) for slot in LEARNED.__slots__} | {"backward_s": 0.7, "steps": 70})
+    slower = replace(LEARNED, backward_s=0.7, run=asdict(RunSteps(70, "adam")), knows_length=True)
     assert slowest_of([LEARNED, slower]).backward_s == 0.7
-    assert slower.as_job(spec_of(tmp_path)).steps == 70
+    assert slower.as_job(spec_of(tmp_path)).run.steps == 70
     assert not any(str(ASSUMED_STEPS) in one for one in slower.assumed())
 
 

@@ -7,25 +7,16 @@ from typing import get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.covering import parametrize
-from tests.workers.small_job import Recording, run_small, small_spec
+from tests.workers.by_hand import Training, accuracy, build, evaluate, train_step
+from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.protocol import Group
 from thinwire.contract import spec as contract
-from thinwire.contract.reports import Sample
 from thinwire.contract.spec import TrainSpec
-from thinwire.train import train
-from thinwire.workers.build import Training, build
-from thinwire.workers.course import Run
-from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipes import REGISTRY, recipe_of
-from thinwire.workers.session.course import Place
-from thinwire.workers.session.place import placed
-from thinwire.workers.step import accuracy, evaluate, train_step
 from thinwire.workers.telemetry.meter import Meter
-from thinwire.workers.weights import fetch
 
 CPU = torch.device("cpu")
 TEXT = {"source": "text-file", "path": str(Path(__file__).parents[2] / "data" / "tinyshakespeare.txt")}
@@ -149,6 +140,20 @@ def test_the_number_of_workers_does_not_change_the_steps(name):
 
 
 @every_recipe
+def test_the_rehearsal_leaves_no_trace(name):
+    """What a worker does before its peers wait for it: nothing of it is in what it trains with."""
+    training, other = alone(spec(name)), alone(spec(name))
+    state = torch.get_rng_state()
+    training.recipe.rehearse(training.model, training.optimizer, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert training.optimizer.num_steps == 0
+    meter = Meter(training.group.stats)
+    for one in (training, other):
+        train_step(one, 1, meter)
+    assert torch.equal(values(training.model), values(other.model))
+
+
+@every_recipe
 @every_precision
 def test_a_job_runs_and_a_resumed_one_repeats_it(name, precision, tmp_path):
     made = spec(name, **SHORT, precision=precision)
@@ -163,29 +168,6 @@ def test_a_job_runs_and_a_resumed_one_repeats_it(name, precision, tmp_path):
     assert events[0] == ("resumed", 2)
     assert resumed[-1].loss == whole[-1].loss
     assert resumed[-1].validation_loss == whole[-1].validation_loss
-
-
-@every_recipe
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_script_that_trains_it_makes_the_steps_that_a_job_makes(name, size, tmp_path):
-    made = spec(name, **SHORT, global_batch=8, bucket_elements=2**16)
-    ((_, told, _), *_) = run_small(tmp_path / "job", made, size)
-
-    def work(group: Group) -> tuple[list[Sample], torch.Tensor]:
-        reporter = Recording()
-        place = Place(FixedRanks(group), CPU, Run(tmp_path / "script", 0.0), reporter, made.checkpoint, group)
-        with placed(place):
-            model = train(recipe_of(made))
-        return reporter.samples, values(model)
-
-    (tmp_path / "script").mkdir()
-    (samples, found), *_ = run_threads(size, work)
-    assert [sample.loss for sample in samples[1:]] == [sample.loss for sample in told[1:]]
-    assert samples[-1].validation_loss == told[-1].validation_loss
-    of_job = load_file(fetch(str(tmp_path / "job" / "checkpoints"), tmp_path / "fetched").path)
-    assert torch.equal(
-        torch.cat([of_job[name].flatten() for name, _ in recipe_of(made).model().named_parameters()]), found
-    )
 
 
 def test_accuracy_counts_what_is_predicted_and_no_more():

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from tests.workers.loop.threads_job import ThreadsJob
 from tests.workers.plan.test_scripts import spec_of
-from tests.workers.session.script_threads import ScriptThreads
 from thinwire.comm.wire.network import NO_FULL_STEPS
 from thinwire.optim import SGD, Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.train import session
 from thinwire.workers.plan.dry_script import learned
 from thinwire.workers.plan.schedule import full_steps
-from thinwire.workers.session import course
+from thinwire.workers.session import joining
 from thinwire.workers.session.dry import DrySteps
 
 DATA = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
@@ -47,8 +47,8 @@ def full_steps_of_script(tmp_path, monkeypatch, kind, settings, steps):
                 run.step((model(x) - y).square().mean())
             planned.append(DrySteps(optimizer, 0.1, 0.1, 1, steps, 4))
 
-    monkeypatch.setattr(course, "kept_bucket", kept_bucket)
-    job = ScriptThreads(tmp_path, script, 2)
+    monkeypatch.setattr(joining, "kept_bucket", kept_bucket)
+    job = ThreadsJob(tmp_path, script, 2)
     job.run(monkeypatch)
     assert not job.errors
     return asked, planned
@@ -57,9 +57,9 @@ def full_steps_of_script(tmp_path, monkeypatch, kind, settings, steps):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_they_are_made_for_the_steps_that_its_plan_has(tmp_path, monkeypatch, name):
     asked, planned = full_steps_of_script(tmp_path, monkeypatch, *OPTIMIZERS[name], STEPS)
-    told = learned(planned[0]).as_job(spec_of(tmp_path))
+    planned_job = learned(planned[0]).as_job(spec_of(tmp_path))
     assert asked
-    assert all(one == full_steps(told) for one in asked)
+    assert all(one == full_steps(planned_job.run) for one in asked)
     assert (asked[0] == NO_FULL_STEPS) == (name in ("given", "dense"))
 
 

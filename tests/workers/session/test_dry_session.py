@@ -8,12 +8,12 @@ import torch
 from thinwire.comm import SoloGroup
 from thinwire.optim import OneBitAdam
 from thinwire.train import session
-from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session import dry
-from thinwire.workers.session.course import STEPLESS, Place, ScriptError
+from thinwire.workers.session.begin import placed
+from thinwire.workers.session.body import STEPLESS
 from thinwire.workers.session.dry import SETTLING, DrySession
-from thinwire.workers.session.place import placed
+from thinwire.workers.session.place import Place, Run, ScriptError
 from thinwire.workers.telemetry.reporter import Reporter
 
 DATA = [torch.full((3,), float(i)) for i in range(40)]

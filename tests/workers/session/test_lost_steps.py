@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.covering import parametrize
-from tests.workers.loop.threads_job import Plan, retained
-from tests.workers.session.script_threads import ScriptThreads
+from tests.workers.loop.threads_job import Plan, ThreadsJob, retained
 from thinwire.comm.groups.faults import Fault
 from thinwire.optim import Adam
 from thinwire.train import session
@@ -95,7 +94,7 @@ def script(job, worker):
 
 
 def made(tmp_path, monkeypatch, name, size, plan, optimizer, style="plain"):
-    job = ScriptThreads(tmp_path / name, script, size, plan)
+    job = ThreadsJob(tmp_path / name, script, size, plan)
     job.optimizer, job.style = optimizer, style
     job.run(monkeypatch)
     monkeypatch.undo()

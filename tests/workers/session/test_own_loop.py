@@ -21,11 +21,10 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_spec
 from thinwire.optim import Adam
 from thinwire.train import session
-from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.course import Place, ScriptError
-from thinwire.workers.session.place import placed
-from thinwire.workers.session.script import run_script
+from thinwire.workers.session.begin import placed
+from thinwire.workers.session.job import run_job
+from thinwire.workers.session.place import Place, Run, ScriptError
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import write_report
 from thinwire.workers.telemetry.reporter import Reporter
@@ -49,7 +48,7 @@ def work(run_dir, rank, size, port):
     run = Run(run_dir, time.time())
     try:
         ranks, reporter = FixedRanks(TorchGroup()), Recording(run_dir)
-        summary = run_script(spec_of(run_dir), run, ranks, torch.device("cpu"), reporter)
+        summary = run_job(spec_of(run_dir), run, ranks, torch.device("cpu"), reporter)
     except PeerLost:
         os._exit(LOST)
     if summary is not None:
@@ -156,7 +155,7 @@ def test_a_step_that_a_gradient_scaler_leaves_out_is_none_of_the_history(tmp_pat
     spec = read_spec({"recipe": recipe, "workers": {"elastic": "restart"}})
     reporter = Recording(tmp_path / "run")
     run = Run(tmp_path / "run", time.time())
-    summary = run_script(spec, run, FixedRanks(SoloGroup()), torch.device("cpu"), reporter)
+    summary = run_job(spec, run, FixedRanks(SoloGroup()), torch.device("cpu"), reporter)
     assert summary.steps == 3
     assert [(one.step, one.reported and one.reported["made"]) for one in reporter.samples] == [
         (0, None),

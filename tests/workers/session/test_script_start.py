@@ -1,23 +1,21 @@
-"""A script whose job starts from given weights or another job's checkpoint: all that it has registered goes on."""
+"""A script whose job starts from another job's checkpoint: all that it has registered goes on. The rest of a start, of
+a model and its optimizer, is in ../loop/test_start.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.covering import parametrize
 from tests.workers.session.test_session import DATA, net
 from thinwire.comm import run_threads
 from thinwire.contract.spec import Checkpoint
 from thinwire.contract.start import Start
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import session
-from thinwire.workers.course import Run
 from thinwire.workers.given import StartRefused
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.place import placed
-from thinwire.workers.session.session import Place
+from thinwire.workers.session.begin import placed
+from thinwire.workers.session.place import Place, Run
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.weights import fetch
 
@@ -38,11 +36,9 @@ def run_script(folder, size=1, start=None, script=None):
     return run_threads(size, work)
 
 
-def train(run, make=OneBitAdam, given=None, **more):
-    """Losses by step, and all that there is at the end. given: weights that are loaded by hand."""
+def train(run, make=OneBitAdam, **more):
+    """Losses by step, and all that there is at the end."""
     model, losses = net(), {}
-    if given is not None:
-        model.load_state_dict(given)
     options = {"warmup": 4} if make is OneBitAdam else {}
     optimizer = make(model.parameters(), lr=1e-2, group=run.group, **options)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -58,28 +54,13 @@ def train(run, make=OneBitAdam, given=None, **more):
     return losses, [x.clone() for x in model.state_dict().values()] + [rates], counted["steps"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_with_everything_all_that_is_registered_goes_on_at_the_next_sample(tmp_path, size):
-    first = run_script(tmp_path / "first", size)
-    second = run_script(tmp_path / "second", size, {"checkpoints": str(tmp_path / "first/checkpoints"), "step": 7})
+def test_with_everything_all_that_is_registered_goes_on_at_the_next_sample(tmp_path):
+    first = run_script(tmp_path / "first", 2)
+    second = run_script(tmp_path / "second", 2, {"checkpoints": str(tmp_path / "first/checkpoints"), "step": 7})
     for (losses, _, steps), (losses_too, _, steps_too) in zip(first, second, strict=True):
         assert losses_too == {step: loss for step, loss in losses.items() if step > 7}
         assert steps == steps_too == STEPS
     assert all(map(torch.equal, first[0][1], second[0][1]))  # statistics of a batch norm are those of rank 0
-
-
-@parametrize("size", [1, 2], usual=[1])
-def test_weights_alone_are_those_of_a_model_that_was_loaded_by_hand(tmp_path, size):
-    run_script(tmp_path / "first", size)
-    file = fetch(str(tmp_path / "first/checkpoints"), tmp_path).path
-    expected = run_script(tmp_path / "hand", size, script=lambda run: train(run, given=load_file(file)))
-    of_job = {"checkpoints": str(tmp_path / "first/checkpoints"), "what": "weights"}
-    for index, start in enumerate(({"weights": str(file)}, of_job)):
-        found = run_script(tmp_path / str(index), size, start)
-        for (losses, state, steps), (losses_too, state_too, steps_too) in zip(expected, found, strict=True):
-            assert losses_too == losses
-            assert all(map(torch.equal, state, state_too))
-            assert steps == steps_too == STEPS
 
 
 def refused(folder, start, script):

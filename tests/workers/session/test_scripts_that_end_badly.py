@@ -9,9 +9,10 @@ import torch
 from tests.workers.small_job import Recording
 from thinwire.comm import SoloGroup
 from thinwire.contract.spec import read_spec
-from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.script import failure_of_script, run_script
+from thinwire.workers.session.job import run_job
+from thinwire.workers.session.place import Run
+from thinwire.workers.session.script import failure_of_script
 
 HEAD = """
 import os, sys, torch
@@ -46,7 +47,7 @@ def run(tmp_path, text, **recipe):
     ranks = FixedRanks(SoloGroup())
     place = os.getcwd()
     try:
-        summary = run_script(spec, Run(run_dir, time.time()), ranks, torch.device("cpu"), Recording(run_dir))
+        summary = run_job(spec, Run(run_dir, time.time()), ranks, torch.device("cpu"), Recording(run_dir))
         assert summary.steps == 3
         return None
     except BaseException as error:  # noqa: BLE001 - told to the test

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.workers.small_job import Recording
-from thinwire.comm import run_threads
+from thinwire.comm import SoloGroup, run_threads
 from thinwire.contract.reports import MOST_REPORTED
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
@@ -22,10 +22,9 @@ from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import from_json, to_json
 from thinwire.workers.checkpoints.names import checkpoints
 from thinwire.workers.checkpoints.shard import DTYPES
-from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.course import Place, ScriptError
-from thinwire.workers.session.place import placed
+from thinwire.workers.session.begin import placed
+from thinwire.workers.session.place import Place, Run, ScriptError
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.telemetry.reporter import Reporter
 
@@ -141,6 +140,31 @@ def test_what_an_evaluation_reports_is_told_with_its_step_the_one_before_the_fir
         assert [of_step[2]["perplexity"], of_step[3]["perplexity"]] == [2.5, 3.5]
 
 
+def test_an_evaluation_that_takes_long_may_look_whether_workers_have_changed(tmp_path):
+    looks = []
+
+    class Ranks(FixedRanks):
+        def look(self, step):
+            looks.append(step)
+
+    group = SoloGroup()
+    place = Place(Ranks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group)
+    with placed(place), session() as run:
+        model = torch.nn.Linear(4, 1)
+        run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+
+        def evaluate():
+            before = len(looks)
+            run.look()
+            assert looks[before:] == [run.step_number]
+            return 1.0
+
+        run.evaluate_every(2, evaluate)
+        for x, y in run.batches(DATA, global_batch=4, steps=3):
+            run.step((model(x) - y).square().mean())
+    assert looks[-1] == 3
+
+
 class Line(Recipe):
     global_batch, steps = 4, 5
 
@@ -224,6 +248,22 @@ def test_ranks_that_would_draw_other_samples_are_told_what_differs(tmp_path, dif
         given = {"dataset": differs.get("dataset", DATA), "global_batch": 6, "steps": 20}
         with pytest.raises(ScriptError, match=rf"rank 1 does not draw the samples.*{told}"):
             next(run.batches(**{**given, **(differs if run.rank == 1 else {})}))
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        on_threads(tmp_path, 2, script)
+
+
+def test_ranks_that_would_read_other_files_of_one_length_are_told_by_the_digest(tmp_path):
+    class Text(list):
+        digest = "of all that is in it"
+
+    def script(run, model):
+        dataset = Text(DATA)
+        if run.rank == 1:
+            dataset.digest = "of another file"
+        with pytest.raises(ScriptError, match=r"rank 1 has Text of 22 samples #of another file.*rank 0 has .*#of all "):
+            next(run.batches(dataset, global_batch=6, steps=20))
         raise Stopped
 
     with pytest.raises(Stopped):

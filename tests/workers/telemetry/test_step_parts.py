@@ -10,7 +10,7 @@ from tests.workers.small_job import Recording, run_small, small_spec
 from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes
 from thinwire.contract.metric_names import LINKS, STEP_PARTS
-from thinwire.workers import loop
+from thinwire.workers.session.body import Bodies
 from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTimes
 from thinwire.workers.telemetry.wire_meter import LinkBytes
 
@@ -42,22 +42,21 @@ class Keeping(Recording):
 
 def trained(tmp_path, monkeypatch, **changes):
     monkeypatch.setattr("tests.workers.small_job.Recording", Keeping)
-    step = loop.train_step
-
-    watched = set()
+    opens, watched = Bodies.open, set()
 
     def wait(optimizer, *_):  # ranks on threads wait where they launch: what they would wait in step() is planted
         if optimizer.group.rank != LATE:
             time.sleep(LATE_S)
             optimizer.group.stats.waited_s += LATE_S
 
-    def late(training, number, meter):
-        if training.group.rank not in watched:
-            watched.add(training.group.rank)
-            training.optimizer.register_step_pre_hook(wait)
-        return step(training, number, meter)
+    def late(bodies, share):
+        optimizer = bodies._optimizer
+        if optimizer.group.rank not in watched:
+            watched.add(optimizer.group.rank)
+            optimizer.register_step_pre_hook(wait)
+        return opens(bodies, share)
 
-    monkeypatch.setattr(loop, "train_step", late)
+    monkeypatch.setattr(Bodies, "open", late)
     run_small(tmp_path, small_spec(steps=20, **changes), 3)
     return [Keeping.made[rank] for rank in range(3)]
 

@@ -12,16 +12,16 @@ import torch
 from tests.workers.small_job import Recording
 from tests.workers.telemetry.stub_service import TOKEN, Service, until
 from thinwire.comm import SoloGroup
-from thinwire.comm.calls import Calls, Place
+from thinwire.comm.calls import Calls
+from thinwire.comm.calls import Place as Call
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_spec
 from thinwire.optim import Adam
 from thinwire.train import session
 from thinwire.workers import run_place, whereabouts
-from thinwire.workers.course import Run
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session import course
-from thinwire.workers.session.place import placed
+from thinwire.workers.session.begin import placed
+from thinwire.workers.session.place import Place, Run
 from thinwire.workers.telemetry import stillness
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.stillness import STILL_S, UNKNOWN_S, Stillness, StillnessWatch
@@ -74,7 +74,7 @@ def test_who_waits_for_others_is_not_stuck(clock):
     where = whereabouts.Whereabouts()
     where.within(SimpleNamespace(calls=calls))
     still = Stillness(where)
-    calls.waits.add(Place(0, 1, "all_to_all", 8))
+    calls.waits.add(Call(0, 1, "all_to_all", 8))
     assert told_after(still, clock, 0, UNKNOWN_S) == []
     calls.waits.clear()
     assert told_after(still, clock, 1) == [1]
@@ -94,7 +94,7 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
     ranks = FixedRanks(group)
     recipe = {"name": "script", "entry": "train.py", "working_dir": str(tmp_path)}
     spec = read_spec({"recipe": recipe, "workers": {"elastic": "restart"}})
-    place = course.Place(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group, spec)
+    place = Place(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group, spec)
 
     def told():
         return [event for batch in service.accepted() for event in batch.events]
@@ -126,3 +126,17 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
     assert f"has been at step {event.step + 1} for " in event.fields["told"]
     kept = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
     assert kept[0]["fields"] == event.fields
+
+
+def test_a_loop_over_batches_is_seen_by_who_looked_before_its_session_began(tmp_path):
+    group = SoloGroup()
+    ranks = FixedRanks(group)
+    still = Stillness(ranks.where)
+    place = Place(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group)
+    with placed(place), session() as run:
+        model = torch.nn.Linear(2, 1)
+        run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+        for x in run.batches([torch.ones(2)] * 4, global_batch=2):
+            still.look()
+            assert still._at[0] == f"step {run.step_number + 1}"
+            run.step(model(x).mean())

@@ -1,0 +1,201 @@
+"""The body of a script's loop, from the batch to the next one: what is seen of it, and what it must not do.
+
+Gradients are weighed there by this rank's share of the step (hooks on the parameters, for this step only). A step that
+is lost in optimizer.step() is undone there; step() returns, the body ends, and `close` raises what became of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from thinwire.comm import CommError
+from thinwire.optim import FlatOptimizer
+from thinwire.workers.data.feed import Share
+from thinwire.workers.session.place import ScriptError
+from thinwire.workers.session.registered import Registered
+
+logger = logging.getLogger(__name__)
+
+STEPLESS = 20
+"""Batches in a row without optimizer.step() until the log says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A step that was made in a body. seconds: of the whole body; of these, optimizer_s: inside of step(), where known.
+
+    weight: of this rank's share. numbers: what the body has reported. left_out: the optimizer has not counted it.
+    """
+
+    phase: str
+    lr: float
+    seconds: float
+    weight: float
+    numbers: dict[str, Tensor]
+    optimizer_s: float = 0.0
+    left_out: bool = False
+
+
+class _Body:
+    """One of them. lr: with which its step was made, once it was."""
+
+    def __init__(self, optimizer: FlatOptimizer[Any], share: Share) -> None:
+        self.share = share
+        self.num_steps, self.phase = optimizer.num_steps, optimizer.phase.value
+        self.lr = float(optimizer.param_groups[0]["lr"])
+        self.has_stepped = False
+        self.strangers: set[str] = set()
+        self.began = time.perf_counter()
+        self.step_began: float | None = None
+        self.optimizer_s = 0.0
+
+
+class Bodies:
+    """All bodies of one loop, one after another; at most one is open.
+
+    outside: says in words why optimizer.step() is refused where none is open; None where it is not.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer[Any], registered: Registered) -> None:
+        self._optimizer, self._registered = optimizer, registered
+        self.outside: Callable[[], str | None] = lambda: None
+        self._open: _Body | None = None
+        self._undone: CommError | None = None
+        self._stepless, self._pid = 0, os.getpid()
+        self.numbers: dict[str, Tensor] = {}
+        """What is reported of the step that is being made."""
+        optimizer.undone = self._note_undone
+        optimizer.register_step_pre_hook(self._before_step)
+
+    @property
+    def is_open(self) -> bool:
+        """Is a batch out?"""
+        return self._open is not None
+
+    @property
+    def is_undone(self) -> bool:
+        """Was the step of the open body lost?"""
+        return self._undone is not None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Has the open body made its step, which counts?"""
+        return self._open is not None and self._open.has_stepped and not self.is_undone
+
+    @property
+    def has_counted(self) -> bool:
+        """Has the optimizer counted the step of the open body?"""
+        body = self._open
+        return body is not None and not self.is_undone and self._optimizer.num_steps > body.num_steps
+
+    def refuse_fork(self, call: str) -> None:
+        """Raises: ScriptError in a process that the script has forked."""
+        if os.getpid() != self._pid:
+            raise ScriptError(
+                f"run.{call} in process {os.getpid()}, which process {self._pid} has forked: only the process that "
+                "began the loop is a worker; end a forked one with os._exit()"
+            )
+
+    @contextmanager
+    def open(self, share: Share) -> Iterator[None]:
+        """The batch of this share is given out inside."""
+        self.numbers = {}
+        self._registered.remember()
+        self._open = body = _Body(self._optimizer, share)
+        thread = threading.get_ident()
+
+        def note(optimizer: Optimizer, *_: object) -> None:
+            if optimizer is self._optimizer:
+                if body.step_began is not None:
+                    body.optimizer_s += time.perf_counter() - body.step_began
+            elif threading.get_ident() == thread:
+                body.strangers.add(type(optimizer).__name__)
+
+        handles: list[Any] = [register_optimizer_step_post_hook(note)]
+        weight = share.weight
+        if weight != 1.0:
+            for group in self._optimizer.param_groups:
+                for param in group["params"]:
+                    if param.requires_grad:
+                        handles.append(param.register_hook(lambda grad: grad * weight))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def close(self) -> Made:
+        """The body is over: what it has made. Raises: ScriptError; the CommError of a step that was lost."""
+        self.refuse_fork("batches()")
+        body, self._open = self._open, None
+        assert body is not None
+        if body.strangers:
+            raise ScriptError(
+                f"{', '.join(sorted(body.strangers))} made a step and is not registered: a worker that comes later "
+                "could not be given its state; there is one optimizer a run: register that, with all parameters"
+            )
+        if self._undone is not None:
+            error, self._undone = self._undone, None
+            self._registered.put_back()
+            raise error
+        self._note_stepless(body)
+        seconds, left_out = time.perf_counter() - body.began, self._optimizer.num_steps == body.num_steps
+        return Made(body.phase, body.lr, seconds, body.share.weight, self.numbers, body.optimizer_s, left_out)
+
+    def _note_stepless(self, body: _Body) -> None:
+        self._stepless = 0 if body.has_stepped else self._stepless + 1
+        if self._stepless == STEPLESS:
+            logger.warning(
+                "no_step batches=%d reason=the loop's body has not called optimizer.step(): nothing is learned. To "
+                "accumulate gradients make global_batch larger, and cut the batch inside of the body",
+                STEPLESS,
+            )
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The optimizer's step begins, in a body. Where it was given a closure, the body's backward is yet to come."""
+        body = self._open
+        self.refuse_fork("batches()")
+        if body is None:
+            words = self.outside()
+            if words is not None:
+                raise ScriptError(f"optimizer.step() outside of the loop's body, {words}")
+            return None
+        if body.has_stepped:
+            raise ScriptError(
+                f"optimizer.step() for a second time with one batch, at step {body.share.step}: a step of the run is "
+                "one step of the optimizer; call it once for each batch of run.batches()"
+            )
+        body.has_stepped = True
+        body.lr = float(self._optimizer.param_groups[0]["lr"])
+        registered, (this, *given) = self._registered, args
+        closure = kwargs["closure"] if "closure" in kwargs else next(iter(given), None)
+        if closure is None:
+            registered.before_step()
+            body.step_began = time.perf_counter()
+            return None
+
+        def computed() -> Any:
+            loss = closure()
+            registered.before_step()
+            body.step_began = time.perf_counter()
+            return loss
+
+        return (this, computed), {}
+
+    def _note_undone(self, error: CommError) -> None:
+        """A step of this optimizer was undone: the body goes on, and the step is made again."""
+        if self._open is None:
+            raise error
+        if self._undone is None:
+            self._undone = error.with_traceback(None)
+            self._registered.keep()

@@ -1,0 +1,181 @@
+"""A rank joins a group, its first or the next: what all go on from is agreed on, and given to those that lack it.
+
+What one survivor has done and another has not is done again: reports and checkpoints of a step are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Self
+
+import torch
+from pydantic import JsonValue
+
+from thinwire.comm.calls import calls_of
+from thinwire.comm.groups.texts import gather_texts, texts_if_they_differ
+from thinwire.comm.protocol import Group
+from thinwire.comm.wire.network import NO_FULL_STEPS, FullSteps
+from thinwire.contract.spec import ScriptSpec, TrainSpec
+from thinwire.optim.regroup import Regrouped, regroup
+from thinwire.workers.buckets import kept_bucket
+from thinwire.workers.membership import Seat
+from thinwire.workers.plan.run_steps import RunSteps
+from thinwire.workers.plan.schedule import full_steps
+from thinwire.workers.session.place import Place, ScriptError
+from thinwire.workers.session.registered import State
+from thinwire.workers.session.training import Training
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a worker has done: the last step committed, reported, attended to. due: an evaluation waits.
+
+    left_out: how many of the steps the optimizer has not counted, such as those of a gradient that was not finite.
+    last: the last step of the run, where it is known by now.
+    """
+
+    step: int
+    reported: int
+    attended: int
+    due: bool
+    left_out: int = 0
+    last: int | None = None
+
+    @classmethod
+    def common(cls, known: list[Progress], step: int) -> Self:
+        """From where all go on that have told theirs, the optimizer having made `step` steps."""
+        left_out = max((one.left_out for one in known), default=0)
+        return cls(
+            step + left_out,
+            min((one.reported for one in known), default=0),
+            min((one.attended for one in known), default=0),
+            any(one.due for one in known),
+            left_out,
+            max((one.last for one in known if one.last is not None), default=None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The training over the new group, what the optimizer says of it, and the progress that all go on from.
+
+    redone: committed steps of some survivor that will be run again.
+    """
+
+    training: Training
+    change: Regrouped
+    progress: Progress
+    redone: int
+
+    @property
+    def begins(self) -> bool:
+        """Has nobody a state, so that the run is resumed or begins?"""
+        return self.change.source is None
+
+    def told(self, seat: Seat | None) -> dict[str, JsonValue]:
+        """For the event: who is there, who was lost, and what of the state."""
+        change = self.change
+        return {
+            "world_size": self.training.group.size,
+            "reason": seat.reason if seat else None,
+            "lost": [f"worker {one.slot} (rank {one.rank}): {one.why}" for one in seat.lost] if seat else [],
+            "received": list(change.received),
+            "rolled_forward": list(change.rolled_forward),
+            "redone": self.redone,
+            "local_steps_lost": change.local_steps_lost,
+            "server_error_lost": list(change.server_lost),
+            "error_rebuilt": list(change.rebuilt),
+            "error_lost_norm_unrebuilt": change.unrebuilt_norm,
+            "error_norm": change.residual_norm,
+        }
+
+
+def join(place: Place, training: Training, group: Group, progress: Progress | None) -> Joined:
+    """Go on over `group`. Collective. progress: None for a newcomer.
+
+    An optimizer over fixed ranks that has made steps, or belongs to no job, or has buckets of the size that suits the
+    network, stays as the script has made it.
+    Raises: ScriptError where ranks do not belong together; PeerLost, WireMismatch, and then all is as before.
+    """
+    optimizer, device = training.optimizer, training.device
+    all_n = _gather_progress(group, progress, device)
+    known = [one for one in all_n if one is not None]
+    _refuse_other_data(training, group)
+    size = None
+    if not known and (place.ranks.elastic or (place.spec is not None and not optimizer.num_steps)):
+        size = _bucket(place, training, group)
+    is_laid_out_anew = place.ranks.elastic or size not in (None, optimizer.bucket_elements)
+    steps = [-1 if one is None else one.step for one in all_n]
+    source = steps.index(max(steps)) if known else 0
+    lacking = [rank for rank, step in enumerate(steps) if rank != source and (step != max(steps) or not known)]
+    given = _given_by(training, group, source, lacking)
+    if is_laid_out_anew:
+        change = regroup(optimizer, group, has_state=progress is not None, bucket_elements=size, buffers=())
+    elif optimizer.group.size == group.size:
+        change = Regrouped(optimizer.num_steps, None)
+    else:
+        raise ScriptError(
+            f"the {type(optimizer).__name__} was made for {optimizer.group.size} ranks, and there are {group.size}: "
+            "make it inside of `with session() as run:`, with group=run.group"
+        )
+    if given is not None:  # not before: whoever has only half of a step would not know which half
+        training.registered.load(*given)
+    now = Progress.common(known, change.step)
+    redone = max(0, max((one.step for one in known), default=0) - now.step)
+    return Joined(replace(training, group=group), change, now, redone)
+
+
+def _gather_progress(group: Group, progress: Progress | None, device: torch.device) -> list[Progress | None]:
+    """Of all ranks, by rank; None for a newcomer. Collective. Raises: PeerLost."""
+    own = None if progress is None else list(asdict(progress).values())
+    told = [json.loads(text) for text in gather_texts(group, json.dumps(own).encode(), device)]
+    return [None if one is None else Progress(*one) for one in told]
+
+
+def _refuse_other_data(training: Training, group: Group) -> None:
+    """Collective. Raises: ScriptError, alike on every rank; PeerLost."""
+    texts = texts_if_they_differ(group, training.told, training.device)
+    if texts is None:
+        return
+    strangers = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    raise ScriptError(
+        f"rank {_listed(strangers)} does not draw the samples that rank 0 draws, or has registered other objects: rank "
+        f"{strangers[0]} has {texts[strangers[0]]}; rank 0 has {texts[0]}. Give all ranks the same files, arguments, "
+        "Python and packages"
+    )
+
+
+def _given_by(training: Training, group: Group, source: int, lacking: list[int]) -> State | None:
+    """What the source has registered, where this rank lacks it. Collective. Raises: PeerLost."""
+    if not lacking:
+        return None
+    with calls_of(group).within("the registered objects of a script"):
+        return training.registered.give(group, (source, *lacking), training.device)
+
+
+def _bucket(place: Place, training: Training, group: Group) -> int:
+    """The size of a new run's buckets. Collective. Raises: PeerLost; OSError."""
+    if place.spec is not None and place.spec.bucket_elements is not None:
+        return place.spec.bucket_elements
+    numel, directory = training.optimizer.space.layout.num_live, place.run.directory
+    return kept_bucket(directory, group, numel, training.device, _full_steps(place.spec, training))
+
+
+def _full_steps(spec: TrainSpec | ScriptSpec | None, training: Training) -> FullSteps:
+    """Of the run, as `thinwire plan` takes them: buckets are made for those too."""
+    try:
+        if isinstance(spec, TrainSpec):
+            return full_steps(RunSteps.of_job(spec))
+        return full_steps(RunSteps.of_optimizer(training.optimizer, training.feed.last))
+    except ValueError as error:
+        logger.warning("buckets_for_compressed_steps_alone reason=%r", str(error))
+        return NO_FULL_STEPS
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
