@@ -49,7 +49,7 @@ def default_reducer(
     """
     group, codec = given_or_default(group), codec or SignCodec()
     if group.size == 1:
-        return lone_reducer(group, layout, like)
+        return lone_reducer(group, layout, like, bucket_elements=bucket_elements, cuts=cuts)
     if topology != "flat":
         if sums is not None:
             raise ValueError(f'topology = "{topology}": must be "flat" where kept sums are of {sums}')

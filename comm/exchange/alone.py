@@ -72,7 +72,8 @@ class AloneCoder(Coder):
             result_b = result.values_N[at].copy_(formed_b)
         else:
             result_b = formed_b
-        self._peak = peak(result_b)
+        here = peak(result_b)
+        self._peak = here if self._peak is None else torch.maximum(self._peak, here)
         if self._memory is not None and not self._memory.is_empty:
             result_b.add_(self._memory.worker[k].sum_c).add_(self._memory.server[k].sum_c)
 

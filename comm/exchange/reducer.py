@@ -249,9 +249,19 @@ def node_first_reducer(
     return Reducer(whole, coder, staged(whole, like, len(buckets)), means, full=full, topology=topology)
 
 
-def lone_reducer(group: Group, layout: VectorLayout, like: Tensor) -> Reducer:
-    """One rank, which compresses nothing, and gives out what a larger group has left in error memory."""
-    buckets = Buckets(layout, ((0, layout.numel),))
+def lone_reducer(
+    group: Group,
+    layout: VectorLayout,
+    like: Tensor,
+    *,
+    bucket_elements: int = DEFAULT_BUCKET,
+    cuts: Iterable[int] = (),
+) -> Reducer:
+    """One rank, which compresses nothing, and gives out what a larger group has left in error memory.
+
+    bucket_elements, cuts: as in flat_reducer.
+    """
+    buckets = Buckets.cut(layout, bucket_elements, cuts)
 
     def means(wire: FullWire) -> Mean:
         return Mean(group, AloneCoder(group, buckets, like, keeps_results=False), InlinePipeline())

@@ -1,0 +1,160 @@
+"""Methods that were added without an edit of the engine keep its laws: the examples of docs/adding.md."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.optim.constructing import sized
+from tests.optim.regroup.ranks import new_ranks, together
+from tests.optim.seeded import seeded
+from thinwire.comm import run_threads
+from thinwire.optim.engine.state import error_memories
+from thinwire.optim.regroup import hand_over
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "adding"
+RANKS = [1, 2, 3, 5]
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(f"adding_{name}", EXAMPLES / f"{name}.py")
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+top_k, every_fourth, per_matrix = (example(name) for name in ("top_k", "every_fourth", "per_matrix"))
+
+
+def net(dtype=torch.float64):
+    made = seeded(3, lambda: torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 7)))
+    return made.to(dtype)
+
+
+def backward(model, step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(4, 9, generator=generator, dtype=torch.float64)
+    (model(x) - rank).square().mean().backward()
+
+
+def test_each_is_short_and_none_edits_the_engine():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= (110 if path.stem == "per_matrix" else 80)
+
+
+@pytest.mark.parametrize("kind", [top_k.TopKAdam, every_fourth.EveryFourth], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.law
+def test_replicas_are_bit_equal_and_overlap_changes_no_bit(kind, size):
+    def work(group):
+        ends = []
+        for overlap in (False, True):
+            model = net()
+            own = {"warmup": 3} if kind is top_k.TopKAdam else {}
+            optimizer = sized(kind, bucket_elements=64)(
+                model.parameters(), lr=0.01, group=group, overlap=overlap, **own
+            )
+            for step in range(1, 14):
+                backward(model, step, group.rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(optimizer.space.p_N.clone())
+        assert torch.equal(*ends)
+        return ends[0]
+
+    first, *others = run_threads(size, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.law
+def test_what_is_sent_every_fourth_step_and_what_waits_are_all_that_was_given(size):
+    """Over 13 steps: one more than the last that sends."""
+
+    def work(group):
+        model = net()
+        optimizer = sized(every_fourth.EveryFourth, bucket_elements=64)(model.parameters(), lr=0.5, group=group)
+        began, given = optimizer.space.p_N.clone(), torch.zeros_like(optimizer.space.p_N)
+        for step in range(1, 14):
+            backward(model, step, group.rank)
+            given += optimizer.space.g_N
+            optimizer.step()
+            assert (step < 4) == torch.equal(optimizer.space.p_N, began)
+            optimizer.zero_grad()
+        applied = (began - optimizer.space.p_N) / 0.5
+        (memory,) = error_memories(optimizer.vectors).values()
+        group.mean_(given)
+        return float((applied + memory.residual() - given).abs().max())
+
+    assert max(run_threads(size, work)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [top_k.TopKAdam, every_fourth.EveryFourth], ids=lambda kind: kind.__name__)
+@pytest.mark.law
+def test_a_planned_change_of_ranks_hands_over_what_waits(kind):
+    own = {"warmup": 3} if kind is top_k.TopKAdam else {}
+
+    def build(model):
+        return sized(kind, bucket_elements=64)(model.parameters(), lr=0.01, **own)
+
+    ranks = new_ranks(3, build)
+    found = {}
+
+    def train(rank, group):
+        rank.regroup(group)
+        rank.train(group, 10)
+        (memory,) = error_memories(rank.optimizer.vectors).values()
+        found["before"] = memory.residual()
+        hand_over(rank.optimizer)
+
+    def shrink(rank, group):
+        rank.regroup(group)
+        (memory,) = error_memories(rank.optimizer.vectors).values()
+        found["after"] = memory.residual()
+        rank.train(group, 12)
+        return rank.optimizer.space.p_N.clone()
+
+    together(ranks, train)
+    ends = together(ranks[:2], shrink)
+    assert found["before"].any()
+    assert torch.equal(found["before"], found["after"])
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.law
+def test_a_rank_that_sits_rounds_out_loses_nothing_of_its_updates(size):
+    """Matrices that are DTensors over one process; the last rank gives nothing in every third round."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    generator = torch.Generator().manual_seed(5)
+    matrices = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(6, 11), (16, 4), (3, 3)]]
+
+    def work(group):
+        params = [torch.nn.Parameter(distribute_tensor(x.clone(), mesh, [Shard(0)])) for x in matrices]
+        assert all(isinstance(param, DTensor) for param in params)
+        where = [per_matrix.local(param.detach()).data_ptr() for param in params]
+        optimizer = per_matrix.PerMatrix(params, group, lambda r: group.rank < size - 1 or r % 3 != 1, lr=1.0)
+        flat = lambda: optimizer._flat(lambda i: per_matrix.local(params[i].detach()))  # noqa: E731
+        began, given = flat().clone(), torch.zeros_like(flat())
+        for step in range(9):
+            loss = sum((param.to_local() * (step + group.rank + i)).square().sum() for i, param in enumerate(params))
+            loss.backward()
+            given += optimizer._flat(optimizer._update)
+            optimizer.step()
+            for param in params:
+                param.grad = None
+        assert where == [per_matrix.local(param.detach()).data_ptr() for param in params]
+        residual = optimizer.memory.residual()
+        group.mean_(given)
+        return float((began - flat() + residual - given).abs().max()), flat(), residual
+
+    results = run_threads(size, work)
+    assert max(off for off, _, _ in results) < 1e-12
+    assert all(torch.equal(results[0][1], end) for _, end, _ in results)
