@@ -30,7 +30,7 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
-from thinwire.optim.engine import states
+from thinwire.optim.engine import tensor_states
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.workers.checkpoints import (
@@ -278,7 +278,7 @@ def collect(optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered)
         "modules": registered.modules,
     }
     buffers = {REGISTERED + name: tensor for name, tensor in tensors.items()}
-    return Content({"parameters": states.parameters(optimizer), **flat}, buffers, plain)
+    return Content({"parameters": tensor_states.parameters(optimizer), **flat}, buffers, plain)
 
 
 def registered_in(content: Content) -> Any:
@@ -337,7 +337,7 @@ def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[
             "shape": list(tensor.param.shape),
             "start": tensor.start,
         }
-        for tensor in states.order_of(optimizer).tensors
+        for tensor in tensor_states.order_of(optimizer).tensors
     ]
 
 
