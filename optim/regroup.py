@@ -48,7 +48,7 @@ from thinwire.optim.engine.giving import (
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.engine.state import error_memories
-from thinwire.optim.engine.states import bring_together, of_peer
+from thinwire.optim.engine.tensor_states import bring_together, of_peer
 
 
 @dataclass(frozen=True, slots=True)

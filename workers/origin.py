@@ -1,7 +1,7 @@
-"""Where does a run begin that has saved nothing so far? Afresh, with given weights, or at a checkpoint of another job.
+"""Where a run begins that has saved nothing so far: afresh, with given weights, or at a checkpoint of another job.
 
-Given weights are read by each worker before it joins the others, so that their checksum is in its signature: whoever
-has another file is refused. A checkpoint is read when all have joined: rank 0 says which one, as at a resume.
+Given weights are read by each worker before it joins the others, so that their checksum is in its signature: one
+that has another file is refused. A checkpoint is read when all have joined: rank 0 says which one, as at a resume.
 
 The run then saves at once, before its first step. As soon as that checkpoint is whole nobody needs the start any more:
 a restart goes on from it, and a worker that comes later takes the checksum from it and reads no file. Until then a

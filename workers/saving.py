@@ -1,4 +1,4 @@
-"""When is a job saved, what of it, and from what does it go on? The checkpoints of one rank, through all its groups.
+"""The checkpoints of one rank, through all its groups: when a job is saved, what of it, and from what it goes on.
 
 A checkpoint is of a generation: that of the membership, which numbers on through all restarts (floor_of), or where
 ranks are fixed one that rank 0 draws when they begin. What is of a newer generation is newer, whatever the step.
@@ -30,7 +30,7 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
-from thinwire.optim.engine import states
+from thinwire.optim.engine import tensor_states
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.workers.checkpoints import (
@@ -87,7 +87,7 @@ class Saving:
         """Plain values that checkpoints hold beside the state: what the run has begun with (origin.py)."""
 
     def seated(self, seat: Seat | None) -> None:
-        """Checkpoints are of this generation from here on, and whoever is not in it gives no part of those before.
+        """Checkpoints are of this generation from here on, and a rank that is not in it gives no part of those before.
 
         To be told of each seat, also of a generation that never formed. Local. None where ranks are fixed: then
         resume() draws the generation.
@@ -128,7 +128,7 @@ class Saving:
             with meter.part("control"):
                 if _all_have(content is not None, training):
                     break
-            before = which  # whoever goes on late may have removed it: there is a newer one then
+            before = which  # a late writer may have removed it: there is a newer one then
         assert content is not None
         restore(content, training)
         meter.load(content.plain["meter"])  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def collect(optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered)
         "modules": registered.modules,
     }
     buffers = {REGISTERED + name: tensor for name, tensor in tensors.items()}
-    return Content({"parameters": states.parameters(optimizer), **flat}, buffers, plain)
+    return Content({"parameters": tensor_states.parameters(optimizer), **flat}, buffers, plain)
 
 
 def registered_in(content: Content) -> Any:
@@ -337,7 +337,7 @@ def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[
             "shape": list(tensor.param.shape),
             "start": tensor.start,
         }
-        for tensor in states.order_of(optimizer).tensors
+        for tensor in tensor_states.order_of(optimizer).tensors
     ]
 
 

@@ -1,4 +1,4 @@
-"""What does a job's newest checkpoint say of its model? Its weights by name, in the types that the model has.
+"""The weights of a job's newest checkpoint, by name, in the types that the model has.
 
 A checkpoint holds the parameters as one flat vector, in slices that the ranks wrote; the model's weights are cut out of
 it. So a run that failed or was cancelled has weights too, and one that goes on has those of its last checkpoint.

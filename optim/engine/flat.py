@@ -144,10 +144,6 @@ class FlatSpace:
             torch._foreach_copy_(params, [self._parameters[i] for i in self._low])
             self._written = {i: _identity(param) for i, param in zip(self._low, params, strict=True)}
 
-    def master(self) -> Tensor:
-        """The masters of low-precision parameters, one after another. A copy."""
-        return torch.cat([self._parameters[i].reshape(-1) for i in self._low])
-
     def masters(self) -> dict[Tensor, Tensor]:
         """The master of each low-precision parameter, float[elements]. Views."""
         return {self.tensors[i].param: self._parameters[i].view(-1) for i in self._low}

@@ -22,7 +22,7 @@ from thinwire.comm.protocol import Group, Relaying
 from thinwire.optim.engine.momentum import InRows, tensors_of
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.state import is_field, move, part, put, sizes
-from thinwire.optim.engine.states import TensorState
+from thinwire.optim.engine.tensor_states import TensorState
 
 PARAMETERS = "parameters_N"
 PIECE = 1 << 18

@@ -46,7 +46,7 @@ from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import is_field, put, replicated, sizes
-from thinwire.optim.engine.states import TensorState
+from thinwire.optim.engine.tensor_states import TensorState
 from thinwire.optim.engine.undone import heeded
 
 logger = logging.getLogger(__name__)

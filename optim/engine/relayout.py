@@ -5,7 +5,7 @@
                  compare what is to be trained; WireMismatch where ranks differ, and nothing has changed
                  R of the error memory, brought together as for a checkpoint
                  new flat vectors and a new exchange, for those that are trained
-    each:        all states are taken out of the old vectors and put into the new (states.py)
+    each:        all states are taken out of the old vectors and put into the new (tensor_states.py)
 
 So a frozen parameter is in no exchange, no momentum and no decay, as in torch.optim, where it has no gradient.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thinwire.comm.errors import CommError
-from thinwire.optim.engine import states
+from thinwire.optim.engine import tensor_states
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.parameters import is_trained
@@ -55,7 +55,7 @@ def lay_out_anew(optimizer: FlatOptimizer[Any]) -> None:
     trained = [param for group in optimizer.param_groups for param in group["params"] if is_trained(param)]
     joining = [param for param in trained if param not in laid_out]
     optimizer.prepare_to_save()
-    found = states.live(optimizer, {name: m.residual() for name, m in error_memories(optimizer.vectors).items()})
+    found = tensor_states.live(optimizer, {name: m.residual() for name, m in error_memories(optimizer.vectors).items()})
     saved, evidence, overlap, buffers = optimizer.saved, optimizer.evidence, optimizer.overlap, optimizer.buffers
     before = dict(vars(optimizer))
     try:
@@ -75,8 +75,8 @@ def lay_out_anew(optimizer: FlatOptimizer[Any]) -> None:
     # From here on nothing can fail for want of a peer.
     overlap.close()
     optimizer.saved, optimizer.evidence, optimizer.buffers = optimizer.grown(saved), evidence, buffers
-    residuals = states.put_(optimizer, found)
-    space.meet_masters(states.masters_of(found))
+    residuals = tensor_states.put_(optimizer, found)
+    space.meet_masters(tensor_states.masters_of(found))
     now = {tensor.param for tensor in space.tensors}
     leaving = [i for i, tensor in enumerate(old.tensors) if tensor.param not in now]
     for i in leaving:

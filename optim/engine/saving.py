@@ -1,4 +1,4 @@
-"""What a state_dict holds, and how a run goes on from one: states by tensor, taken and put (states.py).
+"""What a state_dict holds, and how a run goes on from one: states by tensor, taken and put (tensor_states.py).
 
 Everything in it is looked at before anything is written (checking.py). A state of one rank alone: shares.py.
 """
@@ -18,7 +18,7 @@ from thinwire.optim.engine.hyperparameters import as_python
 from thinwire.optim.engine.old_formats import OLD_FORMATS, modern
 from thinwire.optim.engine.places import places
 from thinwire.optim.engine.state import error_memories, replicated, sizes
-from thinwire.optim.engine.states import (
+from thinwire.optim.engine.tensor_states import (
     MASTER,
     Order,
     TensorState,
@@ -106,8 +106,10 @@ def _vectors(
     optimizer: FlatOptimizer[Any], vectors: Mapping[str, Tensor], more: Sequence[TensorState]
 ) -> dict[str, Any]:
     """more: the states of frozen parameters."""
-    low = [state.values[MASTER] for state in more if MASTER in state.values]
-    masters = [*([optimizer.space.master()] if optimizer.space.has_master else []), *low]
+    masters = [
+        *optimizer.space.masters().values(),
+        *(state.values[MASTER] for state in more if MASTER in state.values),
+    ]
     return {
         "state": {},  # of single parameters nothing: so set_optimizer_state_dict of torch hands all on as it is
         "vectors": {name: joined(x, name, more) if more else x.clone() for name, x in vectors.items()},

@@ -31,7 +31,7 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.checking import ABSENT, is_count, refuse, refuse_missing
 from thinwire.optim.engine.state import error_memories
-from thinwire.optim.engine.states import frozen_names
+from thinwire.optim.engine.tensor_states import frozen_names
 
 if TYPE_CHECKING:  # it imports this module
     from thinwire.optim.engine.optimizer import FlatOptimizer

@@ -23,7 +23,7 @@ __all__ = ["s3_session"]
 
 def trained(where: Path) -> dict[str, torch.Tensor]:
     """Checkpoints as two workers write them, and the weights that they had."""
-    ((model, _), _), *_ = saving_run(CheckpointStore(where, keep=1), "onebit_adam", 2, torch.float32)
+    (model, _), *_ = saving_run(CheckpointStore(where, keep=1), "onebit_adam", 2, torch.float32)
     found: dict[str, torch.Tensor] = model
     return found
 
@@ -110,7 +110,7 @@ def test_the_weights_come_from_s3_with_credentials_of_the_environment_alone(
     job_id = live.service.submit(checkpoint={"store": store})
     run = thinwire("fetch", job_id, "--to", str(tmp_path / "out"))
     assert (run.code, f"{store}/{job_id}/ has no whole checkpoint" in run.err) == (1, True)
-    ((model, _), _), *_ = saving_run(CheckpointStore(f"{store}/{job_id}", keep=1), "onebit_adam", 2, torch.float32)
+    (model, _), *_ = saving_run(CheckpointStore(f"{store}/{job_id}", keep=1), "onebit_adam", 2, torch.float32)
     run = thinwire("fetch", job_id, "--to", str(tmp_path / "out"))
     assert run.code == 0, run.err
     assert is_those(tmp_path / "out" / "model.safetensors", model)

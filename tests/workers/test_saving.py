@@ -1,4 +1,4 @@
-"""What of a job is saved goes back: bit-equal to the run that went on, at any number of ranks, in any precision."""
+"""What of a job is saved goes back bit for bit, at any number of ranks, in any precision."""
 
 import copy
 from dataclasses import replace
@@ -20,7 +20,7 @@ from thinwire.workers.telemetry.meter import Meter
 
 GENERATION = 7
 SIZES = (1, 2, 3, 4, 8)
-AT, AFTER = 9, 6
+AT = 9
 
 
 class Small(torch.nn.Module):
@@ -69,15 +69,8 @@ def train(model, optimizer, rank, steps):
         optimizer.step()
 
 
-def held(model, optimizer):
-    """Parameters and state, as bytes."""
-    state = optimizer.state_dict()
-    tensors = {**dict(model.named_parameters()), **state["vectors"], **state["residuals"]}
-    return {name: bits(tensor) for name, tensor in tensors.items()}, state["num_steps"], repr(state["param_groups"])
-
-
 def saving_run(store, name, size, dtype):
-    """By rank: what it held at the checkpoint, and what it held after going on."""
+    """By rank: what it held at the checkpoint."""
 
     def work(group):
         model, optimizer, meter = make(name, group, dtype)
@@ -87,16 +80,16 @@ def saving_run(store, name, size, dtype):
             CheckpointId(GENERATION, AT), group.rank, group.size, collect(optimizer, meter, of(model, optimizer))
         )
         then = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer, group.rank, range(AT + 1, AT + AFTER + 1))
+        train(model, optimizer, group.rank, range(AT + 1, AT + 3))  # while it is written
         assert writer.close(30)
         assert not [ticket.failure for ticket in writer.ended() if ticket.failure]
-        return then, held(model, optimizer)
+        return then
 
     return run_threads(size, work)
 
 
-def loading_run(store, name, size, dtype, steps=AFTER):
-    """By rank: what it held when loaded, and what it held after going on."""
+def loading_run(store, name, size, dtype):
+    """By rank: what it held when loaded."""
 
     def work(group):
         model, optimizer, meter = make(name, group, dtype)
@@ -107,26 +100,24 @@ def loading_run(store, name, size, dtype, steps=AFTER):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         meter.load(state["meter"])
-        then = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer, group.rank, range(AT + 1, AT + steps + 1))
-        return then, held(model, optimizer)
+        return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
     return run_threads(size, work)
 
 
-@every_value({"size": SIZES, "name": OPTIMIZERS, "dtype": [torch.float32, torch.bfloat16]})
-def test_a_resumed_run_is_bit_equal_to_the_one_that_saved_and_went_on(tmp_path, name, size, dtype):
+@every_value(
+    {
+        "size": SIZES,
+        "new_size": SIZES[2:] + SIZES[:2],
+        "name": OPTIMIZERS,
+        "dtype": [torch.float32, torch.bfloat16],
+    }
+)
+def test_any_number_of_ranks_loads_what_any_number_wrote(tmp_path, size, new_size, name, dtype):
+    """What a run that has loaded this goes on to is the law of tests/optim/engine/test_resume.py."""
     store = CheckpointStore(tmp_path, keep=1)
-    saved, resumed = saving_run(store, name, size, dtype), loading_run(store, name, size, dtype)
-    for (_, went_on), (_, went_on_too) in zip(saved, resumed, strict=True):
-        assert went_on == went_on_too
-
-
-@every_value({"size": SIZES, "new_size": SIZES[2:] + SIZES[:2], "dtype": [torch.float32, torch.bfloat16]})
-def test_any_number_of_ranks_loads_what_any_number_wrote(tmp_path, size, new_size, dtype):
-    store = CheckpointStore(tmp_path, keep=1)
-    (((model, optimizer), _), *_) = saving_run(store, "onebit_adam", size, dtype)
-    for (model_too, optimizer_too), _ in loading_run(store, "onebit_adam", new_size, dtype, steps=0):
+    (model, optimizer), *_ = saving_run(store, name, size, dtype)
+    for model_too, optimizer_too in loading_run(store, name, new_size, dtype):
         assert set(model) == set(model_too)
         assert all(bits(model[name]) == bits(model_too[name]) for name in model)
         assert set(optimizer) == set(optimizer_too)

@@ -17,7 +17,7 @@ from thinwire.workers.weights import fetch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_weights_are_those_of_the_model_bit_by_bit(tmp_path, dtype):
-    ((model, _), _), *_ = saving_run(CheckpointStore(tmp_path / "checkpoints", keep=1), "onebit_adam", 3, dtype)
+    (model, _), *_ = saving_run(CheckpointStore(tmp_path / "checkpoints", keep=1), "onebit_adam", 3, dtype)
     found = fetch(str(tmp_path / "checkpoints"), tmp_path / "out")
     weights = load_file(found.path)
     assert weights.keys() == model.keys()

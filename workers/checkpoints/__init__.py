@@ -18,7 +18,7 @@ The protocol needs no collective, so that a thread of its own can follow it:
 Checkpoints are ordered by generation, then by step. A worker of a generation that is over may wake and write: what it
 writes is older than what the living have written, it removes nothing of theirs, and once a generation has gone on from
 what is here it puts no manifest any more. The eight digits are the mark of one save, which rank 0 draws: parts of two
-saves never mix, whoever writes them.
+saves never mix.
 """
 
 from thinwire.workers.checkpoints.beginning import AttemptSuperseded, Superseded

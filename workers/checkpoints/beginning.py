@@ -1,4 +1,4 @@
-"""Which generation goes on from what is here? It says so first: no older one makes a checkpoint whole after that.
+"""A generation that goes on from what is here says so first: no older one makes a checkpoint whole after that.
 
     checkpoints/generation-000000000003/begun.json    created once, so that no two that begin have one number
 

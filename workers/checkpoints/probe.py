@@ -1,4 +1,4 @@
-"""Will a place take checkpoints? A small file is written there, read and removed, before a run trains for hours.
+"""A place is tried before a run trains for hours: a small file is written there, read and removed.
 
 A place that refuses (no such bucket, no right to write, a full disk) will refuse each save too. One that does not
 answer may only be away: it is asked again, for a bounded time.

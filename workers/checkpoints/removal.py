@@ -31,7 +31,7 @@ SETTLE_S = 120.0
 class Unfinished:
     """Folders without a manifest, of generations that are over, and since when they are as they are.
 
-    By the clock of whoever looks: those of other machines and of stores differ.
+    By the clock of this machine: those of other machines and of stores differ.
     """
 
     def __init__(self, settle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,8 +74,8 @@ def discard(storage: Storage, which: CheckpointId) -> None:
 def bury(storage: Storage, which: CheckpointId) -> None:
     """Remove one without a manifest, unless it gets one at this moment. Raises: OSError.
 
-    An empty manifest is put first. Of two who put one only the first succeeds: either it is whole and stays, or whoever
-    would make it whole is told.
+    An empty manifest is put first. Of two who put one only the first succeeds: either it is whole and stays, or the
+    writer that would make it whole finds out.
     """
     folder = folder_of(which)
     try:

@@ -24,7 +24,7 @@ COMMIT_TIMEOUT_S = 60.0
 
 POLL_S, LONGEST_POLL_S = 0.02, 1.0
 PEERS_LOOK_S = 0.1
-"""Between two looks at its peers of whoever waits for a checkpoint."""
+"""Between two looks at its peers of a rank that waits for a checkpoint."""
 
 Patience = Callable[[Collection[int]], tuple[float, str]]
 """Of the ranks whose parts are missing: until when they are waited for, of time.monotonic, and why no longer. Asked in

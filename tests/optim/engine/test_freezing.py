@@ -14,7 +14,7 @@ from tests.optim.reference.written_out import bits
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.optim.engine import states, stepping
+from thinwire.optim.engine import stepping, tensor_states
 from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.saves import together
 from thinwire.workers.replicas import replicas_bit_equal
@@ -165,7 +165,7 @@ def parts(optimizer):
     residuals = {name: memory.residual() for name, memory in error_memories(optimizer.vectors).items()}
     return {
         param: [state.values[name].clone() for name in sorted(state.values, key=lambda name: "error" in name)]
-        for param, state in states.live(optimizer, residuals).items()
+        for param, state in tensor_states.live(optimizer, residuals).items()
     }
 
 
@@ -340,7 +340,7 @@ def test_parameters_beside_a_state_dict_set_frozen_ones_too_and_a_master_goes_al
         step(net, optimizer, group.rank, WARMUP + 2)
         net[2].requires_grad_(False)
         step(net, optimizer, group.rank, 2)
-        saved = {**through_a_file(optimizer.state_dict()), "parameters": states.parameters(optimizer).clone()}
+        saved = {**through_a_file(optimizer.state_dict()), "parameters": tensor_states.parameters(optimizer).clone()}
         other[2].requires_grad_(not early)
         resumed = MAKE["onebit_adam"](other.parameters(), group=group)
         resumed.load_state_dict(saved)
@@ -370,7 +370,7 @@ def test_a_state_dict_of_format_4_or_5_is_read_with_what_frozen_parameters_had(n
     net.load_state_dict(saved["weights"])
     optimizer = MAKE[name](net.parameters())
     optimizer.load_state_dict({**(together(saved["shares"]) if shares else saved["saved"]), "format": number})
-    found = states.live(optimizer, optimizer.handed_over)
+    found = tensor_states.live(optimizer, optimizer.handed_over)
     for param, expected, (steps, seen) in zip(net.parameters(), saved["parts"], saved["steps"], strict=True):
         state = found[param]
         assert (state.steps, state.seen) == (steps, seen)
