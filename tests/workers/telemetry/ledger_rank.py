@@ -9,8 +9,8 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
-from tests.comm.exchange.plain import plain
 from thinwire.comm.codecs.sign import SignCodec
+from thinwire.comm.exchange.reducer import flat_reducer
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.wire.link_classes import exchange_boxes
@@ -24,7 +24,7 @@ def main() -> None:
     group = TorchGroup()
     ledger = Ledger(group.stats, exchange_boxes(group))
     layout = VectorLayout.single(numel)
-    reducer = plain(group, layout, SignCodec(), torch.empty(0))
+    reducer = flat_reducer(group, layout, SignCodec(), torch.empty(0))
     memory = reducer.new_memory()
     x_N = torch.randn(layout.numel, generator=torch.Generator().manual_seed(group.rank))
     x_N[numel:] = 0
