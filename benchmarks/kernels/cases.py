@@ -81,7 +81,7 @@ class Buffers:
         return other
 
     def calls(self, kernels: Kernels, descend_: Callable[..., object]) -> dict[str, Callable[[], object]]:
-        """By kernel. An undo takes back what was never done: its time does not depend on the values."""
+        """By kernel."""
         c, x, bucket, chunk, last, out = self._c, self._x, self._bucket, self._chunk, self._last, self._out
         scale, chunk_scale = self._scale[: bucket.num_blocks], self._scale[: chunk.num_blocks]
         served = self._collected, NUM_ROWS
@@ -91,9 +91,6 @@ class Buffers:
             "serve": lambda: kernels.serve(c, chunk_scale, *served, chunk, self._served),
             "decode": lambda: kernels.decode(last, bucket, self._out_c),
             "descend": lambda: descend_(self._p, self._variance, last, 1e-3, 1e-5, 1e-8, bucket),
-            "undo_sum": lambda: kernels.undo_sum(c, scale, x, out, bucket),
-            "undo_lerp": lambda: kernels.undo_lerp(c, scale, [x], 0.1, last, out, bucket),
-            "undo_serve": lambda: kernels.undo_serve(c, chunk_scale, *served, self._served, chunk),
         }
 
 

@@ -43,9 +43,6 @@ def floor(num_rows: int) -> dict[str, list[Access]]:
         "serve": [_changed("kept sums b"), rows, own_bits],
         "decode": [last_bits, _written("out")],
         "descend": [_changed("parameters"), _read("variance"), last_bits],
-        "undo_sum": [_changed("kept sums c"), _read("x")],
-        "undo_lerp": [_changed("kept sums c"), _read("x"), last_bits],
-        "undo_serve": [_changed("kept sums b"), rows],
     }
 
 

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from thinwire.comm.kernels.bf16 import FACTOR, HALF, LARGEST, LOW, STRIDE, WORD
+from thinwire.comm.kernels.bf16 import FACTOR, LARGEST, LOW, STRIDE, WORD
 from thinwire.comm.kernels.vectors import BYTE
 
 _I32 = ir.IntType(32)
@@ -49,36 +49,6 @@ def rounded8_any(typingctx: Any, x: Any, noise: Any, at: Any) -> Any:
         return _rounded(builder, builder.bitcast(bits, args[0].type), stays, args[1], args[2])
 
     return x(x, noise, types.intp), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def unrounded8(typingctx: Any, c: Any, kept: Any, noise: Any, at: Any) -> Any:
-    """bf16.unrounded of c, which are elements at .. at+7 behind noise.start."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if not _is_narrow(sig.args[1]):
-            return args[0]
-        bits = builder.bitcast(args[0], _LANES)
-        is_zero = builder.icmp_unsigned("==", builder.and_(bits, _every(0x7FFFFFFF)), _every(0))
-        before = builder.add(builder.sub(bits, _drawn(builder, args[2], args[3])), _every(HALF))
-        return builder.bitcast(builder.select(is_zero, bits, before), args[0].type)
-
-    return c(c, kept, noise, types.intp), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def nearest8(typingctx: Any, x: Any, kept: Any) -> Any:
-    """X, finite, to the nearest bfloat16, to even where two are as near."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if not _is_narrow(sig.args[1]):
-            return args[0]
-        bits = builder.bitcast(args[0], _LANES)
-        odd = builder.and_(builder.lshr(bits, _every(16)), _every(1))
-        raised = builder.add(builder.add(bits, _every(HALF - 1)), odd)
-        return builder.bitcast(builder.and_(raised, _every(WORD ^ LOW)), args[0].type)
-
-    return x(x, kept), codegen
 
 
 def _rounded(builder: Any, x: Any, stays: Any, noise: Any, at: Any) -> Any:

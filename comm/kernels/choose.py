@@ -82,50 +82,6 @@ class Kernels(Protocol):
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
         """As fused_reference.decode."""
 
-    def undo_sum(
-        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
-    ) -> None:
-        """As fused_reference.undo_sum."""
-
-    def undo_lerp(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        written: RowMemory,
-        table: BlockTable,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.undo_lerp."""
-
-    def undo_scaled(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        factor_r: Tensor,
-        pieces: Pieces,
-        written: RowMemory,
-        table: BlockTable,
-    ) -> None:
-        """As fused_reference.undo_scaled."""
-
-    def undo_serve(
-        self,
-        b_c: Tensor,
-        scale_b: Tensor,
-        rows: RowMemory,
-        num_rows: int,
-        written: RowMemory,
-        table: BlockTable,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.undo_serve."""
-
 
 def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1, sums: torch.dtype | None = None) -> Kernels:
     """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use.
@@ -194,15 +150,11 @@ def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
     if c_c.dtype != dtype:
         narrow(x_c, NONE, c_c)
     kernels.encode_sum(c_c, scale_b, x_c, table, out)
-    kernels.undo_sum(c_c, scale_b, x_c, out, table)
     kernels.encode_lerp(c_c, scale_b, [x_c], 0.5, last, table, out)
-    kernels.undo_lerp(c_c, scale_b, [x_c], 0.5, last, out, table)
     pieces = Pieces.of(table, 0, VectorLayout.single(BYTE))
     wide_c = like.clone()  # whoever has factors keeps sums in full
     kernels.encode_scaled(wide_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, table, out)
-    kernels.undo_scaled(wide_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, out, table)
     kernels.serve(c_c, scale_b, last, 1, table, out)
-    kernels.undo_serve(c_c, scale_b, last, 1, out, table)
     kernels.decode(out, table, x_c)
     larger_than(x_c, scale_b, table, 0.0, 1)
     left_out_(x_c, scale_b, table, x_c)

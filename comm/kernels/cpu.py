@@ -108,65 +108,6 @@ class CpuKernels:
         given = rows_of(rows, table), blocks_of(table), values_of(out_c, table)
         self._split(table, lambda first, stop: cpu_loops.decode(first, stop, *given))
 
-    def undo_sum(
-        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
-    ) -> None:
-        """As fused_reference.undo_sum."""
-        given = sums_of(c_c, table), scales_of(scale_b, table), values_of(x_c, table)
-        tail = rows_of(written, table), blocks_of(table), noise
-        self._split(table, lambda first, stop: cpu_loops.undo_sum(first, stop, *given, *tail))
-
-    def undo_lerp(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        written: RowMemory,
-        table: BlockTable,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.undo_lerp."""
-        c, scale, x_parts = sums_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, scale_b)
-        given = c, scale, addresses_of(x_parts, table), scale.dtype.type(weight), rows_of(last, table)
-        tail = rows_of(written, table), blocks_of(table), noise
-        self._split(table, lambda first, stop: cpu_loops.undo_lerp(first, stop, *given, *tail))
-
-    def undo_scaled(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        factor_r: Tensor,
-        pieces: Pieces,
-        written: RowMemory,
-        table: BlockTable,
-    ) -> None:
-        """As fused_reference.undo_scaled."""
-        c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
-        x_parts = _widened(x_parts, c_c)
-        given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
-        tail = rows_of(written, table), blocks_of(table)
-        self._split(table, lambda first, stop: cpu_loops.undo_scaled(first, stop, *given, *tail))
-
-    def undo_serve(
-        self,
-        b_c: Tensor,
-        scale_b: Tensor,
-        rows: RowMemory,
-        num_rows: int,
-        written: RowMemory,
-        table: BlockTable,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.undo_serve."""
-        b, scale = sums_of(b_c, table), scales_of(scale_b, table)
-        given = b, scale, collected_of(rows, num_rows, table), rows_of(written, table), blocks_of(table), noise
-        self._split(table, lambda first, stop: cpu_loops.undo_serve(first, stop, *given, _scratch(table, scale)))
-
     def _encode(
         self, loop: Callable[..., None], given: tuple[Any, ...], table: BlockTable, out: RowMemory, *noise: Noise
     ) -> None:

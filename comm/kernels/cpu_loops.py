@@ -17,7 +17,7 @@ import numpy as np
 
 from thinwire.comm.kernels.arrays import Blocks, Collected, Cut, Rows
 from thinwire.comm.kernels.bf16 import Noise
-from thinwire.comm.kernels.bf16_vectors import nearest8, rounded8, unrounded8
+from thinwire.comm.kernels.bf16_vectors import rounded8
 from thinwire.comm.kernels.compiled import Array, compiled
 from thinwire.comm.kernels.vectors import (
     BYTE,
@@ -140,71 +140,6 @@ def decode(first: int, stop: int, rows: Rows, blocks: Blocks, out: Array) -> Non
 
 
 @compiled
-def undo_sum(
-    first: int, stop: int, c: Array, scale: Array, x: Array, written: Rows, blocks: Blocks, noise: Noise
-) -> None:
-    """c <- c - x where written; of bfloat16 the nearest to what c was before it was rounded, less x."""
-    for block in range(first, stop):
-        if not np.isnan(written.values[blocks.scale_at[block]]):
-            for at in range(blocks.starts[block], blocks.starts[block + 1], BYTE):
-                store(c, at, nearest8(unrounded8(load8(c, at), c, noise, at) - load8(x, at), c))
-            scale[block] = 0
-            _zero_dead(block, blocks, c)
-
-
-@compiled
-def undo_lerp(
-    first: int,
-    stop: int,
-    c: Array,
-    scale: Array,
-    x: Array,
-    weight: float,
-    last: Rows,
-    written: Rows,
-    blocks: Blocks,
-    noise: Noise,
-) -> None:
-    """c <- c - (m + weight (x - m)) where written."""
-    weights = splat8(weight)
-    for block in range(first, stop):
-        if not np.isnan(written.values[blocks.scale_at[block]]):
-            m_size, bits = splat8(last.values[blocks.scale_at[block]]), blocks.bits_at[block]
-            low, high = blocks.starts[block], blocks.starts[block + 1]
-            for at in range(low, high, BYTE):
-                m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
-                z = _lerp(load8_from(x[block], at - low, scale), weights, m)
-                store(c, at, nearest8(unrounded8(load8(c, at), c, noise, at) - z, c))
-            scale[block] = 0
-            _zero_dead(block, blocks, c)
-
-
-@compiled
-def undo_serve(
-    first: int,
-    stop: int,
-    b: Array,
-    scale: Array,
-    rows: Collected,
-    written: Rows,
-    blocks: Blocks,
-    noise: Noise,
-    new: Array,
-) -> None:
-    """b <- b - mean of the rows where written. new: scratch as above."""
-    num_rows = splat8(scale.dtype.type(rows.num_rows))
-    for block in range(first, stop):
-        if not np.isnan(written.values[blocks.scale_at[block]]):
-            low, high = blocks.starts[block], blocks.starts[block + 1]
-            _add_up(rows, block, blocks, new)
-            for at in range(low, high, BYTE):
-                z = load8(new, at - low) / num_rows
-                store(b, at, nearest8(unrounded8(load8(b, at), b, noise, at) - z, b))
-            scale[block] = 0
-            _zero_dead(block, blocks, b)
-
-
-@compiled
 def encode_scaled(
     first: int,
     stop: int,
@@ -240,35 +175,6 @@ def encode_scaled(
                 z = factors * _lerp(load8_from(x[block], at - low, c), weights, m)
                 store(new, at - low, kept - signed_as(kept, sent) + z)
         _finish(block, new, blocks, c, scale, out)
-
-
-@compiled
-def undo_scaled(
-    first: int,
-    stop: int,
-    c: Array,
-    scale: Array,
-    x: Array,
-    weight: float,
-    last: Rows,
-    cut: Cut,
-    written: Rows,
-    blocks: Blocks,
-) -> None:
-    """c <- c - f (m + weight (x - m)) where written."""
-    weights = splat8(weight)
-    for block in range(first, stop):
-        if not np.isnan(written.values[blocks.scale_at[block]]):
-            low, bits = blocks.starts[block], blocks.bits_at[block]
-            for piece in range(cut.first[block], cut.first[block + 1]):
-                factor = cut.factor[cut.run[piece]]
-                factors, m_size = splat8(factor), splat8(last.values[blocks.scale_at[block]] / factor)
-                for at in range(cut.starts[piece], cut.starts[piece + 1], BYTE):
-                    m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
-                    z = factors * _lerp(load8_from(x[block], at - low, c), weights, m)
-                    store(c, at, load8(c, at) - z)
-            scale[block] = 0
-            _zero_dead(block, blocks, c)
 
 
 @compiled

@@ -6,10 +6,9 @@ stored. sgn(0) = sgn(-0) = +1: the bit is (c >= 0). s = 0 means that nothing was
     encode      c' = e + z           s' = sqrt(sum c'^2 / live)    bits' = (c' >= 0)       z: what is added
     scaled      z = f (m + w (x - m)), f a factor for each live run, m what the last rows say, over f
     serve       the same with z = the mean of the decoded rows, on the server's chunk
-    undo        c = c' - z, s = 0    exact to rounding
 
 Kept sums may be bfloat16 beside everything else in float32. Then c' = rounded(e + z), which is e + z on average, and
-the rows say what is sent of that; undo takes z from what c' was before it was rounded, to half a unit (bf16.py).
+the rows say what is sent of that (bf16.py).
 
 A block whose sum of squares is not finite is not written (c and s stay as they were); its scale in the row is NaN.
 Its bits in the row are those of c' all the same. A row's flag says whether all of its scales are finite.
@@ -110,55 +109,6 @@ def decode(rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
     out_c[table.dead] = 0
 
 
-def undo_sum(
-    c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
-) -> None:
-    """Take an encode_sum back, where the scale in `written` says that a block was written: c <- c - x, s <- 0."""
-    _undo(c_c, scale_b, x_c, written, table, noise)
-
-
-def undo_lerp(
-    c_c: Tensor,
-    scale_b: Tensor,
-    x_parts: Sequence[Tensor],
-    weight: float,
-    last: RowMemory,
-    written: RowMemory,
-    table: BlockTable,
-    noise: Noise = NONE,
-) -> None:
-    """Take an encode_lerp back; x and the rows in `last` as they were then."""
-    _undo(c_c, scale_b, _lerped(x_parts, weight, last, table), written, table, noise)
-
-
-def undo_scaled(
-    c_c: Tensor,
-    scale_b: Tensor,
-    x_parts: Sequence[Tensor],
-    weight: float,
-    last: RowMemory,
-    factor_r: Tensor,
-    pieces: Pieces,
-    written: RowMemory,
-    table: BlockTable,
-) -> None:
-    """Take an encode_scaled back; x, factors and the rows in `last` as they were then."""
-    _undo(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), written, table, NONE)
-
-
-def undo_serve(
-    b_c: Tensor,
-    scale_b: Tensor,
-    rows: RowMemory,
-    num_rows: int,
-    written: RowMemory,
-    table: BlockTable,
-    noise: Noise = NONE,
-) -> None:
-    """Take a serve back; the rows as they were then. written: the row that was served."""
-    _undo(b_c, scale_b, _mean(rows, num_rows, table), written, table, noise)
-
-
 def decoded(rows: RowMemory, table: BlockTable) -> Tensor:
     """s sgn, float[c], dead elements included."""
     shifts = torch.arange(BYTE - 1, -1, -1, dtype=torch.uint8, device=rows.bytes_B.device)
@@ -228,14 +178,6 @@ def flag(table: BlockTable, out: RowMemory) -> None:
 
 def _is_narrowed(c_c: Tensor, table: BlockTable) -> bool:
     return c_c.dtype == torch.bfloat16 and table.live.dtype == torch.float32
-
-
-def _undo(c_c: Tensor, scale_b: Tensor, z_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise) -> None:
-    written_b = ~torch.isnan(written.values_V[table.scale_at])
-    before_c = bf16.unrounded(c_c, noise) if _is_narrowed(c_c, table) else c_c
-    c_c.copy_(torch.where(_per_element(written_b, table), before_c - z_c, c_c))
-    c_c[table.dead] = 0
-    scale_b.masked_fill_(written_b, 0)
 
 
 def _lerped(x_parts: Sequence[Tensor], weight: float, last: RowMemory, table: BlockTable) -> Tensor:

@@ -189,13 +189,6 @@ FAULTS = [
         UNWRITTEN,
     ),
     Fault(
-        "what was not written is undone",
-        "if (is_nan(written[b.scale])) return;\n    with_sums(c, is_narrow, [&](auto* sums) {\n        for",
-        "with_sums(c, is_narrow, [&](auto* sums) {\n        for",
-        "undo_sum",
-        DIFFERS,
-    ),
-    Fault(
         "flags of the first row alone",
         "first = row_starts[blockIdx.x], stop = row_starts[blockIdx.x + 1]",
         "first = row_starts[0], stop = row_starts[1]",

@@ -119,7 +119,7 @@ def test_an_empty_bucket_is_left_alone(name):
     assert_same(run(emulated(), name, case), case)
 
 
-@pytest.mark.parametrize("name", ["encode_lerp", "undo_lerp", "encode_scaled", "undo_scaled"])
+@pytest.mark.parametrize("name", ["encode_lerp", "encode_scaled"])
 @pytest.mark.parametrize("kernels", ["emulated", "numba"])
 def test_gradients_are_read_where_they_lie_and_in_the_type_that_they_have(name, kernels):
     """Parts of float32 that no sixteen bytes begin with, parts of bfloat16, and both in one call."""
@@ -132,10 +132,8 @@ def test_gradients_are_read_where_they_lie_and_in_the_type_that_they_have(name, 
         other = case.clone()
         c, s, last, out = other.slice("c"), other.scale(), other.wire("last"), other.wire("out")
         factors = (case.factors, case.pieces) if "scaled" in name else ()
-        tail = (other.table, out) if name.startswith("encode") else (out, other.table)
-        getattr(kernels, name)(c, s, parts, WEIGHT, last, *factors, *tail)
-        if name.startswith("encode"):
-            kernels.flag(other.table, out)
+        getattr(kernels, name)(c, s, parts, WEIGHT, last, *factors, other.table, out)
+        kernels.flag(other.table, out)
         return other
 
     for parts in ([moved, second, third], [moved, second.bfloat16(), odd], [case.slice("x").bfloat16()]):
@@ -176,10 +174,6 @@ def test_nothing_is_allocated_after_the_first_call():
             kernels.encode_lerp(c, s, [x], WEIGHT, last, t, out)
             kernels.encode_scaled(c, s, [x], WEIGHT, last, *scaled, t, out)
             kernels.serve(c, s, rows, 2, case.chunk, served)
-            kernels.undo_serve(c, s, rows, 2, served, case.chunk)
-            kernels.undo_scaled(c, s, [x], WEIGHT, last, *scaled, out, t)
-            kernels.undo_lerp(c, s, [x], WEIGHT, last, out, t)
-            kernels.undo_sum(c, s, x, out, t)
             kernels.flag(t, out)
             kernels.decode(last, t, x)
         return seen.names
@@ -215,8 +209,7 @@ def test_blocks_too_large_for_shared_memory_are_encoded_in_plain_torch(caplog):
     kernels = CudaKernels(launcher)
     for name in KERNELS:
         assert_same(run(kernels, name, case), run(fused_reference, name, case))
-    launched = [name for name in launcher.launched if name != "flag_rows"]
-    assert launched == ["decode", "undo_sum", "undo_lerp", "undo_scaled", "undo_serve"]
+    assert [name for name in launcher.launched if name != "flag_rows"] == ["decode"]
     assert caplog.text.count("blocks_in_plain_torch largest=12296 most=11904") == 1
     every = Case([cuda.LARGEST, 8], [], num_rows=1)
     for name in KERNELS:

@@ -134,10 +134,6 @@ def test_a_call_neither_waits_nor_allocates_after_the_first(kernels):
         kernels.encode_scaled(c, s, [x], WEIGHT, last, case.factors, case.pieces, t, out)
         kernels.flag(t, out)
         kernels.serve(c, s, rows, 2, case.chunk, served)
-        kernels.undo_serve(c, s, rows, 2, served, case.chunk)
-        kernels.undo_scaled(c, s, [x], WEIGHT, last, case.factors, case.pieces, out, t)
-        kernels.undo_lerp(c, s, [x], WEIGHT, last, out, t)
-        kernels.undo_sum(c, s, x, out, t)
         kernels.decode(last, t, x)
 
     every_kernel()

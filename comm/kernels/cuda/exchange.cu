@@ -27,7 +27,6 @@
 #define FACTOR 0x735a2d97u
 #define LARGEST 0x7f7f0000u  // bfloat16
 #define UPPER 0xffff0000u
-#define HALF 0x8000u
 
 typedef unsigned char byte;
 typedef unsigned short narrow;  // a bfloat16
@@ -90,23 +89,11 @@ __device__ __forceinline__ float rounded(float x, Noise noise, unsigned i) {
     return __uint_as_float((is_nan(x) ? bits : bits + drawn(noise, i)) & UPPER);
 }
 __device__ __forceinline__ bool is_above(float x) { return (__float_as_uint(x) & ~SIGN) > LARGEST; }
-__device__ __forceinline__ float unrounded(float x, Noise noise, unsigned i) {
-    return x == 0.f ? x : __uint_as_float(__float_as_uint(x) - drawn(noise, i) + HALF);
-}
-__device__ __forceinline__ unsigned nearest(float x) {
-    unsigned bits = __float_as_uint(x);
-    return is_nan(x) ? bits | 0x400000u : bits + (HALF - 1u) + (bits >> 16 & 1u);  // ties to even
-}
-// The four elements from i on of the table, as sums of this type are kept: rounded, or before they were.
+// The four elements from i on of the table, as sums of this type are kept.
 __device__ __forceinline__ float4 kept4(float4 x, const float*, Noise, unsigned) { return x; }
 __device__ __forceinline__ float4 kept4(float4 x, const narrow*, Noise noise, unsigned i) {
     return make_float4(rounded(x.x, noise, i), rounded(x.y, noise, i + 1u), rounded(x.z, noise, i + 2u),
                        rounded(x.w, noise, i + 3u));
-}
-__device__ __forceinline__ float4 before4(float4 x, const float*, Noise, unsigned) { return x; }
-__device__ __forceinline__ float4 before4(float4 x, const narrow*, Noise noise, unsigned i) {
-    return make_float4(unrounded(x.x, noise, i), unrounded(x.y, noise, i + 1u), unrounded(x.z, noise, i + 2u),
-                       unrounded(x.w, noise, i + 3u));
 }
 // The upper halves of two numbers.
 __device__ __forceinline__ unsigned pair(unsigned low, unsigned high) { return low >> 16 | (high & UPPER); }
@@ -115,12 +102,6 @@ __device__ __forceinline__ void put_four(narrow* x, unsigned i, float4 values) {
     uint2 two;
     two.x = pair(__float_as_uint(values.x), __float_as_uint(values.y));
     two.y = pair(__float_as_uint(values.z), __float_as_uint(values.w));
-    *reinterpret_cast<uint2*>(x + i) = two;
-}
-__device__ __forceinline__ void put_nearest(float* x, unsigned i, float4 values) { put_four(x, i, values); }
-__device__ __forceinline__ void put_nearest(narrow* x, unsigned i, float4 values) {
-    uint2 two;
-    two.x = pair(nearest(values.x), nearest(values.y)), two.y = pair(nearest(values.z), nearest(values.w));
     *reinterpret_cast<uint2*>(x + i) = two;
 }
 
@@ -219,25 +200,11 @@ __device__ __forceinline__ void finish(const Block& b, float* shared, const long
     }
 }
 
-template <typename X>
-__device__ __forceinline__ void zero_dead(const Block& b, const long long* dead, X* x) {
+__device__ __forceinline__ void zero_dead(const Block& b, const long long* dead, float* x) {
     if (b.dead == b.dead_stop) return;
     __syncthreads();
 #pragma unroll 1
-    for (unsigned k = b.dead + threadIdx.x; k < b.dead_stop; k += THREADS) x[dead[k]] = 0;
-}
-
-// Sums of either type, where a kernel does not ask for speed.
-template <typename Do>
-__device__ __forceinline__ void with_sums(void* c, unsigned is_narrow, Do use) {
-    if (is_narrow) use(static_cast<narrow*>(c)); else use(static_cast<float*>(c));
-}
-// c <- c' - z, of what c' was before it was rounded.
-template <typename K>
-__device__ __forceinline__ void take_back4(const Block& b, K* c, unsigned i, float4 kept, float4 z, Noise noise) {
-    float4 x = before4(kept, c, noise, (unsigned)b.at + i);
-    put_nearest(c + b.at, i,
-                make_float4(__fsub_rn(x.x, z.x), __fsub_rn(x.y, z.y), __fsub_rn(x.z, z.z), __fsub_rn(x.w, z.w)));
+    for (unsigned k = b.dead + threadIdx.x; k < b.dead_stop; k += THREADS) x[dead[k]] = 0.f;
 }
 
 template <typename K>
@@ -270,18 +237,6 @@ KERNEL encode_sum_narrow(narrow* c, float* scale, const float* x, const Block* b
     encode_sum_of(c, scale, x, blocks, dead, values, bits, noise);
 }
 
-// c <- c - x, s <- 0 where the scale in `written` is no NaN.
-KERNEL undo_sum(void* c, unsigned is_narrow, float* scale, const float* x, const float* written, const Block* blocks,
-                const long long* dead, Noise noise) {
-    Block b = blocks[blockIdx.x];
-    if (is_nan(written[b.scale])) return;
-    with_sums(c, is_narrow, [&](auto* sums) {
-        for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS)
-            take_back4(b, sums, i, four(sums + b.at, i), gradient4(x + b.at, i, is_aligned(x)), noise);
-        zero_dead(b, dead, sums);
-    });
-    if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
-}
 // The part of a block: the first that ends behind it.
 __device__ __forceinline__ unsigned part_of(const Parts& parts, unsigned block) {
     unsigned low = 0, high = parts.count - 1u;
@@ -349,27 +304,6 @@ KERNEL encode_lerp_narrow(narrow* c, float* scale, const __grid_constant__ Parts
     encode_lerp_of(c, scale, parts, first, weight, last_values, last_bits, blocks, dead, values, bits, noise);
 }
 
-// c <- c - (m + weight (g - m)), s <- 0, as above.
-KERNEL undo_lerp(void* c, unsigned is_narrow, float* scale, const __grid_constant__ Parts parts, unsigned first,
-                 float weight, const float* last_values, const byte* last_bits, const float* written,
-                 const Block* blocks, const long long* dead, Noise noise) {
-    unsigned number = first + blockIdx.x;
-    Block b = blocks[number];
-    if (is_nan(written[b.scale])) return;
-    float m_size = last_values[b.scale];
-    const byte* m_bits = last_bits + b.bits;
-    with_sums(c, is_narrow, [&](auto* sums) {
-        with_gradient(parts, number, b, [&](auto g) {
-            for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
-                float4 z = lerp4(gradient4(g, i, is_aligned(g)), signed4(bits4(m_bits, i), i, m_size), weight);
-                take_back4(b, sums, i, four(sums + b.at, i), z, noise);
-            }
-        });
-        zero_dead(b, dead, sums);
-    });
-    if (threadIdx.x == 0) scale[number] = 0.f;
-}
-
 // The pieces of blocks, all of one run of the vector, and what is sent of a run: so many times the momentum.
 struct Cut {
     const long long *starts, *first, *run;
@@ -416,28 +350,6 @@ KERNEL encode_scaled(float* c, float* scale, const __grid_constant__ Parts parts
         });
     });
     finish(b, shared, dead, c, scale + number, values, bits);
-}
-
-// c <- c - f (m + weight (g - m)), s <- 0, as above.
-KERNEL undo_scaled(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first, float weight,
-                   const float* last_values, const byte* last_bits, const __grid_constant__ Cut cut,
-                   const float* written, const Block* blocks, const long long* dead) {
-    unsigned number = first + blockIdx.x;
-    Block b = blocks[number];
-    if (is_nan(written[b.scale])) return;
-    const byte* m_bits = last_bits + b.bits;
-    with_gradient(parts, number, b, [&](auto g) {
-        bool aligned = is_aligned(g);
-        in_pieces(cut, number, b, last_values[b.scale], [&](unsigned begin, unsigned end, float factor, float m_size) {
-            for (unsigned i = begin + FOUR * threadIdx.x; i < end; i += FOUR * THREADS) {
-                float4 m = signed4(bits4(m_bits, i), i, m_size);
-                float4 z = times4(lerp4(gradient4(g, i, aligned), m, weight), factor);
-                take_back4(b, c, i, four(c + b.at, i), z, Noise());
-            }
-        });
-    });
-    if (threadIdx.x == 0) scale[number] = 0.f;
-    zero_dead(b, dead, c);
 }
 
 // Rows of one block, from several ranks. values, bits: of row 0 of it.
@@ -542,27 +454,6 @@ KERNEL serve_more_narrow(narrow* c, float* scale, const float* row_values, const
                          unsigned row_bytes, const Block* blocks, const long long* dead, float* values, byte* bits,
                          Noise noise) {
     serve_of<true>(c, scale, row_values, row_bits, num_rows, row_bytes, blocks, dead, values, bits, noise);
-}
-
-// b <- b - mean of the rows, s <- 0, as above.
-KERNEL undo_serve(void* c, unsigned is_narrow, float* scale, const float* row_values, const byte* row_bits,
-                  unsigned num_rows, unsigned row_bytes, const float* written, const Block* blocks,
-                  const long long* dead, Noise noise) {
-    extern __shared__ float shared[];
-    Block b = blocks[blockIdx.x];
-    if (is_nan(written[b.scale])) return;
-    Rows rows = {row_values + b.scale, row_bits + b.bits, num_rows, row_bytes};
-    make_means(shared, shared + MEANS, rows);
-    with_sums(c, is_narrow, [&](auto* sums) {
-        for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
-            uint2 signs = signs_of_rows(rows, i);
-            float4 z = means4(shared, i & FOUR ? signs.y : signs.x);
-            if (num_rows > FEW) z = with_more4(z, rows, i);
-            take_back4(b, sums, i, four(sums + b.at, i), z, noise);
-        }
-        zero_dead(b, dead, sums);
-    });
-    if (threadIdx.x == 0) scale[blockIdx.x] = 0.f;
 }
 
 // out <- s sgn, 0 where dead.

@@ -126,62 +126,6 @@ class CudaKernels:
         """As fused_reference.decode."""
         self._run("decode", table, (*_wire(rows, table), *_blocks(table), _vector(out_c, table)))
 
-    def undo_sum(
-        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, written: RowMemory, table: BlockTable, noise: Noise = NONE
-    ) -> None:
-        """As fused_reference.undo_sum."""
-        given = *_sums_of_any(c_c, table), _scales(scale_b, table), _vector(x_c, table, alignment=1)
-        self._run("undo_sum", table, (*given, _wire(written, table)[0], *_blocks(table), _drawn(noise)))
-
-    def undo_lerp(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        written: RowMemory,
-        table: BlockTable,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.undo_lerp."""
-        given = *_sums_of_any(c_c, table), _scales(scale_b, table)
-        tail = _wire(written, table)[0], *_blocks(table), _drawn(noise)
-        self._lerp("undo_lerp", given, x_parts, weight, last, table, tail)
-
-    def undo_scaled(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        factor_r: Tensor,
-        pieces: Pieces,
-        written: RowMemory,
-        table: BlockTable,
-    ) -> None:
-        """As fused_reference.undo_scaled."""
-        given = _vector(c_c, table), _scales(scale_b, table)
-        tail = _cut(factor_r, pieces, table), _wire(written, table)[0], *_blocks(table)
-        reads = pieces.starts, pieces.first, pieces.run, factor_r
-        self._lerp("undo_scaled", given, x_parts, weight, last, table, tail, reads)
-
-    def undo_serve(
-        self,
-        b_c: Tensor,
-        scale_b: Tensor,
-        rows: RowMemory,
-        num_rows: int,
-        written: RowMemory,
-        table: BlockTable,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.undo_serve."""
-        given = *_sums_of_any(b_c, table), _scales(scale_b, table), *_collected(rows, num_rows, table)
-        tail = _wire(written, table)[0], *_blocks(table), _drawn(noise)
-        self._run("undo_serve", table, (*given, *tail), DTYPE.itemsize * (MEANS + FEW))
-
     def narrow(self, x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
         """As bf16.narrow. Raises: ValueError where they are no multiple of 8 long, or not aligned."""
         fits = x_c.dtype == DTYPE and out_c.dtype == NARROW and x_c.shape == out_c.shape and not len(x_c) % BYTE
@@ -257,10 +201,6 @@ def _named(kernel: str, c_c: Tensor) -> str:
 
 def _sums(c_c: Tensor, table: BlockTable) -> Tensor:
     return _require(c_c, table.numel, ALIGNMENT, NARROW if c_c.dtype == NARROW else DTYPE)
-
-
-def _sums_of_any(c_c: Tensor, table: BlockTable) -> tuple[Tensor, Argument]:
-    return _sums(c_c, table), np.uint32(c_c.dtype == NARROW)
 
 
 def _drawn(noise: Noise) -> Argument:

@@ -125,10 +125,6 @@ def run(kernels, name, case, ends=()):
     case = case.clone()
     t, c, x, s = case.table, case.slice("c"), case.slice("x"), case.scale()
     parts = [part.clone() for part in x.tensor_split(ends)] if ends else [x]
-    if name.startswith("undo"):  # the rows say which blocks were written
-        for wire, table in ((case.wire("out"), t), (case.wire("served"), case.chunk)):
-            gone = torch.rand(table.num_blocks, generator=torch.Generator().manual_seed(1)) < 0.3
-            wire.values_V[table.scale_at[gone]] = float("nan")
     match name:
         case "encode_sum":
             kernels.encode_sum(c, s, x, t, case.wire("out"), NOISE)
@@ -141,31 +137,12 @@ def run(kernels, name, case, ends=()):
             kernels.serve(c, s, case.wire("rows"), case.num_rows, case.chunk, case.wire("served"), NOISE)
         case "decode":
             kernels.decode(case.wire("last"), t, case.slice("out_c"))
-        case "undo_sum":
-            kernels.undo_sum(c, s, x, case.wire("out"), t, NOISE)
-        case "undo_lerp":
-            kernels.undo_lerp(c, s, parts, WEIGHT, case.wire("last"), case.wire("out"), t, NOISE)
-        case "undo_scaled":
-            last, out = case.wire("last"), case.wire("out")
-            kernels.undo_scaled(c, s, parts, WEIGHT, last, case.factors, case.pieces, out, t)
-        case "undo_serve":
-            kernels.undo_serve(c, s, case.wire("rows"), case.num_rows, case.wire("served"), case.chunk, NOISE)
     if name.startswith("encode"):
         kernels.flag(t, case.wire("out"))
     return case
 
 
-KERNELS = [
-    "encode_sum",
-    "encode_lerp",
-    "encode_scaled",
-    "serve",
-    "decode",
-    "undo_sum",
-    "undo_lerp",
-    "undo_scaled",
-    "undo_serve",
-]
+KERNELS = ["encode_sum", "encode_lerp", "encode_scaled", "serve", "decode"]
 
 
 def assert_same(ours, theirs):

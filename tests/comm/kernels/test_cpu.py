@@ -75,16 +75,17 @@ def test_a_bucket_is_its_chunks_one_after_the_other(kernels):
     """One call with the bucket's table does what a call a row does, each with a table of that row alone."""
     case = Case([8, 56, 4096, 72, 24], [3, 90], num_rows=1, cuts=(1, 3), poison={2: "nan"})
     whole, apart, bounds = case.clone(), case.clone(), case.table.starts.tolist()
-    for step in (encode_and_decode, undo):
-        step(kernels, case.table, *views(whole, slice(0, case.numel), slice(0, 5), slice(0, case.table.wire_bytes)))
-        for row, (first, stop) in enumerate(pairwise(case.table.row_starts.tolist())):
-            low, high, size = bounds[first], bounds[stop], case.table.row_bytes
-            spans = [(a - low, b - low) for a, b in pairwise(bounds[first : stop + 1])]
-            dead = [d - low for d in case.dead if low <= d < high]
-            table = BlockTable.from_spans([spans], dead, torch.zeros(0), size)
-            at = slice(low, high), slice(first, stop), slice(row * size, (row + 1) * size)
-            step(kernels, table, *views(apart, *at))
-        assert_same(apart, whole)
+    encode_and_decode(
+        kernels, case.table, *views(whole, slice(0, case.numel), slice(0, 5), slice(0, case.table.wire_bytes))
+    )
+    for row, (first, stop) in enumerate(pairwise(case.table.row_starts.tolist())):
+        low, high, size = bounds[first], bounds[stop], case.table.row_bytes
+        spans = [(a - low, b - low) for a, b in pairwise(bounds[first : stop + 1])]
+        dead = [d - low for d in case.dead if low <= d < high]
+        table = BlockTable.from_spans([spans], dead, torch.zeros(0), size)
+        at = slice(low, high), slice(first, stop), slice(row * size, (row + 1) * size)
+        encode_and_decode(kernels, table, *views(apart, *at))
+    assert_same(apart, whole)
     with pytest.raises(AssertionError, match="differs"):
         assert_same(whole, case)
 
@@ -98,10 +99,6 @@ def views(case, elements, blocks, wire_bytes):
 def encode_and_decode(kernels, table, c, x, out_c, scale, last, out):
     kernels.encode_lerp(c, scale, [x], WEIGHT, last, table, out)
     kernels.decode(out, table, out_c)
-
-
-def undo(kernels, table, c, x, out_c, scale, last, out):
-    kernels.undo_lerp(c, scale, [x], WEIGHT, last, out, table)
 
 
 @pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
@@ -126,11 +123,7 @@ def test_torch_allocates_nothing():
         kernels.encode_sum(c, s, x, t, out)
         kernels.encode_lerp(c, s, [x], 0.1, last, t, out)
         kernels.encode_scaled(c, s, [x], 0.1, last, case.factors, case.pieces, t, out)
-        kernels.undo_scaled(c, s, [x], 0.1, last, case.factors, case.pieces, out, t)
         kernels.serve(c, s, rows, 2, case.chunk, served)
-        kernels.undo_serve(c, s, rows, 2, served, case.chunk)
-        kernels.undo_lerp(c, s, [x], 0.1, last, out, t)
-        kernels.undo_sum(c, s, x, out, t)
         kernels.decode(last, t, x)
 
     every_kernel()
@@ -166,7 +159,7 @@ def test_rows_that_are_not_those_of_one_chunk_are_refused(kernels):
     with pytest.raises(ValueError, match="2 rows in 120 bytes, of a table with 1 rows of 40"):
         kernels.serve(c, s, rows, 2, case.chunk, served)
     with pytest.raises(ValueError, match="of a table with 2 rows of 16"):
-        kernels.undo_serve(c, s, rows, 3, served, case.table)
+        kernels.serve(c, s, rows, 3, case.table, served)
 
 
 def test_no_threads_are_refused():
@@ -174,7 +167,7 @@ def test_no_threads_are_refused():
         CpuKernels(0)
 
 
-@pytest.mark.parametrize("name", ["encode_lerp", "undo_lerp", "encode_scaled", "undo_scaled"])
+@pytest.mark.parametrize("name", ["encode_lerp", "encode_scaled"])
 @pytest.mark.parametrize("ends", [[8], [8, 64, 72], [64, 80 + 24]])
 def test_what_is_given_in_parts_is_read_as_one_that_is_whole(name, ends):
     case = Case([8, 56, 8, 8, 24, 4096], [3, 90], num_rows=1, poison={5: "nan"}, cuts=(3, 5))

@@ -314,10 +314,6 @@ WRITES = {
     "encode_scaled": (0, 1, 8),
     "serve": (0, 1, 5),
     "decode": (2,),
-    "undo_sum": (0, 1),
-    "undo_lerp": (0, 1),
-    "undo_scaled": (0, 1),
-    "undo_serve": (0, 1),
 }
 """Of each kernel, the arguments that it writes."""
 
