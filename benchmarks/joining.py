@@ -19,8 +19,9 @@ from typing import Annotated, Any
 import torch.distributed as dist
 import typer
 
+from benchmarks.marked_lines import tell
 from benchmarks.provenance import ROOT
-from benchmarks.ranks import Turns, count, keep, load_named, orders_given, run_ranks, tell
+from benchmarks.ranks import Turns, count, keep, load_named, orders_given, run_ranks
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import SoloGroup, TorchGroup

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.marked_lines import tell, told_in
 from benchmarks.provenance import provenance
-from benchmarks.ranks import tell, told_in
 from benchmarks.report import made_by, pipes
 from benchmarks.wire.cases import LOADS, NETWORKS, ROOT, Case, Load, rate_text
 from benchmarks.wire.cases import Network as LabNetwork

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.marked_lines import tell, told_in
 from benchmarks.provenance import ROOT, provenance
 from benchmarks.wire.cases import LOADS, Load
 from thinwire.tools.lab import Lab, Line
@@ -26,21 +27,8 @@ from thinwire.tools.lab import Lab, Line
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MARK = "@told "
-
 Orders = TypeVar("Orders", bound="DataclassInstance")
 Hear = Callable[[dict[str, Any]], None]
-
-
-def tell(**told: Any) -> None:
-    """One line to the parent."""
-    print(MARK + json.dumps(told), flush=True)
-
-
-def told_in(line: str) -> tuple[str, dict[str, Any] | None]:
-    """What else stands in a line, which a library's message may have begun, and what the parent is told."""
-    other, mark, told = line.partition(MARK)
-    return other, json.loads(told) if mark else None
 
 
 def orders_given(kind: type[Orders]) -> Orders | None:

@@ -24,8 +24,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import _compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.marked_lines import tell
 from benchmarks.provenance import ROOT
-from benchmarks.ranks import keep, load_named, orders_given, run_ranks, tell
+from benchmarks.ranks import keep, load_named, orders_given, run_ranks
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs, build
 from thinwire.comm import TorchGroup

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.steps import OURS, Ours
+from benchmarks.marked_lines import tell, told_in
 from benchmarks.provenance import ROOT
-from benchmarks.ranks import tell, told_in
 from thinwire.comm import TorchGroup
 from thinwire.comm.protocol import Group
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import tell
+from benchmarks.marked_lines import tell
 from benchmarks.wire.cases import LOADS
 from benchmarks.wire.loads import Inputs
 from benchmarks.wire.methods import COMPUTE, Family, Method, Setting, known, maker

@@ -20,8 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked_lines import told_in
 from benchmarks.provenance import provenance
-from benchmarks.ranks import told_in
 from benchmarks.wire import child, machine
 from benchmarks.wire.cases import ROOT, Case
 from benchmarks.wire.loads import num_parameters
