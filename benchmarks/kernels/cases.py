@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.chain import Chain
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Lerp, MeanOfRows, Vector
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.choose import Kernels, kernels_for
+from thinwire.comm.kernels.choose import kernels_for
+from thinwire.comm.kernels.fused_reference import PLAIN, Kernels
 from thinwire.comm.layout import DEFAULT_BLOCK, Partition, VectorLayout
 from thinwire.optim.kernels import updates
 from thinwire.optim.kernels.descend import in_torch_
@@ -46,7 +47,7 @@ def cases(numel: int) -> list[Case]:
     chain = Chain(numel, NUM_ROWS, random)
     for kernel in ("encode_sum", "encode_lerp", "serve", "decode", "descend"):
         found += [Case(kernel, "chain", threads, getattr(chain, kernel)) for threads in _thread_counts()]
-    plain = buffers.calls(fused_reference, in_torch_)
+    plain = buffers.calls(PLAIN, in_torch_)
     found += [Case(kernel, "reference", 1, call, slow=True) for kernel, call in plain.items()]
     return sorted(found, key=lambda case: case.threads)  # changing torch's threads costs time: once a round
 
@@ -84,11 +85,11 @@ class Buffers:
         """By kernel."""
         c, x, bucket, chunk, last, out = self._c, self._x, self._bucket, self._chunk, self._last, self._out
         scale, chunk_scale = self._scale[: bucket.num_blocks], self._scale[: chunk.num_blocks]
-        served = self._collected, NUM_ROWS
+        mean = MeanOfRows(self._collected, NUM_ROWS)
         return {
-            "encode_sum": lambda: kernels.encode_sum(c, scale, x, bucket, out),
-            "encode_lerp": lambda: kernels.encode_lerp(c, scale, [x], 0.1, last, bucket, out),
-            "serve": lambda: kernels.serve(c, chunk_scale, *served, chunk, self._served),
+            "encode_sum": lambda: kernels.encode(c, scale, Vector(x), bucket, out),
+            "encode_lerp": lambda: kernels.encode(c, scale, Lerp([x], 0.1, last), bucket, out),
+            "serve": lambda: kernels.encode(c, chunk_scale, mean, chunk, self._served),
             "decode": lambda: kernels.decode(last, bucket, self._out_c),
             "descend": lambda: descend_(self._p, self._variance, last, 1e-3, 1e-5, 1e-8, bucket),
         }

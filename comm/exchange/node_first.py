@@ -38,7 +38,8 @@ from thinwire.comm.exchange.sign import SignCoder
 from thinwire.comm.exchange.slices import Slices
 from thinwire.comm.groups.nodes import Nodes
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.choose import Kernels, kernels_for
+from thinwire.comm.kernels.choose import kernels_for
+from thinwire.comm.kernels.fused_reference import Kernels
 from thinwire.comm.layout import Buckets
 from thinwire.comm.protocol import Pending
 

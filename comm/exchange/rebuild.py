@@ -23,7 +23,7 @@ from torch import Tensor
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.rows import BucketRows, Crossing, Received
 from thinwire.comm.kernels.blocks import RowMemory
-from thinwire.comm.kernels.choose import Kernels
+from thinwire.comm.kernels.fused_reference import Kernels
 
 SERVER = 0.5
 WORKER = 0.4

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
-from thinwire.comm.kernels.choose import Kernels
+from thinwire.comm.kernels.fused_reference import Kernels
 from thinwire.comm.layout import Bucket, Buckets, Span, VectorLayout
 from thinwire.comm.protocol import Reader
 

@@ -27,6 +27,7 @@ from thinwire.comm.exchange.rebuild import add_rebuilt_, left_squares
 from thinwire.comm.exchange.rows import BucketRows, Crossing, Cut, Received
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels import bf16
+from thinwire.comm.kernels.added import Added, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import NONE, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.choose import kernels_for, warm_up
@@ -68,7 +69,7 @@ class SignCoder(Coder):
         self._sums = sums
         self._rounds = sums not in (None, like.dtype)
         """Are sums kept in fewer bits, rounded by what an exchange draws?"""
-        self._kernels = kernels_for(like.device, like.dtype, threads, sums)
+        self._kernels = kernels_for(like.device, like.dtype, threads)
         if like.device.type == "cpu":
             warm_up(like.dtype, sums)  # not in the first exchange, where peers would wait for it
         self._block = codec.block
@@ -114,17 +115,8 @@ class SignCoder(Coder):
 
     def encode(self, k: int, given: Given, formed_b: Tensor | None) -> None:
         """Add what was given to the kept sums of bucket k, and write its rows and their flags."""
-        rows, kept = self._rows[k], self._open.worker[k]
-        noise = self._worker_noise(rows)
-        if formed_b is not None:
-            self._kernels.encode_sum(kept.sum_c, kept.scale_b, formed_b, rows.table, rows.sent, noise)
-            return
-        assert given.weight is not None
-        at = kept.sum_c, kept.scale_b, self.parts_of(k, given), given.weight, rows.gathered[self.turn]
-        if given.factor_r is None:
-            self._kernels.encode_lerp(*at, rows.table, rows.sent, noise)
-        else:
-            self._kernels.encode_scaled(*at, given.factor_r, self._pieces_of(k), rows.table, rows.sent)
+        rows, kept, z = self._rows[k], self._open.worker[k], self._added(k, given, formed_b)
+        self._kernels.encode(kept.sum_c, kept.scale_b, z, rows.table, rows.sent, self._worker_noise(rows))
 
     def encode_nothing(self, k: int) -> None:
         """Scales of 0."""
@@ -256,8 +248,18 @@ class SignCoder(Coder):
         assert self._memory is not None
         return self._memory
 
+    def _added(self, k: int, given: Given, formed_b: Tensor | None) -> Added:
+        if formed_b is not None:
+            return Vector(formed_b)
+        assert given.weight is not None
+        lerp = self.parts_of(k, given), given.weight, self._rows[k].gathered[self.turn]
+        if given.factor_r is None:
+            return Lerp(*lerp)
+        return ScaledLerp(*lerp, given.factor_r, self._pieces_of(k))
+
     def _serve(self, kept: Kept, rows: RowMemory, table: BlockTable, served: RowMemory, noise: Noise) -> None:
-        self._kernels.serve(kept.sum_c, kept.scale_b, rows, self._group.size, table, served, noise)
+        mean = MeanOfRows(rows, self._group.size)
+        self._kernels.encode(kept.sum_c, kept.scale_b, mean, table, served, noise)
 
     def _follow(self, memory: ErrorMemory) -> None:
         """Do for the replica what the rank before has done for its server error: the same kernel on the same rows.

@@ -1,7 +1,8 @@
 """The inner loops of codecs and exchange, one interface, several implementations held against plain torch.
 
 reference           signs to bits and back, scales: what the codecs use
-fused_reference     the kernels of the exchange in plain torch: the definition, and what runs on other devices
+fused_reference     Kernels, those of the exchange in plain torch: the definition, and what runs on other devices
+added               what a kernel adds to kept sums: a vector, a momentum, one with factors, the mean of rows
 cpu, cpu_loops      the same in numba, on the short vectors of `vectors` and the views of `arrays`; signs become bits in
                     cpu_loops._pack, 8 or 64 at a time
 blocks              where the blocks of a bucket lie, in its vector and in wire memory

@@ -3,94 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import NONE, Noise, narrow
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.cuda import int8
+from thinwire.comm.kernels.cuda.kernels import CudaKernels, source
 from thinwire.comm.kernels.cuda.launch import Launcher
+from thinwire.comm.kernels.fused_reference import PLAIN, Kernels
 from thinwire.comm.kernels.largest import larger_than
 from thinwire.comm.kernels.left_out import left_out_
 from thinwire.comm.layout import BYTE, VectorLayout
-
-if TYPE_CHECKING:  # it imports this module's Kernels
-    from thinwire.comm.kernels.cuda.kernels import CudaKernels
 
 logger = logging.getLogger(__name__)
 CPU_DTYPES = (torch.float32, torch.float64)
 
 
-class Kernels(Protocol):
-    """The fused kernels, each called once for a bucket or a chunk; fused_reference says what each computes.
-
-    encode_* may leave the flags of rows as they are: flag() writes them. serve writes them.
-    """
-
-    def encode_sum(
-        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
-    ) -> None:
-        """As fused_reference.encode_sum."""
-
-    def encode_lerp(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        table: BlockTable,
-        out: RowMemory,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.encode_lerp."""
-
-    def encode_scaled(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        factor_r: Tensor,
-        pieces: Pieces,
-        table: BlockTable,
-        out: RowMemory,
-    ) -> None:
-        """As fused_reference.encode_scaled."""
-
-    def serve(
-        self,
-        b_c: Tensor,
-        scale_b: Tensor,
-        rows: RowMemory,
-        num_rows: int,
-        table: BlockTable,
-        out: RowMemory,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.serve."""
-
-    def flag(self, table: BlockTable, out: RowMemory) -> None:
-        """Of each row of `out` that has blocks: 1 where all of its scales are finite, else 0. out: modified."""
-
-    def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
-        """As fused_reference.decode."""
-
-
-def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1, sums: torch.dtype | None = None) -> Kernels:
-    """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use.
-
-    sums: of kept sums, where they are of another.
-    """
+def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1) -> Kernels:
+    """The fastest kernels for contiguous vectors of this device and dtype. threads: cores that one call may use."""
     if device.type == "cpu" and dtype in CPU_DTYPES:
         return _on_cpu(threads)
-    return _on_cuda(device, dtype) or fused_reference
+    return _on_cuda(device, dtype) or PLAIN
 
 
 def reads_narrow(device: torch.device, dtype: torch.dtype) -> bool:
@@ -149,12 +86,13 @@ def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
     c_c, x_c, scale_b = like.to(sums or dtype, copy=True), like.clone(), like[:1].clone()
     if c_c.dtype != dtype:
         narrow(x_c, NONE, c_c)
-    kernels.encode_sum(c_c, scale_b, x_c, table, out)
-    kernels.encode_lerp(c_c, scale_b, [x_c], 0.5, last, table, out)
+    lerp = [x_c], 0.5, last
+    kernels.encode(c_c, scale_b, Vector(x_c), table, out)
+    kernels.encode(c_c, scale_b, Lerp(*lerp), table, out)
+    kernels.encode(c_c, scale_b, MeanOfRows(last, 1), table, out)
     pieces = Pieces.of(table, 0, VectorLayout.single(BYTE))
-    wide_c = like.clone()  # whoever has factors keeps sums in full
-    kernels.encode_scaled(wide_c, scale_b, [x_c], 0.5, last, x_c[:1] + 1, pieces, table, out)
-    kernels.serve(c_c, scale_b, last, 1, table, out)
+    wide_c = like.clone()  # with factors sums are kept in full
+    kernels.encode(wide_c, scale_b, ScaledLerp(*lerp, x_c[:1] + 1, pieces), table, out)
     kernels.decode(out, table, x_c)
     larger_than(x_c, scale_b, table, 0.0, 1)
     left_out_(x_c, scale_b, table, x_c)
@@ -185,8 +123,6 @@ def _say_missing(reason: str) -> None:
 def _on_cuda(device: torch.device, dtype: torch.dtype) -> CudaKernels | None:
     if device.type == "cpu":
         return None
-    from thinwire.comm.kernels.cuda.kernels import CudaKernels, source  # it imports this module's Kernels
-
     launcher = cuda_launcher(device, dtype, source())
     return None if launcher is None else CudaKernels(launcher)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import cpu_loops
+from thinwire.comm.kernels.added import Added, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.arrays import (
     addresses_of,
     blocks_of,
@@ -27,15 +28,22 @@ from thinwire.comm.kernels.arrays import (
     written_rows_of,
 )
 from thinwire.comm.kernels.bf16 import NONE, Noise
-from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.compiled import Array
+from thinwire.comm.kernels.fused_reference import Kernels
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.kernels.vectors import WORD
 
 _of_thread = threading.local()
+_LOOPS: dict[type[Added], Callable[..., None]] = {
+    Vector: cpu_loops.encode_sum,
+    Lerp: cpu_loops.encode_lerp,
+    ScaledLerp: cpu_loops.encode_scaled,
+    MeanOfRows: cpu_loops.serve,
+}
 
 
-class CpuKernels:
+class CpuKernels(Kernels):
     """Kernels for contiguous vectors of float32 or float64, kept sums of bfloat16 beside float32 too.
 
     threads: cores that one call may use.
@@ -44,78 +52,37 @@ class CpuKernels:
     def __init__(self, threads: int = 1) -> None:
         self._threads = Threads(threads)
 
-    def encode_sum(
-        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
+    def encode(
+        self, c_c: Tensor, scale_b: Tensor, z: Added, table: BlockTable, out: RowMemory, noise: Noise = NONE
     ) -> None:
-        """As fused_reference.encode_sum."""
-        given = sums_of(c_c, table), scales_of(scale_b, table), values_of(x_c, table)
-        self._encode(cpu_loops.encode_sum, given, table, out, noise)
-
-    def encode_lerp(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        table: BlockTable,
-        out: RowMemory,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.encode_lerp."""
-        c, scale, x_parts = sums_of(c_c, table), scales_of(scale_b, table), _widened(x_parts, scale_b)
-        given = c, scale, addresses_of(x_parts, table), scale.dtype.type(weight), rows_of(last, table)
-        self._encode(cpu_loops.encode_lerp, given, table, out, noise)
-
-    def encode_scaled(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        factor_r: Tensor,
-        pieces: Pieces,
-        table: BlockTable,
-        out: RowMemory,
-    ) -> None:
-        """As fused_reference.encode_scaled."""
-        c, scale, cut = values_of(c_c, table), scales_of(scale_b, table), cut_of(factor_r, pieces, table)
-        x_parts = _widened(x_parts, c_c)
-        given = c, scale, addresses_of(x_parts, table), c.dtype.type(weight), rows_of(last, table), cut
-        self._encode(cpu_loops.encode_scaled, given, table, out)
-
-    def serve(
-        self,
-        b_c: Tensor,
-        scale_b: Tensor,
-        rows: RowMemory,
-        num_rows: int,
-        table: BlockTable,
-        out: RowMemory,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.serve."""
-        given = sums_of(b_c, table), scales_of(scale_b, table), collected_of(rows, num_rows, table)
-        self._encode(cpu_loops.serve, given, table, out, noise)
+        """As Kernels.encode, and the flags of all rows that it wrote."""
+        c, scale, loop = sums_of(c_c, table), scales_of(scale_b, table), _LOOPS[type(z)]
+        parts: Sequence[Tensor] = ()  # held here: loops read them by address
+        given: tuple[Any, ...]
+        match z:
+            case Vector(x_c):
+                given = (values_of(x_c, table),)
+            case Lerp(x_parts, weight, last):
+                parts = _widened(x_parts, scale_b)
+                given = addresses_of(parts, table), scale.dtype.type(weight), rows_of(last, table)
+            case ScaledLerp(x_parts, weight, last, factor_r, pieces):
+                parts, cut = _widened(x_parts, scale_b), cut_of(factor_r, pieces, table)
+                given = addresses_of(parts, table), scale.dtype.type(weight), rows_of(last, table), cut
+            case MeanOfRows(rows, num_rows):
+                given = (collected_of(rows, num_rows, table),)
+        blocks, written = blocks_of(table), written_rows_of(out, table)
+        tail = blocks, written, noise
+        self._split(table, lambda first, stop: loop(first, stop, c, scale, *given, *tail, _scratch(table, scale)))
+        cpu_loops.write_flags(blocks, written)
 
     def flag(self, table: BlockTable, out: RowMemory) -> None:
-        """As fused_reference.flag."""
+        """As Kernels.flag."""
         cpu_loops.write_flags(blocks_of(table), written_rows_of(out, table))
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
-        """As fused_reference.decode."""
+        """As Kernels.decode."""
         given = rows_of(rows, table), blocks_of(table), values_of(out_c, table)
         self._split(table, lambda first, stop: cpu_loops.decode(first, stop, *given))
-
-    def _encode(
-        self, loop: Callable[..., None], given: tuple[Any, ...], table: BlockTable, out: RowMemory, *noise: Noise
-    ) -> None:
-        """The loop with what it is given, the second of which are scales; then the flags of the rows that it wrote."""
-        blocks, rows = blocks_of(table), written_rows_of(out, table)
-        tail = blocks, rows, *noise
-        self._split(table, lambda first, stop: loop(first, stop, *given, *tail, _scratch(table, given[1])))
-        cpu_loops.write_flags(blocks, rows)
 
     def _split(self, table: BlockTable, loop: Callable[[int, int], None]) -> None:
         """Run the loop over all blocks: a share a thread, one of them this thread's."""

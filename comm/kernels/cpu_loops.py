@@ -151,6 +151,7 @@ def encode_scaled(
     cut: Cut,
     blocks: Blocks,
     out: Rows,
+    noise: Noise,
     new: Array,
 ) -> None:
     """c <- e + f (m + weight (x - m)), f m being what was received. x: int64[b], as in encode_lerp."""
@@ -167,13 +168,14 @@ def encode_scaled(
                 for byte in range(QUAD // BYTE):
                     at = quad + byte * BYTE
                     kept = load8(c, at)
-                    z = factors * _lerp(load8_from(x[block], at - low, c), weights, signed_by_word(word, byte, minus))
-                    store(new, at - low, kept - signed_as(kept, sent) + z)
+                    m = signed_by_word(word, byte, minus)
+                    z = factors * _lerp(load8_from(x[block], at - low, scale), weights, m)
+                    store(new, at - low, rounded8(kept - signed_as(kept, sent) + z, c, noise, at))
             for at in range(whole, end, BYTE):
                 kept = load8(c, at)
                 m = signed_by_bits(last.bytes[bits + (at - low) // BYTE], m_size)
-                z = factors * _lerp(load8_from(x[block], at - low, c), weights, m)
-                store(new, at - low, kept - signed_as(kept, sent) + z)
+                z = factors * _lerp(load8_from(x[block], at - low, scale), weights, m)
+                store(new, at - low, rounded8(kept - signed_as(kept, sent) + z, c, noise, at))
         _finish(block, new, blocks, c, scale, out)
 
 

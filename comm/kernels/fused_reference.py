@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import bf16
+from thinwire.comm.kernels.added import Added, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import NONE, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.reference import pack_signs
@@ -38,75 +39,35 @@ LANES = 64
 """Partial sums of a sum of squares: enough for 8 registers of 8 floats, and so for adds that do not wait."""
 
 
-def encode_sum(
-    c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
-) -> None:
-    """c <- e + x; write the rows of it.
+class Kernels:
+    """The fused kernels, each called once for a bucket or a chunk: here in plain torch, in subclasses compiled."""
 
-    c, scale: float[c], float[b], modified where finite. x: float[c]. out: modified; a row without blocks is left alone.
-    noise: what is drawn where c is bfloat16.
-    """
-    _encode(c_c, scale_b, x_c, table, out, noise)
+    def encode(
+        self, c_c: Tensor, scale_b: Tensor, z: Added, table: BlockTable, out: RowMemory, noise: Noise = NONE
+    ) -> None:
+        """c <- e + z; write the rows of it. Their flags may stay as they are, for flag() to write; not those of a mean.
 
+        c, scale: float[c], float[b], modified where finite. out: modified; a row without blocks is left alone.
+        noise: what is drawn where c is bfloat16.
+        Source of the mean of rows: Tang et al. 2021, Alg. 1, l. 9-10.
+        """
+        _encode(c_c, scale_b, _sum_of(z, table), table, out, noise)
+        self.flag(table, out)
 
-def encode_lerp(
-    c_c: Tensor,
-    scale_b: Tensor,
-    x_parts: Sequence[Tensor],
-    weight: float,
-    last: RowMemory,
-    table: BlockTable,
-    out: RowMemory,
-    noise: Noise = NONE,
-) -> None:
-    """c <- e + m + weight (x - m), m being the values that the rows in `last` say; write the rows of it.
+    def flag(self, table: BlockTable, out: RowMemory) -> None:
+        """Of each row of `out` that has blocks: 1 where all of its scales are finite, else 0. out: modified."""
+        bad_b = ~torch.isfinite(out.values_V[table.scale_at])
+        before = torch.nn.functional.pad(bad_b.cumsum(0), (1, 0))
+        bad_r, blocks_r = before[table.row_starts].diff(), table.row_starts.diff()
+        out.bytes_B[table.flag_at] = torch.where(blocks_r > 0, (bad_r == 0).to(torch.uint8), out.bytes_B[table.flag_at])
 
-    Arguments as in encode_sum. x_parts: float[c] in vectors that lie end to end, each of whole blocks, in the dtype of
-    c or in bfloat16. last: rows of the same table.
-    """
-    _encode(c_c, scale_b, _lerped(x_parts, weight, last, table), table, out, noise)
-
-
-def encode_scaled(
-    c_c: Tensor,
-    scale_b: Tensor,
-    x_parts: Sequence[Tensor],
-    weight: float,
-    last: RowMemory,
-    factor_r: Tensor,
-    pieces: Pieces,
-    table: BlockTable,
-    out: RowMemory,
-) -> None:
-    """c <- e + f (m + weight (x - m)), f m being the values that the rows in `last` say; write the rows of it.
-
-    Arguments as in encode_lerp, c in the type of x. factor: float[live runs], each f. pieces: of the same table.
-    """
-    _encode(c_c, scale_b, _scaled(x_parts, weight, last, factor_r, pieces, table), table, out, NONE)
+    def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
+        """out <- s sgn, 0 where dead. out: float[c], modified."""
+        out_c.copy_(decoded(rows, table))
+        out_c[table.dead] = 0
 
 
-def serve(
-    b_c: Tensor,
-    scale_b: Tensor,
-    rows: RowMemory,
-    num_rows: int,
-    table: BlockTable,
-    out: RowMemory,
-    noise: Noise = NONE,
-) -> None:
-    """b <- mean of the decoded rows, in rank order, + e; write the row of it.
-
-    b, scale: the server's kept sums of one chunk, modified where finite. table: that chunk in one row, which begins at
-    byte 0. rows: just them, row r at byte r * table.row_bytes. out: one row, modified.
-    Source: Tang et al. 2021, Alg. 1, l. 9-10.
-    """
-    _encode(b_c, scale_b, _mean(rows, num_rows, table), table, out, noise)
-
-
-def decode(rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
-    """out <- s sgn, 0 where dead. out: float[c], modified."""
-    out_c.copy_(decoded(rows, table))
-    out_c[table.dead] = 0
+PLAIN = Kernels()
 
 
 def decoded(rows: RowMemory, table: BlockTable) -> Tensor:
@@ -151,6 +112,24 @@ def root(x_b: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(wide_b.numpy())).to(x_b.dtype)
 
 
+def _sum_of(z: Added, table: BlockTable) -> Tensor:
+    match z:
+        case Vector(x_c):
+            return x_c
+        case MeanOfRows(rows, num_rows):
+            return _mean(rows, num_rows, table)
+        case Lerp(x_parts, weight, last):
+            require_cover(x_parts, table)
+            m_c = decoded(last, table)
+            return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c)
+        case ScaledLerp(x_parts, weight, last, factor_r, pieces):
+            require_cover(x_parts, table)
+            require_factors(factor_r, pieces, table)
+            factor_c = pieces.spread(factor_r)
+            m_c = decoded(last, table).div_(factor_c)
+            return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
+
+
 def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise) -> None:
     new_c = (c_c - _signed(_per_element(scale_b, table), c_c >= 0)) + z_c
     if _is_narrowed(c_c, table):
@@ -163,43 +142,18 @@ def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: R
     pack_signs(new_c, bits_B)
     out.bytes_B[_bytes_at(table)] = bits_B
     out.values_V[table.scale_at] = new_scale_b.masked_fill(~finite_b, torch.nan)
-    flag(table, out)
     scale_b.copy_(torch.where(finite_b, new_scale_b, scale_b))
     c_c.copy_(torch.where(_per_element(finite_b, table), new_c, c_c))
-
-
-def flag(table: BlockTable, out: RowMemory) -> None:
-    """Of each row of `out` that has blocks: 1 where all of its scales are finite, else 0. out: modified."""
-    bad_b = ~torch.isfinite(out.values_V[table.scale_at])
-    before = torch.nn.functional.pad(bad_b.cumsum(0), (1, 0))
-    bad_r, blocks_r = before[table.row_starts].diff(), table.row_starts.diff()
-    out.bytes_B[table.flag_at] = torch.where(blocks_r > 0, (bad_r == 0).to(torch.uint8), out.bytes_B[table.flag_at])
 
 
 def _is_narrowed(c_c: Tensor, table: BlockTable) -> bool:
     return c_c.dtype == torch.bfloat16 and table.live.dtype == torch.float32
 
 
-def _lerped(x_parts: Sequence[Tensor], weight: float, last: RowMemory, table: BlockTable) -> Tensor:
-    require_cover(x_parts, table)
-    m_c = decoded(last, table)
-    return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c)
-
-
 def _joined(x_parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """float[c] of all parts; from bfloat16 that is exact."""
     wide = [x_c.to(like.dtype) for x_c in x_parts]
     return wide[0] if len(wide) == 1 else torch.cat(wide)
-
-
-def _scaled(
-    x_parts: Sequence[Tensor], weight: float, last: RowMemory, factor_r: Tensor, pieces: Pieces, table: BlockTable
-) -> Tensor:
-    require_cover(x_parts, table)
-    require_factors(factor_r, pieces, table)
-    factor_c = pieces.spread(factor_r)
-    m_c = decoded(last, table).div_(factor_c)
-    return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
 
 
 def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from benchmarks.kernels import bench, traffic
 from benchmarks.kernels.cases import CORES, cases
 from benchmarks.kernels.chain import Chain
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Vector
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.fused_reference import PLAIN
 from thinwire.comm.layout import VectorLayout
 
 
@@ -29,7 +30,7 @@ def test_the_chain_does_what_the_kernels_do():
     table = BlockTable.of(VectorLayout.single(8192), 0, 8192, 4096, x)
     c, scale = torch.zeros(8192), torch.zeros(2)
     row = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), torch.float32)
-    fused_reference.encode_sum(c, scale, x, table, row)
+    PLAIN.encode(c, scale, Vector(x), table, row)
     row_scale = row.values_V[table.scale_at]
     assert torch.equal(chain._row[8:], row.bytes_B[table.bits_at[0] :])
     assert torch.allclose(chain._row[:8].view(torch.float32), row_scale)

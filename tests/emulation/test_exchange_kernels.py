@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.comm.kernels.cases import KERNELS, NOISE, POISON, WEIGHT, Case, assert_same, assert_same_floats, run
+from tests.comm.kernels.cases import KERNELS, NOISE, POISON, WEIGHT, Case, added, assert_same, assert_same_floats, run
 from tests.emulation.emulator import Emulator, kernels_in, require_compiler
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import narrow
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.cpu import CpuKernels
@@ -20,6 +20,7 @@ from thinwire.comm.kernels.cuda.kernels import CudaKernels
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.comm.kernels.cuda.tables import BLOCK, CUT, MOST_PARTS, PARTS
 from thinwire.comm.kernels.cuda.tables import NOISE as NOISES
+from thinwire.comm.kernels.fused_reference import PLAIN
 
 WIDE = [name for name in KERNELS if "scaled" in name or name == "decode"]
 """What knows no kept sums in bfloat16."""
@@ -67,7 +68,7 @@ SEEDS, RESIDENT = st.integers(0, 1000), st.sampled_from([1, 3])
 @settings(max_examples=5)
 @given(case=cases(most=1000), seed=SEEDS, resident=RESIDENT)
 def test_equal_to_the_reference_bit_for_bit(name, case, seed, resident):
-    assert_same(run(emulated(seed, resident), name, case), run(fused_reference, name, case))
+    assert_same(run(emulated(seed, resident), name, case), run(PLAIN, name, case))
 
 
 @pytest.mark.law
@@ -75,7 +76,7 @@ def test_equal_to_the_reference_bit_for_bit(name, case, seed, resident):
 @settings(max_examples=4)
 @given(case=cases(most=1000, sums=NARROW), seed=SEEDS, resident=RESIDENT)
 def test_sums_in_bfloat16_equal_the_reference_bit_for_bit(name, case, seed, resident):
-    assert_same(run(emulated(seed, resident), name, case), run(fused_reference, name, case))
+    assert_same(run(emulated(seed, resident), name, case), run(PLAIN, name, case))
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_equal_to_the_reference_bit_for_bit_on_larger_blocks(name, sums):
     @settings(max_examples=40)
     @given(case=cases(most=5000, sums=sums), seed=SEEDS, resident=RESIDENT)
     def every_case(case, seed, resident):
-        assert_same(run(emulated(seed, resident), name, case), run(fused_reference, name, case))
+        assert_same(run(emulated(seed, resident), name, case), run(PLAIN, name, case))
 
     every_case()
 
@@ -130,16 +131,15 @@ def test_gradients_are_read_where_they_lie_and_in_the_type_that_they_have(name, 
 
     def do(kernels, parts):
         other = case.clone()
-        c, s, last, out = other.slice("c"), other.scale(), other.wire("last"), other.wire("out")
-        factors = (case.factors, case.pieces) if "scaled" in name else ()
-        getattr(kernels, name)(c, s, parts, WEIGHT, last, *factors, other.table, out)
+        c, s, out = other.slice("c"), other.scale(), other.wire("out")
+        kernels.encode(c, s, added(name, other, parts), other.table, out)
         kernels.flag(other.table, out)
         return other
 
     for parts in ([moved, second, third], [moved, second.bfloat16(), odd], [case.slice("x").bfloat16()]):
         ours = emulated() if kernels == "emulated" else CpuKernels()
-        assert_same(do(ours, parts), do(fused_reference, [part.float() for part in parts]))
-        assert_same(do(fused_reference, parts), do(fused_reference, [part.float() for part in parts]))
+        assert_same(do(ours, parts), do(PLAIN, [part.float() for part in parts]))
+        assert_same(do(PLAIN, parts), do(PLAIN, [part.float() for part in parts]))
 
 
 def test_more_parts_than_a_launch_has_room_for_are_several_launches():
@@ -147,7 +147,7 @@ def test_more_parts_than_a_launch_has_room_for_are_several_launches():
     case = Case(sizes, [3, 1050], num_rows=1)
     launcher = Emulator(cuda.source())
     ends = list(range(8, case.numel, 8))
-    assert_same(run(CudaKernels(launcher), "encode_lerp", case, ends), run(fused_reference, "encode_lerp", case))
+    assert_same(run(CudaKernels(launcher), "encode_lerp", case, ends), run(PLAIN, "encode_lerp", case))
     assert launcher.launched == ["encode_lerp", "encode_lerp", "flag_rows"]
 
 
@@ -170,10 +170,10 @@ def test_nothing_is_allocated_after_the_first_call():
         last, out, rows, served = (case.wire(name) for name in ("last", "out", "rows", "served"))
         scaled = case.factors, case.pieces
         with Operations() as seen:
-            kernels.encode_sum(c, s, x, t, out)
-            kernels.encode_lerp(c, s, [x], WEIGHT, last, t, out)
-            kernels.encode_scaled(c, s, [x], WEIGHT, last, *scaled, t, out)
-            kernels.serve(c, s, rows, 2, case.chunk, served)
+            kernels.encode(c, s, Vector(x), t, out)
+            kernels.encode(c, s, Lerp([x], WEIGHT, last), t, out)
+            kernels.encode(c, s, ScaledLerp([x], WEIGHT, last, *scaled), t, out)
+            kernels.encode(c, s, MeanOfRows(rows, 2), case.chunk, served)
             kernels.flag(t, out)
             kernels.decode(last, t, x)
         return seen.names
@@ -197,7 +197,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("span", [(0, 152), (8, 144), (80, 88), (72, 72)])
 def test_what_is_read_of_any_span_is_that_part_of_the_whole(span):
     case = Case([64, 8, 80], [3, 70], num_rows=1, cuts=(2,))
-    whole = run(fused_reference, "decode", case).slice("out_c")
+    whole = run(PLAIN, "decode", case).slice("out_c")
     found = torch.full((span[1] - span[0],), 7.0)
     emulated().decode(case.wire("last"), BlockTable.over([(case.table, 0, 0)], *span), found)
     assert torch.equal(found, whole[slice(*span)])
@@ -208,12 +208,12 @@ def test_blocks_too_large_for_shared_memory_are_encoded_in_plain_torch(caplog):
     case, launcher = Case([12_296, 8], [], num_rows=1), Emulator(cuda.source())
     kernels = CudaKernels(launcher)
     for name in KERNELS:
-        assert_same(run(kernels, name, case), run(fused_reference, name, case))
+        assert_same(run(kernels, name, case), run(PLAIN, name, case))
     assert [name for name in launcher.launched if name != "flag_rows"] == ["decode"]
     assert caplog.text.count("blocks_in_plain_torch largest=12296 most=11904") == 1
     every = Case([cuda.LARGEST, 8], [], num_rows=1)
     for name in KERNELS:
-        assert_same(run(kernels, name, every), run(fused_reference, name, every))
+        assert_same(run(kernels, name, every), run(PLAIN, name, every))
     assert "serve" in launcher.launched
 
 
@@ -222,24 +222,28 @@ def test_what_does_not_fit_the_table_is_refused_before_anything_is_launched():
     kernels = CudaKernels(launcher)
     c, x, s, t, out = case.slice("c"), case.slice("x"), case.scale(), case.table, case.wire("out")
     with pytest.raises(ValueError, match=r"strides \(2,\) .* must be contiguous torch.float32"):
-        kernels.encode_sum(torch.zeros(128)[::2], s, x, t, out)
+        kernels.encode(torch.zeros(128)[::2], s, Vector(x), t, out)
     with pytest.raises(ValueError, match=r"shape \(56,\), .* of shape \(64,\)"):
-        kernels.encode_sum(c, s, x[:56], t, out)
+        kernels.encode(c, s, Vector(x[:56]), t, out)
     with pytest.raises(ValueError, match="at a multiple of 16"):
-        kernels.encode_sum(torch.zeros(65)[1:], s, x, t, out)
+        kernels.encode(torch.zeros(65)[1:], s, Vector(x), t, out)
     with pytest.raises(ValueError, match=r"of 16 bytes .* at least 24"):
-        kernels.encode_sum(c, s, x, t, RowMemory.of(out.bytes_B[:16], torch.float32))
+        kernels.encode(c, s, Vector(x), t, RowMemory.of(out.bytes_B[:16], torch.float32))
     with pytest.raises(ValueError, match="for reading only"):
-        kernels.encode_sum(c, s, x, BlockTable.over([(t, 0, 0)], 0, 64), out)
+        kernels.encode(c, s, Vector(x), BlockTable.over([(t, 0, 0)], 0, 64), out)
+    short = MeanOfRows(RowMemory.of(case.wire("rows").bytes_B[:48], torch.float32), 2)
     with pytest.raises(ValueError, match="2 rows in 48 bytes, of a table with 1 rows of 40"):
-        kernels.serve(c, s, RowMemory.of(case.wire("rows").bytes_B[:48], torch.float32), 2, case.chunk, out)
+        kernels.encode(c, s, short, case.chunk, case.wire("served"))
     for parts, told in (
         ([x[:32], x[32:]], "ends at 32 must end where a block does"),
         ([x.double()], r"torch.float64\[64\]"),
         ([x[:56]], "must cover 64 elements"),
     ):
         with pytest.raises(ValueError, match=told):
-            kernels.encode_lerp(c, s, parts, WEIGHT, case.wire("last"), t, out)
+            kernels.encode(c, s, Lerp(parts, WEIGHT, case.wire("last")), t, out)
+    z = ScaledLerp([x], WEIGHT, case.wire("last"), case.factors, case.pieces)
+    with pytest.raises(ValueError, match=r"vector of torch.bfloat16, .* must be contiguous torch.float32"):
+        kernels.encode(c.bfloat16(), s, z, t, out)
     assert launcher.launched == []
 
 

@@ -8,9 +8,10 @@ import torch
 from tests.comm.kernels.cases import WEIGHT, Case, assert_same, run
 from tests.emulation.emulator import Emulator, KernelFault, require_compiler
 from tests.emulation.planted import ALWAYS, FAULTS
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Lerp
 from thinwire.comm.kernels.cuda import kernels as cuda
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
+from thinwire.comm.kernels.fused_reference import PLAIN
 
 SIZES = [8, 72, 1024, 1000, 2056, 120]
 DEAD = [5, 77, 1100, 1101]
@@ -28,7 +29,8 @@ def lerp_of_parts(kernels, case):
     first, second, third = x.tensor_split(ends)
     shifted = torch.zeros(first.numel() + 1)[1:].copy_(first)
     parts = [shifted, second.bfloat16(), third.clone()]
-    kernels.encode_lerp(case.slice("c"), case.scale(), parts, WEIGHT, case.wire("last"), case.table, case.wire("out"))
+    z = Lerp(parts, WEIGHT, case.wire("last"))
+    kernels.encode(case.slice("c"), case.scale(), z, case.table, case.wire("out"))
     kernels.flag(case.table, case.wire("out"))
     return case
 
@@ -43,7 +45,7 @@ def what_is_found(source, kernel):
             case.slice(name).clamp_(-8, 8)
         case.slice("x")[1200] = case.poisonous("huge")
         try:
-            assert_same(do(CudaKernels(Emulator(source, seed, resident=3)), case), do(fused_reference, case))
+            assert_same(do(CudaKernels(Emulator(source, seed, resident=3)), case), do(PLAIN, case))
         except (KernelFault, AssertionError) as error:
             return str(error)
     return "nothing"

@@ -15,12 +15,13 @@ from tests.optim.kernels.test_lamb import Problem
 from thinwire.comm.codecs.int8 import Int8Codec
 from thinwire.comm.exchange.any_codec import CodecRows, KernelRows, rows_of
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import narrow
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import kernels_for
 from thinwire.comm.kernels.cpu import CpuKernels
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
+from thinwire.comm.kernels.fused_reference import PLAIN
 from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.optim.engine.momentum import OverFactors
 from thinwire.optim.kernels import updates
@@ -63,20 +64,20 @@ def case_of(seed, sums=None):
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_to_the_reference_on_the_cpu_bit_for_bit(name, seed, kernels):
     case = case_of(seed)
-    assert_same(on("cpu", run(kernels, name, on(GPU, case))), run(fused_reference, name, case))
+    assert_same(on("cpu", run(kernels, name, on(GPU, case))), run(PLAIN, name, case))
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if "scaled" not in name and name != "decode"])
 @pytest.mark.parametrize("seed", range(3))
 def test_sums_in_bfloat16_are_those_of_the_cpu_bit_for_bit(name, seed, kernels):
     case = case_of(seed, torch.bfloat16)
-    assert_same(on("cpu", run(kernels, name, on(GPU, case))), run(fused_reference, name, case))
+    assert_same(on("cpu", run(kernels, name, on(GPU, case))), run(PLAIN, name, case))
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16])
 def test_any_number_of_rows_is_served_as_on_the_cpu_bit_for_bit(num_rows, kernels):
     case = Case(BLOCKS, [5, 77, 30_000], num_rows=num_rows, seed=num_rows)
-    assert_same(on("cpu", run(kernels, "serve", on(GPU, case))), run(fused_reference, "serve", case))
+    assert_same(on("cpu", run(kernels, "serve", on(GPU, case))), run(PLAIN, "serve", case))
 
 
 @pytest.mark.parametrize("numel", [8, 2056, 1 << 20])
@@ -92,7 +93,7 @@ def test_numbers_are_rounded_as_on_the_cpu_bit_for_bit(numel, kernels):
 @pytest.mark.parametrize("name", KERNELS)
 def test_plain_torch_is_the_same_on_the_gpu_bit_for_bit(name):
     case = case_of(0)
-    assert_same(on("cpu", run(fused_reference, name, on(GPU, case))), run(fused_reference, name, case))
+    assert_same(on("cpu", run(PLAIN, name, on(GPU, case))), run(PLAIN, name, case))
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -129,11 +130,11 @@ def test_a_call_neither_waits_nor_allocates_after_the_first(kernels):
     last, out, rows, served = (case.wire(name) for name in ("last", "out", "rows", "served"))
 
     def every_kernel():
-        kernels.encode_sum(c, s, x, t, out)
-        kernels.encode_lerp(c, s, [x], WEIGHT, last, t, out)
-        kernels.encode_scaled(c, s, [x], WEIGHT, last, case.factors, case.pieces, t, out)
+        kernels.encode(c, s, Vector(x), t, out)
+        kernels.encode(c, s, Lerp([x], WEIGHT, last), t, out)
+        kernels.encode(c, s, ScaledLerp([x], WEIGHT, last, case.factors, case.pieces), t, out)
         kernels.flag(t, out)
-        kernels.serve(c, s, rows, 2, case.chunk, served)
+        kernels.encode(c, s, MeanOfRows(rows, 2), case.chunk, served)
         kernels.decode(last, t, x)
 
     every_kernel()

@@ -1,16 +1,14 @@
-"""The fused kernels on a GPU: choose.Kernels as launches of exchange.cu, whoever launches them.
+"""The fused kernels on a GPU: launches of exchange.cu, through any launcher.
 
-fused_reference says what each computes. Each call is one launch for all blocks of its table; serve launches one more,
-for the flags of the rows that it wrote. Those of rows that are sent are left to flag(): nobody reads them where all is
-finite. Nothing waits for the device, and nothing is allocated after a table's first call. A
-table whose largest block does not fit into the memory that threads share is encoded in plain torch, which computes the
-same.
+fused_reference says what each computes. Each call is one launch for all blocks of its table; with the mean of rows it
+is one more, for the flags of the rows that it wrote. Those of rows that are sent are left to flag(): nobody reads them
+where all is finite. Nothing waits for the device, and nothing is allocated after a table's first call. A table whose
+largest block does not fit into the memory that threads share is encoded in plain torch, which computes the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -18,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Added, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import NONE, WORD, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
-from thinwire.comm.kernels.choose import Kernels
 from thinwire.comm.kernels.cuda.launch import THREADS, Argument, Launcher
 from thinwire.comm.kernels.cuda.tables import CUT, CUT_FORM, NARROW, NOISE, NOISE_FORM, records_of, runs_of, structure
-from thinwire.comm.kernels.fused_reference import require_cover, require_factors, require_rows
+from thinwire.comm.kernels.fused_reference import Kernels, require_cover, require_factors, require_rows
 from thinwire.comm.layout import BYTE, round_up
 
 logger = logging.getLogger(__name__)
@@ -47,83 +44,50 @@ def source() -> str:
     return files(__package__).joinpath("exchange.cu").read_text(encoding="utf-8")
 
 
-class CudaKernels:
+class CudaKernels(Kernels):
     """Kernels for contiguous float32 vectors where this launcher launches; kept sums may be bfloat16."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    def encode_sum(
-        self, c_c: Tensor, scale_b: Tensor, x_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise = NONE
+    def encode(
+        self, c_c: Tensor, scale_b: Tensor, z: Added, table: BlockTable, out: RowMemory, noise: Noise = NONE
     ) -> None:
-        """As fused_reference.encode_sum."""
-        if (plain := _plain(table)) is not None:
-            return plain.encode_sum(c_c, scale_b, x_c, table, out, noise)
-        given = _sums(c_c, table), _scales(scale_b, table), _vector(x_c, table, alignment=1)
-        tail = *_blocks(table), *_written(out, table), _drawn(noise)
-        return self._run(_named("encode_sum", c_c), table, (*given, *tail), _shared_bytes(table))
+        """As Kernels.encode. With factors, c is float32. Parts may be bfloat16, each by itself."""
+        shared_bytes = _shared_bytes(table, MEANS if isinstance(z, MeanOfRows) else 0)
+        if shared_bytes > MOST_SHARED_BYTES:
+            _say_large(table.largest)
+            super().encode(c_c, scale_b, z, table, out, noise)
+            return
+        kept = _sums(c_c, table), _scales(scale_b, table)
+        written = *_blocks(table), *_written(out, table)
+        match z:
+            case Vector(x_c):
+                x_c = _vector(x_c, table, alignment=1)
+                self._run(_named("encode_sum", c_c), table, (*kept, x_c, *written, _drawn(noise)), shared_bytes)
+            case Lerp():
+                self._lerp(_named("encode_lerp", c_c), kept, z, table, (*written, _drawn(noise)), shared_bytes)
+            case ScaledLerp(_, _, _, factor_r, pieces):
+                _vector(c_c, table)  # there is no kernel for sums in bfloat16
+                tail, reads = (
+                    (_cut(factor_r, pieces, table), *written),
+                    (pieces.starts, pieces.first, pieces.run, factor_r),
+                )
+                self._lerp("encode_scaled", kept, z, table, tail, shared_bytes, reads)
+            case MeanOfRows(rows, num_rows):
+                kernel = _named("serve" if num_rows <= FEW else "serve_more", c_c)
+                collected = _collected(rows, num_rows, table)
+                self._run(kernel, table, (*kept, *collected, *written, _drawn(noise)), shared_bytes)
+                self.flag(table, out)
 
-    def encode_lerp(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        table: BlockTable,
-        out: RowMemory,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.encode_lerp. Parts may be bfloat16, each by itself."""
-        if (plain := _plain(table)) is not None:
-            return plain.encode_lerp(c_c, scale_b, x_parts, weight, last, table, out, noise)
-        given = _sums(c_c, table), _scales(scale_b, table)
-        tail = *_blocks(table), *_written(out, table), _drawn(noise)
-        kernel = _named("encode_lerp", c_c)
-        return self._lerp(kernel, given, x_parts, weight, last, table, tail, shared_bytes=_shared_bytes(table))
-
-    def encode_scaled(
-        self,
-        c_c: Tensor,
-        scale_b: Tensor,
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
-        factor_r: Tensor,
-        pieces: Pieces,
-        table: BlockTable,
-        out: RowMemory,
-    ) -> None:
-        """As fused_reference.encode_scaled. Parts may be bfloat16, each by itself."""
-        if (plain := _plain(table)) is not None:
-            return plain.encode_scaled(c_c, scale_b, x_parts, weight, last, factor_r, pieces, table, out)
-        given = _vector(c_c, table), _scales(scale_b, table)
-        tail = _cut(factor_r, pieces, table), *_blocks(table), *_written(out, table)
-        reads = pieces.starts, pieces.first, pieces.run, factor_r
-        shared_bytes = _shared_bytes(table)
-        return self._lerp("encode_scaled", given, x_parts, weight, last, table, tail, reads, shared_bytes=shared_bytes)
-
-    def serve(
-        self,
-        b_c: Tensor,
-        scale_b: Tensor,
-        rows: RowMemory,
-        num_rows: int,
-        table: BlockTable,
-        out: RowMemory,
-        noise: Noise = NONE,
-    ) -> None:
-        """As fused_reference.serve."""
-        if (plain := _plain(table, MEANS)) is not None:
-            return plain.serve(b_c, scale_b, rows, num_rows, table, out, noise)
-        given = _sums(b_c, table), _scales(scale_b, table), *_collected(rows, num_rows, table)
-        kernel = _named("serve" if num_rows <= FEW else "serve_more", b_c)
-        tail = *_blocks(table), *_written(out, table), _drawn(noise)
-        self._run(kernel, table, (*given, *tail), _shared_bytes(table, MEANS))
-        return self.flag(table, out)
+    def flag(self, table: BlockTable, out: RowMemory) -> None:
+        """As Kernels.flag."""
+        if table.num_blocks:
+            arguments = table.row_starts, table.flag_at, records_of(table).blocks, *_wire(out, table)
+            self._launcher.launch("flag_rows", table.flag_at.numel(), 0, arguments)
 
     def decode(self, rows: RowMemory, table: BlockTable, out_c: Tensor) -> None:
-        """As fused_reference.decode."""
+        """As Kernels.decode."""
         self._run("decode", table, (*_wire(rows, table), *_blocks(table), _vector(out_c, table)))
 
     def narrow(self, x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
@@ -141,43 +105,26 @@ class CudaKernels:
     def _lerp(
         self,
         kernel: str,
-        given: tuple[Argument, ...],
-        x_parts: Sequence[Tensor],
-        weight: float,
-        last: RowMemory,
+        kept: tuple[Argument, ...],
+        z: Lerp | ScaledLerp,
         table: BlockTable,
         tail: tuple[Argument, ...],
+        shared_bytes: int,
         reads: tuple[Tensor, ...] = (),
-        *,
-        shared_bytes: int = 0,
     ) -> None:
         """reads: what the tail has addresses of."""
-        require_cover(x_parts, table)
-        for part in x_parts:
+        require_cover(z.x_parts, table)
+        for part in z.x_parts:
             _require_part(part, table)
-        for run in runs_of(x_parts, table):
-            numbers = run.parts, np.uint32(run.first), np.float32(weight)
-            arguments = *given, *numbers, *_wire(last, table), *tail
+        for run in runs_of(z.x_parts, table):
+            numbers = run.parts, np.uint32(run.first), np.float32(z.weight)
+            arguments = *kept, *numbers, *_wire(z.last, table), *tail
             if run.blocks:
-                self._launcher.launch(kernel, run.blocks, shared_bytes, arguments, (*x_parts, *reads))
+                self._launcher.launch(kernel, run.blocks, shared_bytes, arguments, (*z.x_parts, *reads))
 
     def _run(self, kernel: str, table: BlockTable, arguments: tuple[Argument, ...], shared_bytes: int = 0) -> None:
         if table.num_blocks:
             self._launcher.launch(kernel, table.num_blocks, shared_bytes, arguments)
-
-    def flag(self, table: BlockTable, out: RowMemory) -> None:
-        """As Kernels.flag."""
-        if table.num_blocks:
-            arguments = table.row_starts, table.flag_at, records_of(table).blocks, *_wire(out, table)
-            self._launcher.launch("flag_rows", table.flag_at.numel(), 0, arguments)
-
-
-def _plain(table: BlockTable, before: int = 0) -> Kernels | None:
-    """What else encodes the blocks of this table, where they are too large. before: as _shared_bytes."""
-    if _shared_bytes(table, before) <= MOST_SHARED_BYTES:
-        return None
-    _say_large(table.largest)
-    return fused_reference
 
 
 LARGEST = (MOST_SHARED_BYTES // DTYPE.itemsize - TOLD - MEANS) // PADDED * PADDED

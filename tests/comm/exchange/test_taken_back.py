@@ -8,8 +8,9 @@ import torch
 from tests.comm.kernels.cases import NOISE, Case
 from thinwire.comm.exchange.memory import Kept
 from thinwire.comm.exchange.sign import PIECE, _take_back
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Vector
 from thinwire.comm.kernels.bf16 import unrounded
+from thinwire.comm.kernels.fused_reference import PLAIN
 
 pytestmark = pytest.mark.law
 
@@ -31,7 +32,7 @@ def encoded(poison, dtype=torch.float32, sums=None):
     for block, what in poison.items():
         before.slice("x")[block * BLOCK + 8] = before.poisonous(what)
     after = before.clone()
-    fused_reference.encode_sum(after.slice("c"), after.scale(), after.slice("x"), after.table, after.wire("out"), NOISE)
+    PLAIN.encode(after.slice("c"), after.scale(), Vector(after.slice("x")), after.table, after.wire("out"), NOISE)
     return before, after
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 
+from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import noise_of
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.layout import VectorLayout
@@ -125,21 +126,22 @@ def run(kernels, name, case, ends=()):
     case = case.clone()
     t, c, x, s = case.table, case.slice("c"), case.slice("x"), case.scale()
     parts = [part.clone() for part in x.tensor_split(ends)] if ends else [x]
-    match name:
-        case "encode_sum":
-            kernels.encode_sum(c, s, x, t, case.wire("out"), NOISE)
-        case "encode_lerp":
-            kernels.encode_lerp(c, s, parts, WEIGHT, case.wire("last"), t, case.wire("out"), NOISE)
-        case "encode_scaled":
-            last, out = case.wire("last"), case.wire("out")
-            kernels.encode_scaled(c, s, parts, WEIGHT, last, case.factors, case.pieces, t, out)
-        case "serve":
-            kernels.serve(c, s, case.wire("rows"), case.num_rows, case.chunk, case.wire("served"), NOISE)
-        case "decode":
-            kernels.decode(case.wire("last"), t, case.slice("out_c"))
-    if name.startswith("encode"):
+    if name == "decode":
+        kernels.decode(case.wire("last"), t, case.slice("out_c"))
+    elif name == "serve":
+        kernels.encode(c, s, MeanOfRows(case.wire("rows"), case.num_rows), case.chunk, case.wire("served"), NOISE)
+    else:
+        kernels.encode(c, s, added(name, case, parts), t, case.wire("out"), NOISE)
         kernels.flag(t, case.wire("out"))
     return case
+
+
+def added(name, case, parts):
+    """What the kernel of this name adds. parts: of x, end to end."""
+    if name == "encode_sum":
+        return Vector(*parts)
+    lerp = parts, WEIGHT, case.wire("last")
+    return Lerp(*lerp) if name == "encode_lerp" else ScaledLerp(*lerp, case.factors, case.pieces)
 
 
 KERNELS = ["encode_sum", "encode_lerp", "encode_scaled", "serve", "decode"]

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from thinwire.comm.kernels import choose, fused_reference
+from thinwire.comm.kernels import choose
 from thinwire.comm.kernels.choose import kernels_for, warm_up
 from thinwire.comm.kernels.cpu import CpuKernels
+from thinwire.comm.kernels.fused_reference import PLAIN
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ def test_vectors_on_the_cpu_get_compiled_kernels(dtype):
     ("device", "dtype"), [("meta", torch.float32), ("cuda", torch.float32), ("cpu", torch.bfloat16)]
 )
 def test_others_get_plain_torch(device, dtype):
-    assert kernels_for(torch.device(device), dtype) is fused_reference
+    assert kernels_for(torch.device(device), dtype) is PLAIN
 
 
 def test_without_what_launches_kernels_on_a_gpu_plain_torch_runs_and_the_log_says_why_once(caplog):
@@ -35,7 +36,7 @@ def test_without_what_launches_kernels_on_a_gpu_plain_torch_runs_and_the_log_say
         made.cache_clear()
     cuda = torch.device("cuda")
     assert choose.cuda_launcher(cuda, torch.float32, "") is None
-    assert kernels_for(cuda, torch.float32) is fused_reference
+    assert kernels_for(cuda, torch.float32) is PLAIN
     assert len(re.findall(r"cuda_kernels_missing reason=.* install=thinwire\[cuda1", caplog.text)) == 1
 
 

@@ -4,14 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.comm.kernels.cases import KERNELS, POISON, WEIGHT, Case, assert_same, run
 from tests.covering import every_value
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.cpu import CpuKernels
+from thinwire.comm.kernels.fused_reference import PLAIN
 
 pytestmark = pytest.mark.law
 
@@ -40,8 +41,7 @@ def cases(draw):
 @settings(max_examples=25, deadline=None)
 @given(case=cases())
 def test_equal_to_the_reference_bit_for_bit(name, case):
-    assume(case.sums is None or not name.endswith("scaled"))
-    assert_same(run(CpuKernels(), name, case), run(fused_reference, name, case))
+    assert_same(run(CpuKernels(), name, case), run(PLAIN, name, case))
 
 
 @every_value({"name": KERNELS, "threads": [2, 3, 7]})
@@ -51,14 +51,14 @@ def test_any_number_of_threads_gives_the_same(name, threads):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+@pytest.mark.parametrize("kernels", [PLAIN, CpuKernels()])
 def test_an_empty_bucket_is_left_alone(name, kernels):
     case = Case([], [], num_rows=2, cuts=(0,))
     assert_same(run(kernels, name, case), case)
 
 
 @pytest.mark.parametrize("name", ["encode_sum", "encode_lerp", "serve"])
-@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+@pytest.mark.parametrize("kernels", [PLAIN, CpuKernels()])
 def test_a_flag_says_whether_its_row_is_finite_and_stays_where_a_row_has_no_blocks(name, kernels):
     case = Case([64, 8, 4096, 16, 8], [3], num_rows=2, cuts=(2, 3, 5), poison={2: "huge"})
     table, wire = (case.chunk, "served") if name == "serve" else (case.table, "out")
@@ -70,7 +70,7 @@ def test_a_flag_says_whether_its_row_is_finite_and_stays_where_a_row_has_no_bloc
     assert after.bytes_B[table.flag_at].tolist() == ([0] if name == "serve" else [1, 0, 1, 7])
 
 
-@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+@pytest.mark.parametrize("kernels", [PLAIN, CpuKernels()])
 def test_a_bucket_is_its_chunks_one_after_the_other(kernels):
     """One call with the bucket's table does what a call a row does, each with a table of that row alone."""
     case = Case([8, 56, 4096, 72, 24], [3, 90], num_rows=1, cuts=(1, 3), poison={2: "nan"})
@@ -97,11 +97,11 @@ def views(case, elements, blocks, wire_bytes):
 
 
 def encode_and_decode(kernels, table, c, x, out_c, scale, last, out):
-    kernels.encode_lerp(c, scale, [x], WEIGHT, last, table, out)
+    kernels.encode(c, scale, Lerp([x], WEIGHT, last), table, out)
     kernels.decode(out, table, out_c)
 
 
-@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+@pytest.mark.parametrize("kernels", [PLAIN, CpuKernels()])
 @pytest.mark.parametrize("span", [(0, 304), (8, 296), (80, 88), (64, 200), (72, 72), (152, 304)])
 def test_what_is_read_of_any_span_is_that_part_of_the_whole(kernels, span):
     """Two buckets, the later one first in wire memory, read through one table."""
@@ -120,10 +120,10 @@ def test_torch_allocates_nothing():
     last, out, rows, served = (case.wire(name) for name in ("last", "out", "rows", "served"))
 
     def every_kernel():
-        kernels.encode_sum(c, s, x, t, out)
-        kernels.encode_lerp(c, s, [x], 0.1, last, t, out)
-        kernels.encode_scaled(c, s, [x], 0.1, last, case.factors, case.pieces, t, out)
-        kernels.serve(c, s, rows, 2, case.chunk, served)
+        kernels.encode(c, s, Vector(x), t, out)
+        kernels.encode(c, s, Lerp([x], 0.1, last), t, out)
+        kernels.encode(c, s, ScaledLerp([x], 0.1, last, case.factors, case.pieces), t, out)
+        kernels.encode(c, s, MeanOfRows(rows, 2), case.chunk, served)
         kernels.decode(last, t, x)
 
     every_kernel()
@@ -131,7 +131,7 @@ def test_torch_allocates_nothing():
         every_kernel()
     assert "[memory]" not in {event.name for event in profile.events()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        fused_reference.encode_sum(c, s, x, t, out)
+        PLAIN.encode(c, s, Vector(x), t, out)
     assert "[memory]" in {event.name for event in profile.events()}  # it would have been seen
 
 
@@ -139,27 +139,27 @@ def test_what_does_not_fit_the_table_is_refused_before_memory_is_touched():
     case, kernels = Case([64], [], num_rows=2), CpuKernels()
     c, x, s, t, out = case.slice("c"), case.slice("x"), case.scale(), case.table, case.wire("out")
     with pytest.raises(ValueError, match=r"strides \(2,\) must be contiguous torch.float32"):
-        kernels.encode_sum(torch.zeros(128)[::2], s, x, t, out)
+        kernels.encode(torch.zeros(128)[::2], s, Vector(x), t, out)
     with pytest.raises(ValueError, match=r"shape \(56,\) .* of shape \(64,\)"):
-        kernels.encode_sum(c, s, x[:56], t, out)
+        kernels.encode(c, s, Vector(x[:56]), t, out)
     with pytest.raises(ValueError, match=r"vector of torch.float64, .* must be contiguous torch.float32"):
-        kernels.encode_sum(c, s, x.double(), t, out)
+        kernels.encode(c, s, Vector(x.double()), t, out)
     with pytest.raises(ValueError, match=r"of 16 bytes .* at least 24"):
-        kernels.encode_sum(c, s, x, t, RowMemory.of(out.bytes_B[:16], torch.float32))
+        kernels.encode(c, s, Vector(x), t, RowMemory.of(out.bytes_B[:16], torch.float32))
     with pytest.raises(ValueError, match=r"torch[.]float64 must have at least 24 and be of torch[.]float32"):
-        kernels.encode_sum(c, s, x, t, RowMemory.of(out.bytes_B, torch.float64))
+        kernels.encode(c, s, Vector(x), t, RowMemory.of(out.bytes_B, torch.float64))
     with pytest.raises(ValueError, match="for reading only"):
-        kernels.encode_sum(c, s, x, BlockTable.over([(t, 0, 0)], 0, 64), out)
+        kernels.encode(c, s, Vector(x), BlockTable.over([(t, 0, 0)], 0, 64), out)
 
 
-@pytest.mark.parametrize("kernels", [fused_reference, CpuKernels()])
+@pytest.mark.parametrize("kernels", [PLAIN, CpuKernels()])
 def test_rows_that_are_not_those_of_one_chunk_are_refused(kernels):
     case = Case([32, 32], [], num_rows=3, cuts=(1,))
     c, s, rows, served = case.slice("c"), case.scale(), case.wire("rows"), case.wire("served")
     with pytest.raises(ValueError, match="2 rows in 120 bytes, of a table with 1 rows of 40"):
-        kernels.serve(c, s, rows, 2, case.chunk, served)
+        kernels.encode(c, s, MeanOfRows(rows, 2), case.chunk, served)
     with pytest.raises(ValueError, match="of a table with 2 rows of 16"):
-        kernels.serve(c, s, rows, 3, case.table, served)
+        kernels.encode(c, s, MeanOfRows(rows, 3), case.table, served)
 
 
 def test_no_threads_are_refused():
@@ -172,7 +172,7 @@ def test_no_threads_are_refused():
 def test_what_is_given_in_parts_is_read_as_one_that_is_whole(name, ends):
     case = Case([8, 56, 8, 8, 24, 4096], [3, 90], num_rows=1, poison={5: "nan"}, cuts=(3, 5))
     whole = run(CpuKernels(), name, case)
-    for kernels in (CpuKernels(), fused_reference):
+    for kernels in (CpuKernels(), PLAIN):
         assert_same(run(kernels, name, case, ends), whole)
 
 
@@ -180,7 +180,8 @@ def test_parts_that_do_not_fit_the_blocks_are_refused():
     case, kernels = Case([64, 64], [], num_rows=1), CpuKernels()
 
     def encode(kernels, *parts):
-        kernels.encode_lerp(case.slice("c"), case.scale(), parts, 0.1, case.wire("last"), case.table, case.wire("out"))
+        z = Lerp(parts, 0.1, case.wire("last"))
+        kernels.encode(case.slice("c"), case.scale(), z, case.table, case.wire("out"))
 
     with pytest.raises(ValueError, match="ends at 32 must end where a block does"):
         encode(kernels, torch.zeros(32), torch.zeros(96))
@@ -188,14 +189,14 @@ def test_parts_that_do_not_fit_the_blocks_are_refused():
         encode(kernels, torch.zeros(64), torch.zeros(64, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"strides \(2,\) must be a contiguous"):
         encode(kernels, torch.zeros(64), torch.zeros(128)[::2])
-    for either in (kernels, fused_reference):
+    for either in (kernels, PLAIN):
         with pytest.raises(ValueError, match="must cover 128 elements"):
             encode(either, torch.zeros(64), torch.zeros(56))
 
 
 def test_factors_that_do_not_fit_the_layout_are_refused():
     case = Case([64, 64], [], num_rows=1)
-    given = case.slice("c"), case.scale(), [case.slice("x")], 0.1, case.wire("last"), case.factors[:3], case.pieces
-    for kernels in (CpuKernels(), fused_reference):
+    z = ScaledLerp([case.slice("x")], 0.1, case.wire("last"), case.factors[:3], case.pieces)
+    for kernels in (CpuKernels(), PLAIN):
         with pytest.raises(ValueError, match=r"float32\[3\] must be contiguous torch.float32\[4\], one for each live"):
-            kernels.encode_scaled(*given, case.table, case.wire("out"))
+            kernels.encode(case.slice("c"), case.scale(), z, case.table, case.wire("out"))

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.comm.kernels.cases import WEIGHT, Case, run
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Vector
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.fused_reference import PLAIN, root
 from thinwire.comm.layout import VectorLayout
 
 pytestmark = pytest.mark.law
@@ -80,7 +81,7 @@ def lane_sum(x):
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 def test_encoding_is_its_definition_and_spares_blocks_that_are_not_finite(name, dtype):
     case = case_of(dtype, poison={1: "inf", 3: "huge", 5: "nan"} if name != "serve" else {})
-    after = run(fused_reference, name, case)
+    after = run(PLAIN, name, case)
     out_scale, out_bits = written(name, after)
     c, s = case.slice("c").numpy(), spread(case.scale(), case)
     new = (c - np.where(c >= 0, s, -s)) + given_to(name, case)
@@ -105,7 +106,7 @@ def test_decode_is_its_definition(dtype):
     case = case_of(dtype)
     scale_b, bits_B = case.said(case.wire("last"), case.table)
     m = spread(scale_b, case) * signs(bits_B).astype(case.slice("c").numpy().dtype)
-    decoded = run(fused_reference, "decode", case).slice("out_c").numpy()
+    decoded = run(PLAIN, "decode", case).slice("out_c").numpy()
     live = np.setdiff1d(np.arange(case.numel), DEAD)
     assert np.array_equal(decoded[live], m[live])
     assert not decoded[DEAD].any()
@@ -114,9 +115,7 @@ def test_decode_is_its_definition(dtype):
 def test_the_square_root_is_the_one_of_ieee_754():
     """torch's own is not, on CPUs. A root in float64, rounded to float32, is."""
     x = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 10
-    assert torch.equal(
-        fused_reference.root(x), torch.from_numpy(np.sqrt(x.numpy().astype(np.float64)).astype(np.float32))
-    )
+    assert torch.equal(root(x), torch.from_numpy(np.sqrt(x.numpy().astype(np.float64)).astype(np.float32)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -127,8 +126,8 @@ def test_narrow_floats_are_encoded_too(dtype):
     table = BlockTable.of(layout, 0, layout.numel, 256, x)
     c, scale, out = torch.zeros_like(x), x[:4].clone().zero_(), torch.zeros_like(x)
     row = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
-    fused_reference.encode_sum(c, scale, x, table, row)
+    PLAIN.encode(c, scale, Vector(x), table, row)
     assert torch.equal(c, x)
     assert row.bytes_B[0] == 1
-    fused_reference.decode(row, table, out)
+    PLAIN.decode(row, table, out)
     assert torch.equal(out >= 0, x >= 0)

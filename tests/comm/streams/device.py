@@ -309,10 +309,7 @@ def _does(access: Access) -> str:
 
 WRITES = {
     "flag": (1,),
-    "encode_sum": (0, 1, 4),
-    "encode_lerp": (0, 1, 6),
-    "encode_scaled": (0, 1, 8),
-    "serve": (0, 1, 5),
+    "encode": (0, 1, 4),
     "decode": (2,),
 }
 """Of each kernel, the arguments that it writes."""
@@ -338,6 +335,5 @@ class LateKernels:
 
 def _memory(given: Any) -> list[Tensor]:
     """What a kernel reads or writes of an argument. Tables never change."""
-    if hasattr(given, "bytes_B"):
-        return [given.bytes_B]
-    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    leaves = [getattr(leaf, "bytes_B", leaf) for leaf in tree_leaves(given)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

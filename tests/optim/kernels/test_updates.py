@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from thinwire.comm.kernels import fused_reference
+from thinwire.comm.kernels.added import Vector
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.fused_reference import PLAIN
 from thinwire.comm.kernels.threads import Threads
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
@@ -118,9 +119,9 @@ def test_receiving_rows_is_receiving_what_they_say_bit_for_bit(dtype, longest):
     table = BlockTable.from_spans([[(0, 16), (16, 200), (200, numel)]], dead, p)
     rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
     z[dead] = 0
-    fused_reference.encode_sum(torch.zeros_like(z), torch.zeros(3, dtype=dtype), z, table, rows)
+    PLAIN.encode(torch.zeros_like(z), torch.zeros(3, dtype=dtype), Vector(z), table, rows)
     said = torch.zeros_like(z)
-    fused_reference.decode(rows, table, said)
+    PLAIN.decode(rows, table, said)
     p2, m2, numbers, eps = p.clone(), m.clone(), (1.0, 0.25, longest, 0.999), 0.1
     for x in (p, p2, start, m, m2):
         x[dead] = 0
