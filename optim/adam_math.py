@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.bf16 import Noise, narrow
+from thinwire.comm.kernels.bf16 import Noise
+from thinwire.comm.kernels.choose import narrow
 from thinwire.comm.kernels.fused_reference import root
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates

@@ -43,7 +43,8 @@ from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Momentum, OverFactors
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.kernels.lamb import Bounds, Heard, descent_of, fits
+from thinwire.optim.kernels.heard import Bounds, Heard
+from thinwire.optim.kernels.lamb import descent_of, fits
 from thinwire.optim.lamb_math import BOUNDS, LambBounds, TensorSegments, tensor_segments
 from thinwire.optim.variance import sums
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions

@@ -6,5 +6,5 @@ added               what a kernel adds to kept sums: a vector, a momentum, one w
 cpu, cpu_loops      the same in numba, on the short vectors of `vectors` and the views of `arrays`; signs become bits in
                     cpu_loops._pack, 8 or 64 at a time
 blocks              where the blocks of a bucket lie, in its vector and in wire memory
-choose              which of them a vector gets
+choose              which of them a vector gets, and narrowing to bfloat16 by the one that it gets
 """

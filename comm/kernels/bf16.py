@@ -76,40 +76,6 @@ def unrounded(c_c: Tensor, noise: Noise) -> Tensor:
     return torch.where(c_c == 0, bits_c, before_c).to(torch.int32).view(torch.float32)
 
 
-PIECE = 1 << 20
-"""Elements for which there is scratch."""
-
-
-def narrow(x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
-    """out <- rounded(x): bfloat16[c] <- float32[c], contiguous, c a multiple of 8. out: modified."""
-    if x_c.device.type == "cpu":
-        _narrow_on_cpu(x_c, noise, out_c)
-        return
-    if _narrow_on_cuda(x_c, noise, out_c):
-        return
-    for at in range(0, x_c.numel(), PIECE):
-        part = x_c[at : at + PIECE]
-        out_c[at : at + PIECE].copy_(rounded(part, noise.at(noise.start + at)))
-
-
-def _narrow_on_cpu(x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
-    # Not at the top: importing numba takes half a second, which only vectors on a CPU need.
-    from thinwire.comm.kernels import bf16_loops
-
-    if x_c.dtype != torch.float32 or x_c.shape != out_c.shape or x_c.numel() % 8 or not x_c.is_contiguous():
-        raise ValueError(
-            f"{x_c.dtype}{list(x_c.shape)} into {out_c.dtype}{list(out_c.shape)}: must be a contiguous vector of "
-            "torch.float32, a multiple of 8 long, into one of torch.bfloat16 of the same length"
-        )
-    bf16_loops.narrow(x_c.numpy(), noise, out_c.view(torch.uint16).numpy())
-
-
-def _narrow_on_cuda(x_c: Tensor, noise: Noise, out_c: Tensor) -> bool:
-    from thinwire.comm.kernels.choose import narrow_on_cuda  # not at the top: it imports this module
-
-    return narrow_on_cuda(x_c, noise, out_c)
-
-
 def _mixed64(x: int) -> int:
     """SplitMix64's next number after x. [Steele, Lea, Flood 2014]"""
     x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF

@@ -2,7 +2,7 @@
 
 Most take the array that the numbers are kept in, and do nothing where that is no array of bfloat16: loops are then
 compiled as if they were not there. numba's cache looks at the file of the compiled function alone: after a change here,
-touch cpu_loops.py, bf16_loops.py and optim/kernels/loops.py.
+touch cpu_loops.py and optim/kernels/loops.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
-from thinwire.comm.kernels.bf16 import NONE, Noise, narrow
+from thinwire.comm.kernels.bf16 import NONE, Noise, rounded
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda.kernels import CudaKernels, source
@@ -21,6 +21,8 @@ from thinwire.comm.layout import BYTE, VectorLayout
 
 logger = logging.getLogger(__name__)
 CPU_DTYPES = (torch.float32, torch.float64)
+PIECE = 1 << 20
+"""Elements that are narrowed at a time in plain torch, for which there is scratch."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, threads: int = 1) -> Kernels:
@@ -35,12 +37,16 @@ def reads_narrow(device: torch.device, dtype: torch.dtype) -> bool:
     return _on_cuda(device, dtype) is not None
 
 
-def narrow_on_cuda(x_c: Tensor, noise: Noise, out_c: Tensor) -> bool:
-    """bf16.narrow by a kernel, where there is one: else nothing is done."""
-    kernels = _on_cuda(x_c.device, x_c.dtype)
-    if kernels is not None:
+def narrow(x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
+    """out <- bf16.rounded(x): bfloat16[c] <- float32[c], contiguous, c a multiple of 8. out: modified."""
+    if x_c.device.type == "cpu":
+        _narrow_on_cpu(x_c, noise, out_c)
+    elif (kernels := _on_cuda(x_c.device, x_c.dtype)) is not None:
         kernels.narrow(x_c, noise, out_c)
-    return kernels is not None
+    else:
+        for at in range(0, x_c.numel(), PIECE):
+            part = x_c[at : at + PIECE]
+            out_c[at : at + PIECE].copy_(rounded(part, noise.at(noise.start + at)))
 
 
 @cache
@@ -133,3 +139,14 @@ def _on_cpu(threads: int) -> Kernels:
     from thinwire.comm.kernels.cpu import CpuKernels
 
     return CpuKernels(threads)
+
+
+def _narrow_on_cpu(x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
+    from thinwire.comm.kernels import cpu_loops  # not at the top: as above
+
+    if x_c.dtype != torch.float32 or x_c.shape != out_c.shape or x_c.numel() % BYTE or not x_c.is_contiguous():
+        raise ValueError(
+            f"{x_c.dtype}{list(x_c.shape)} into {out_c.dtype}{list(out_c.shape)}: must be a contiguous vector of "
+            "torch.float32, a multiple of 8 long, into one of torch.bfloat16 of the same length"
+        )
+    cpu_loops.narrow(x_c.numpy(), noise, out_c.view(torch.uint16).numpy())

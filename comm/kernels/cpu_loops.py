@@ -7,6 +7,8 @@ Kept sums may be bfloat16 beside vectors of float32, as arrays of uint16 (vector
 
 A block is read from memory once. Its new sums are formed in `new`, scratch that stays in the cache, because whether
 they may be written is known only when all of them have been squared and added; then they are packed, and copied.
+
+Last the loops of what is asked of kept sums now and then: largest.py, left_out.py and choose.narrow.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 
 from thinwire.comm.kernels.arrays import Blocks, Collected, Cut, Rows
 from thinwire.comm.kernels.bf16 import Noise
-from thinwire.comm.kernels.bf16_vectors import rounded8
+from thinwire.comm.kernels.bf16_vectors import rounded8, rounded8_any
 from thinwire.comm.kernels.compiled import Array, compiled
 from thinwire.comm.kernels.vectors import (
     BYTE,
@@ -189,6 +191,42 @@ def write_flags(blocks: Blocks, out: Rows) -> None:
             for block in range(first, stop):
                 finite &= np.isfinite(out.values[blocks.scale_at[block]])
             out.bytes[blocks.flag_at[row]] = finite
+
+
+@compiled
+def narrow(x: Array, noise: Noise, out: Array) -> None:
+    """out <- bf16.rounded(x)."""
+    for at in range(0, x.size, BYTE):
+        store(out, at, rounded8_any(load8(x, at), noise, at))
+
+
+@compiled
+def pick(c: Array, scale: Array, starts: Array, bound: float, at: Array, error: Array) -> int:
+    """Write positions and errors of those that reach the bound, while there is room; how many they are."""
+    found = 0
+    for block in range(scale.size):
+        s = scale[block]
+        for i in range(starts[block], starts[block + 1]):
+            size = abs(c[i]) - s
+            if abs(size) >= bound and c[i] != 0:
+                if found == at.size:
+                    return found
+                at[found] = i
+                error[found] = size if c[i] > 0 else -size
+                found += 1
+    return found
+
+
+@compiled
+def left_out(c: Array, scale: Array, starts: Array, dead: Array, out: Array) -> None:
+    """out <- c - s sgn(c), and c where dead. out may be c."""
+    kept = c[dead]
+    for block in range(scale.size):
+        s = scale[block]
+        for i in range(starts[block], starts[block + 1]):
+            out[i] = c[i] - s if c[i] >= 0 else c[i] + s
+    for k in range(dead.size):
+        out[dead[k]] = kept[k]
 
 
 @compiled

@@ -37,7 +37,7 @@ def reference(sum_c: Tensor, scale_b: Tensor, table: BlockTable, bound: float, m
 def _on_cpu(sum_c: Tensor, scale_b: Tensor, table: BlockTable, bound: float, most: int) -> tuple[Tensor, Tensor]:
     # Not at the top: importing numba takes half a second, which only vectors on a CPU need.
     from thinwire.comm.kernels.arrays import blocks_of, scales_of, values_of
-    from thinwire.comm.kernels.largest_loops import pick
+    from thinwire.comm.kernels.cpu_loops import pick
 
     at_k, error_k = torch.empty(most, dtype=torch.int64), sum_c.new_empty(most)
     sums: Array = values_of(sum_c, table)

@@ -24,7 +24,7 @@ def left_out_(sum_c: Tensor, scale_b: Tensor, table: BlockTable, out_c: Tensor) 
     if sum_c.device.type == "cpu" and sum_c.dtype == out_c.dtype and sum_c.dtype in (torch.float32, torch.float64):
         # Not at the top: importing numba takes half a second, which only vectors on a CPU need.
         from thinwire.comm.kernels.arrays import blocks_of, scales_of, values_of
-        from thinwire.comm.kernels.left_out_loops import left_out
+        from thinwire.comm.kernels.cpu_loops import left_out
 
         blocks = blocks_of(table)
         left_out(

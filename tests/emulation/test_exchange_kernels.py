@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.comm.kernels.cases import KERNELS, NOISE, POISON, WEIGHT, Case, added, assert_same, assert_same_floats, run
 from tests.emulation.emulator import Emulator, kernels_in, require_compiler
 from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
-from thinwire.comm.kernels.bf16 import narrow
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.choose import narrow
 from thinwire.comm.kernels.cpu import CpuKernels
 from thinwire.comm.kernels.cuda import kernels as cuda
 from thinwire.comm.kernels.cuda.kernels import CudaKernels

@@ -16,9 +16,8 @@ from thinwire.comm.codecs.int8 import Int8Codec
 from thinwire.comm.exchange.any_codec import CodecRows, KernelRows, rows_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
-from thinwire.comm.kernels.bf16 import narrow
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.choose import kernels_for
+from thinwire.comm.kernels.choose import kernels_for, narrow
 from thinwire.comm.kernels.cpu import CpuKernels
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
 from thinwire.comm.kernels.fused_reference import PLAIN

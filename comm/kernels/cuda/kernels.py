@@ -91,7 +91,7 @@ class CudaKernels(Kernels):
         self._run("decode", table, (*_wire(rows, table), *_blocks(table), _vector(out_c, table)))
 
     def narrow(self, x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
-        """As bf16.narrow. Raises: ValueError where they are no multiple of 8 long, or not aligned."""
+        """As choose.narrow. Raises: ValueError where they are no multiple of 8 long, or not aligned."""
         fits = x_c.dtype == DTYPE and out_c.dtype == NARROW and x_c.shape == out_c.shape and not len(x_c) % BYTE
         if not fits or x_c.data_ptr() % ALIGNMENT or out_c.data_ptr() % ALIGNMENT:
             raise ValueError(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from math import isfinite
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,9 +22,7 @@ from thinwire.comm.kernels.cuda.launch import THREADS, Argument, Launcher, Struc
 from thinwire.comm.kernels.cuda.tables import records_of
 from thinwire.comm.layout import BYTE, Span
 from thinwire.optim.engine.hyperparameters import AdamHyper
-
-if TYPE_CHECKING:  # they import this module
-    from thinwire.optim.kernels.lamb import Bounds, Heard
+from thinwire.optim.kernels.heard import Bounds, Heard
 
 TILE = 1 << 12
 """Elements whose sums are formed by themselves, as on a CPU."""

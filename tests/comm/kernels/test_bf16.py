@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from thinwire.comm.kernels.bf16 import LARGEST, Noise, drawn, narrow, noise_of, rounded, unrounded
+from thinwire.comm.kernels.bf16 import LARGEST, Noise, drawn, noise_of, rounded, unrounded
+from thinwire.comm.kernels.choose import narrow
 
 DRAWS = 1 << 14
 NUMBERS = [

@@ -44,11 +44,12 @@ def test_warming_up_leaves_nothing_to_compile():
     from thinwire.comm.kernels import cpu_loops
 
     warm_up(torch.float32)
+    warm_up(torch.float32, torch.bfloat16)
     warm_up(torch.bfloat16)
     compiled = [
         f for f in vars(cpu_loops).values() if hasattr(f, "nopython_signatures") and not f.__name__.startswith("_")
     ]
-    assert len(compiled) == 6
+    assert len(compiled) == 9
     before = [len(f.nopython_signatures) for f in compiled]
     assert min(before) >= 1
     warm_up(torch.float32)
