@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.engine.shares import KEY, Share, is_share, read
+from thinwire.optim.engine.share import KEY, Share, is_share, read
 
 logger = logging.getLogger(__name__)
 

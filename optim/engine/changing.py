@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,32 +21,30 @@ from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.parameters import compute_dtype, describe, is_trained, refuse_other_models, send_frozen_
+from thinwire.optim.engine.protocol import OptimizerLike
 from thinwire.optim.engine.relayout import lay_out_anew, trained_ids
 from thinwire.optim.engine.replicas import settings
 from thinwire.optim.engine.state import show_state
 
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.optimizer import FlatOptimizer
 
-
-def is_laid_out(optimizer: FlatOptimizer[Any]) -> bool:
+def is_laid_out(optimizer: OptimizerLike) -> bool:
     """Are the parameters that are trained now those that the flat vectors are of?"""
     return trained_ids(optimizer.param_groups) == optimizer.laid_out
 
 
-def others(optimizer: FlatOptimizer[Any]) -> list[Tensor]:
+def others(optimizer: OptimizerLike) -> list[Tensor]:
     """The parameters that are not in the flat vectors: frozen, or to join at the next step."""
     inside = {id(tensor.param) for tensor in optimizer.space.tensors}
     return [param for group in optimizer.param_groups for param in group["params"] if id(param) not in inside]
 
 
-def send_frozen(optimizer: FlatOptimizer[Any], groups: Sequence[dict[str, Any]]) -> None:
+def send_frozen(optimizer: OptimizerLike, groups: Sequence[dict[str, Any]]) -> None:
     """The frozen parameters of these groups <- rank 0's. Collective."""
     for param in (param for group in groups for param in group["params"] if not is_trained(param)):
         send_frozen_(optimizer.group, param, optimizer.space.p_N.device)
 
 
-def refuse_mismatch(optimizer: FlatOptimizer[Any], call: str, more: Sequence[str] = ()) -> None:
+def refuse_mismatch(optimizer: OptimizerLike, call: str, more: Sequence[str] = ()) -> None:
     """Compare over all ranks what is trained, and how. Collective. Raises: as parameters.refuse_other_models."""
     sizes = f"codec {codec_text(optimizer.codec)} and buckets of {optimizer.bucket_elements}"
     every = [param for group in optimizer.param_groups for param in group["params"]]
@@ -64,7 +62,7 @@ def refuse_mismatch(optimizer: FlatOptimizer[Any], call: str, more: Sequence[str
     refuse_other_models(optimizer.group, f"an optimizer's {call}", lines, device)
 
 
-def lay_out(optimizer: FlatOptimizer[Any], call: str) -> None:
+def lay_out(optimizer: OptimizerLike, call: str) -> None:
     """Space, exchange and state for the groups as they are. Collective. Raises before any parameter is touched."""
     for param_group in optimizer.param_groups:
         optimizer.check_group(param_group)
@@ -81,9 +79,7 @@ def lay_out(optimizer: FlatOptimizer[Any], call: str) -> None:
     optimizer.equalise_buffers()
 
 
-def add_group(
-    optimizer: FlatOptimizer[Any], param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]
-) -> None:
+def add_group(optimizer: OptimizerLike, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:
     """Lay out vectors and exchange anew, with one group more. add: torch.optim's. Collective.
 
     Raises: ValueError, PeerLost, WireMismatch; then the groups are as before.
@@ -106,7 +102,7 @@ def add_group(
         raise
 
 
-def connect(optimizer: FlatOptimizer[Any], group: Group, bucket_elements: int) -> None:
+def connect(optimizer: OptimizerLike, group: Group, bucket_elements: int) -> None:
     """Exchange with other ranks from here on, with empty vectors: for optim.regroup, which fills them. Collective.
 
     Raises: PeerLost, WireMismatch; then everything is as before.
@@ -124,7 +120,7 @@ def connect(optimizer: FlatOptimizer[Any], group: Group, bucket_elements: int) -
 
 
 @contextmanager
-def awaiting_vectors(optimizer: FlatOptimizer[Any]) -> Iterator[None]:
+def awaiting_vectors(optimizer: OptimizerLike) -> Iterator[None]:
     """Inside, replicated vectors of a new state are to be replaced before they are written (new_vector)."""
     optimizer.awaits_vectors = True
     try:
@@ -133,14 +129,14 @@ def awaiting_vectors(optimizer: FlatOptimizer[Any]) -> Iterator[None]:
         optimizer.awaits_vectors = False
 
 
-def go_on_with_trained(optimizer: FlatOptimizer[Any], call: str) -> None:
+def go_on_with_trained(optimizer: OptimizerLike, call: str) -> None:
     """Go on with the parameters that are trained now. Collective. Raises: as relayout.lay_out_anew."""
     refuse_mismatch(optimizer, call)
     compute_dtype(optimizer.param_groups)
     lay_out_anew(optimizer)
 
 
-def show(optimizer: FlatOptimizer[Any]) -> None:
+def show(optimizer: OptimizerLike) -> None:
     """Let `state` show vectors and step counts as they are laid out now, and what was set aside."""
     steps = optimizer.num_steps
     optimizer.shown_steps = {

@@ -7,17 +7,14 @@ that does not fit is the error, so that a later one may rely on those before it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.optim.engine.parameters import LOW_PRECISION
 from thinwire.optim.engine.places import FlatTensor
-
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 Row = tuple[str, object, bool, str]
 """Where, what is there (ABSENT: nothing to be shown), whether it fits, what is needed."""
@@ -112,9 +109,13 @@ def variance(v_N: Tensor | None) -> Iterator[Row]:
     yield f"vectors['v_N'] with {damaged} values that are NaN or below 0", ABSENT, not damaged, why
 
 
-def merged_groups(optimizer: FlatOptimizer[Any], theirs: Any) -> list[dict[str, Any]]:
-    """The parameter groups as they would be with the loaded hyperparameters: new dicts. Raises: ValueError."""
-    mine = optimizer.param_groups
+def merged_groups(
+    mine: Sequence[dict[str, Any]], check_group: Callable[[dict[str, Any]], None], theirs: Any
+) -> list[dict[str, Any]]:
+    """The parameter groups as they would be with the loaded hyperparameters: new dicts. Raises: ValueError.
+
+    check_group: refuses hyperparameters out of range.
+    """
     fits = isinstance(theirs, list | tuple) and len(theirs) == len(mine)
     found = len(theirs) if isinstance(theirs, list | tuple) else theirs
     refuse([("param_groups", found, fits, f"this optimizer needs a list of {len(mine)}")])
@@ -128,7 +129,7 @@ def merged_groups(optimizer: FlatOptimizer[Any], theirs: Any) -> list[dict[str, 
         kept = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
         turned = {key: tuple(kept[key]) for key in kept if isinstance(group.get(key), tuple)}  # JSON has lists alone
         merged.append({**group, **copy.deepcopy({**kept, **turned})})
-        optimizer.check_group(merged[-1])
+        check_group(merged[-1])
     return merged
 
 

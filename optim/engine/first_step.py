@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,8 @@ from torch import Tensor
 from thinwire.comm.codecs.int8 import DEFAULT_RUN as RUN
 from thinwire.comm.kernels.int8_reference import LEVELS
 from thinwire.comm.kernels.peak import peak
-from thinwire.comm.protocol import FullWire
+from thinwire.comm.protocol import FullWire, Group
 from thinwire.optim.engine.schedule import StepPlan, Wire
-
-if TYPE_CHECKING:
-    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -33,27 +30,29 @@ SAMPLED = 1 << 16
 class FirstStep:
     """What is looked at once, of one optimizer that is not laid out yet: its gradients are as they were found."""
 
-    def __init__(self, optimizer: FlatOptimizer[Any]) -> None:
-        self._looks = optimizer.group.rank == 0
+    def __init__(self, group: Group, param_groups: list[dict[str, Any]]) -> None:
+        self._looks, self._size = group.rank == 0, group.size
         self._compares = False
         """Is the gradient of each step compared with its mean, until one has a mean? A step may be left out."""
         self._own: tuple[Tensor, Tensor] | None = None
         """Elements of this rank's gradient, and how far the mean of the same from all ranks may be from each."""
         if self._looks:
-            _watch_left_gradients(optimizer.param_groups)
+            _watch_left_gradients(param_groups)
 
-    def look(self, optimizer: FlatOptimizer[Any], plan: StepPlan) -> None:
-        """Before the exchange of a step: keep a part of this rank's gradient, where it is the first. Local."""
+    def look(self, plan: StepPlan, g_N: Tensor, wire: FullWire, *, has_sent: bool) -> None:
+        """Before the exchange of a step: keep a part of this rank's gradient, where it is the first. Local.
+
+        wire: how the mean is sent. has_sent: has backward sent a part of the gradient already?
+        """
         if self._looks:
             self._looks = False
-            self._compares = plan.gradient is Wire.FULL and optimizer.group.size > 1
+            self._compares = plan.gradient is Wire.FULL and self._size > 1
         self._own = None
         # What backward has sent lies in g as the mean already. The first step never overlaps; one after it, where that
         # was left out, may.
-        self._compares = self._compares and not optimizer.overlap.has_launched
+        self._compares = self._compares and not has_sent
         if self._compares and plan.gradient is Wire.FULL:
-            g_N = optimizer.space.g_N
-            self._own = _sample(g_N).clone(), _rounding(g_N, optimizer.mean_wire)
+            self._own = _sample(g_N).clone(), _rounding(g_N, wire)
 
     def look_at_mean(self, g_N: Tensor) -> None:
         """After the exchange in full of that step, before the mean is shortened: is it what this rank had? Local."""

@@ -21,8 +21,7 @@ from torch import Tensor
 from thinwire.comm.protocol import Group, Relaying
 from thinwire.optim.engine.momentum import InRows, tensors_of
 from thinwire.optim.engine.optimizer import FlatOptimizer
-from thinwire.optim.engine.state import is_field, move, part, put, sizes
-from thinwire.optim.engine.tensor_states import TensorState
+from thinwire.optim.engine.state import TensorState, is_field, move, part, put, sizes
 
 PARAMETERS = "parameters_N"
 PIECE = 1 << 18

@@ -13,22 +13,18 @@ left out as under DDP. So what all have decided is written where update() looks.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.optimizer import FlatOptimizer
 
-
-def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
+def is_scaled(optimizer: object) -> bool:
     """Is a GradScaler calling step() now?"""
     return hasattr(optimizer, "found_inf")
 
 
-def unscale_(g_N: Tensor, optimizer: torch.optim.Optimizer) -> None:
+def unscale_(g_N: Tensor, optimizer: object) -> None:
     """g <- the gradient as it is without a scaler, not finite where the scaler has found so. Does not wait.
 
     found_inf counts even where clipping by hand has made the gradient finite again. Element 0 is always live.
@@ -40,15 +36,11 @@ def unscale_(g_N: Tensor, optimizer: torch.optim.Optimizer) -> None:
         g_N[:1].masked_fill_(found_inf.to(g_N.device, non_blocking=True) > 0, torch.nan)
 
 
-def tell_scaler(optimizer: FlatOptimizer[Any], *, left_out: bool) -> None:
-    """Let the scaler that is calling step(), if one is, lower its scale where all ranks leave the step out, and only
+def tell_scaler(optimizer: object, *, left_out: bool) -> None:
+    """Let the scaler that is calling step() lower its scale where all ranks leave the step out, and only
     there. It gives the optimizer a copy of what it has found and not itself, so it is looked for among the callers. A
-    scaler that is not torch's keeps what it has found. optimizer.owes_scaler: between two steps all have found a
-    gradient not to be finite, and no scaler knows. Does not wait.
+    scaler that is not torch's keeps what it has found. Does not wait.
     """
-    if not hasattr(optimizer, "found_inf"):
-        return
-    left_out, optimizer.owes_scaler = left_out or optimizer.owes_scaler, False
     frame = sys._getframe()
     while frame.f_code is not GradScaler.step.__code__:
         if frame.f_back is None:
@@ -59,7 +51,7 @@ def tell_scaler(optimizer: FlatOptimizer[Any], *, left_out: bool) -> None:
         found_inf.fill_(float(left_out))
 
 
-def forget_scaler(optimizer: torch.optim.Optimizer) -> None:
+def forget_scaler(optimizer: object) -> None:
     """Remove what a scaler has left when step() raised: it would have removed it after the call, and adds to it."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)

@@ -28,26 +28,23 @@ from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.protocol import Codec, FullWire, Group
 from thinwire.contract.hyperparameters import ADAM
-from thinwire.optim.engine import changing, saving, shares, state_dicts, stepping
+from thinwire.optim.engine import changing, saving, state_dicts, stepping
 from thinwire.optim.engine.ages import Age, runs_of
 from thinwire.optim.engine.buffers import Buffers
-from thinwire.optim.engine.claims import refuse_wrapped
 from thinwire.optim.engine.exchanges import Exchange, mean_gradient
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
 from thinwire.optim.engine.loss_scaling import forget_scaler
-from thinwire.optim.engine.memory import bytes_per_parameter
-from thinwire.optim.engine.options import CheckedOptions, Options, Saves, bucket_of
+from thinwire.optim.engine.options import CheckedOptions, Options, Saves, bucket_of, refuse_wrapped
 from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import without_gradient
 from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
-from thinwire.optim.engine.state import is_field, put, replicated, sizes
-from thinwire.optim.engine.tensor_states import TensorState
-from thinwire.optim.engine.undone import heeded
+from thinwire.optim.engine.share import Loaded
+from thinwire.optim.engine.state import TensorState, bytes_per_parameter, is_field, put, replicated, sizes
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +86,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
     """What a tensor that was never trained begins with, by field, where that is not 0."""
 
     undone: Callable[[CommError], None] | None = None
-    """Who is told of a step that was lost, in place of the caller of step() and zero_grad() (optim.engine.undone)."""
+    """Who is told of a step that was lost, in place of the caller of step() and zero_grad() (stepping.heeded)."""
 
     error_lost: dict[str, float] | None = None
     """What the last regroup() after a death has lost of the error memory; None before one."""
@@ -120,12 +117,12 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.num_steps = 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
-        self.loaded: shares.Loaded | None = None
+        self.loaded: Loaded | None = None
         self.group = given_or_default(checked.group)
         self.calls = calls_of(self.group)
         if self.model is not None:
             refuse_wrapped(self.model, self.param_groups)
-        self.first = FirstStep(self)
+        self.first = FirstStep(self.group, self.param_groups)
         with self.calling("__init__()"):
             changing.lay_out(self, "__init__()")
 
@@ -439,7 +436,7 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with heeded(self):
+        with stepping.heeded(self):
             try:
                 with self.calling(f"step() {self.num_steps + 1}"):
                     stepping.step(self)
@@ -509,7 +506,9 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             "full_exchange": self.full_exchange,
             "topology": self.reduce.topology,
             "steps_skipped": self.steps_skipped,
-            "bytes_per_parameter": bytes_per_parameter(self),
+            "bytes_per_parameter": bytes_per_parameter(
+                self.space, [self.vectors, self.reduce, self.handed_over, list(self.frozen_states.values())]
+            ),
             **({"overlapped": self.overlap.told()} if self.overlaps else {}),
             **(self.error_lost or {}),
             **({} if self.model is None else {"buffer_bytes": self.buffers.given_bytes}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
@@ -20,6 +20,10 @@ NonFinite = Literal["raise", "skip"]
 
 Saves = Literal["together", "rank"]
 """What state_dict() gives: all of the state, so that every rank must call it, or this rank's share of it."""
+DDP = ("torch", "DistributedDataParallel")
+SHARDING = {("torch", "FullyShardedDataParallel"), ("torch", "FSDPModule"), ("deepspeed", "DeepSpeedEngine")}
+LOCAL = "local"
+"""What integrations.ddp.keep_gradients_local writes as `thinwire_gradients`: this wrapper sends no gradient."""
 
 
 class Options(TypedDict, total=False):
@@ -95,3 +99,32 @@ def bucket_of(params: Iterable[Tensor]) -> int:
     """Elements of a bucket for these parameters, where none were asked for."""
     known = [param for param in params if not is_lazy(param)]  # those are refused where vectors are laid out
     return default_bucket(sum(param.numel() for param in known), any(param.device.type == "cuda" for param in known))
+
+
+def refuse_wrapped(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
+    """Raises: ValueError for a model= with a wrapper that exchanges gradients, or that has none of these parameters.
+
+    Wrappers are known by the names of their classes, so that nothing is imported for it. What can only be seen by
+    training is in first_step.py.
+    """
+    for name, module in model.named_modules():
+        cls = type(module).__name__
+        classes = {(str(base.__module__).split(".")[0], base.__name__) for base in type(module).__mro__}
+        where = f"model = {cls}" if not name else f"model.{name} is a {cls}"
+        if DDP in classes and getattr(module, "thinwire_gradients", None) != LOCAL:
+            raise ValueError(
+                f"{where}, whose gradients would be exchanged twice: leave `DistributedDataParallel(model)` out and "
+                "pass and train the model itself; where a trainer insists on it, call "
+                "thinwire.integrations.ddp.keep_gradients_local(model) first"
+            )
+        if classes & SHARDING:
+            raise ValueError(
+                f"{where}, which leaves a part of the model on each rank, and the optimizer needs the whole on every "
+                "rank: leave it out, and pass and train the model itself"
+            )
+    ours = {id(param) for group in param_groups for param in group["params"]}
+    if not any(id(param) in ours for param in model.parameters()):
+        raise ValueError(
+            f"model = {type(model).__name__} has none of the parameters that were given: pass the module that is "
+            "trained, not a copy of it, OneBitAdam(model.parameters(), model=model)"
+        )

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.optim.engine.places import FlatTensor
 
@@ -26,14 +25,14 @@ OF_ONE_ATTRIBUTE = sys.getrefcount(_held.param)
 """What sys.getrefcount(x.param) says of something that nothing else refers to: the attribute, and its own argument."""
 
 
-def refuse_orphans(tensors: Sequence[FlatTensor], optimizer: Optimizer) -> None:
-    """tensors: those of the optimizer without a new gradient.
+def refuse_orphans(tensors: Sequence[FlatTensor], state: Mapping[Tensor, Any]) -> None:
+    """tensors: those of the optimizer without a new gradient. state: its own.
 
     Raises: RuntimeError naming the first that nothing else holds, with what to do.
     """
     for one in tensors:
         # Its own: an attribute of FlatTensor, an entry of a group's list, and a key of the state.
-        own = OF_ONE_ATTRIBUTE + 1 + (one.param in optimizer.state)
+        own = OF_ONE_ATTRIBUTE + 1 + (one.param in state)
         if sys.getrefcount(one.param) > own or one.param._use_count() > 1:  # type: ignore[attr-defined]
             continue
         raise RuntimeError(

@@ -13,7 +13,7 @@ So a frozen parameter is in no exchange, no momentum and no decay, as in torch.o
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,10 +22,8 @@ from thinwire.optim.engine import tensor_states
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.parameters import is_trained
+from thinwire.optim.engine.protocol import OptimizerLike
 from thinwire.optim.engine.state import error_memories
-
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ def laid_out_ids(param_groups: list[dict[str, Any]], space: FlatSpace) -> list[l
 
 
 @torch.no_grad()
-def lay_out_anew(optimizer: FlatOptimizer[Any]) -> None:
+def lay_out_anew(optimizer: OptimizerLike) -> None:
     """Vectors and exchange for the parameters that are trained now, with the state that each has. Collective.
 
     All ranks have agreed on them. Values of those that join are rank 0's.

@@ -8,20 +8,20 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.optim.engine import checking, shares
+from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import as_python
-from thinwire.optim.engine.old_formats import OLD_FORMATS, modern
 from thinwire.optim.engine.places import places
-from thinwire.optim.engine.state import error_memories, replicated, sizes
+from thinwire.optim.engine.protocol import OptimizerLike
+from thinwire.optim.engine.share import Loaded, Share, is_share
+from thinwire.optim.engine.state import MASTER, TensorState, error_memories, replicated, sizes
 from thinwire.optim.engine.tensor_states import (
-    MASTER,
     Order,
-    TensorState,
     bring_together,
     entries,
     everything,
@@ -33,12 +33,14 @@ from thinwire.optim.engine.tensor_states import (
     taken,
 )
 
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.flat import FlatSpace
-    from thinwire.optim.engine.optimizer import FlatOptimizer
-
 FORMAT = 6
-"""Version of what is collected, and of the order of flat vectors. 4 and 5 are read too (old_formats.py)."""
+"""Version of what is collected, and of the order of flat vectors."""
+OLD_FORMATS = (4, 5)
+"""Those of before that are read too:
+
+4    the state of frozen parameters stood apart, under keys of its own: `parked` and what begins so
+5    the same; R may be that of gradients, where they are sent in 8 bits
+"""
 GRADIENT_ERROR = "gradient_error"
 """The error memory that dense optimizers have with 8 bits, and else not."""
 SHORTENED = "shortened"
@@ -76,7 +78,7 @@ class SavedGroup(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())  # what torch.load takes with weights_only
 
 
-def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def collect(optimizer: OptimizerLike) -> dict[str, Any]:
     """All but the parameters, copied. Collective. Error memory is brought together as R, from which the run goes on.
 
     Raises: PeerLost; then nothing has changed.
@@ -90,7 +92,7 @@ def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     }
 
 
-def collect_share(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def collect_share(optimizer: OptimizerLike) -> dict[str, Any]:
     """The same of this rank alone: in place of R its own share of the error memory. Local; nothing has changed."""
     more, nothing = frozen_states(optimizer), optimizer.space.p_N.new_empty(0)
     residuals = {name: joined(nothing, name, more) for name in error_memories(optimizer.vectors)}
@@ -102,9 +104,7 @@ def collect_share(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     }
 
 
-def _vectors(
-    optimizer: FlatOptimizer[Any], vectors: Mapping[str, Tensor], more: Sequence[TensorState]
-) -> dict[str, Any]:
+def _vectors(optimizer: OptimizerLike, vectors: Mapping[str, Tensor], more: Sequence[TensorState]) -> dict[str, Any]:
     """more: the states of frozen parameters."""
     masters = [
         *optimizer.space.masters().values(),
@@ -117,7 +117,7 @@ def _vectors(
     }
 
 
-def plain(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def plain(optimizer: OptimizerLike) -> dict[str, Any]:
     """What a state_dict holds beside vectors, copied."""
     groups, saved = optimizer.param_groups, copy.deepcopy(optimizer.saved)
     factor = optimizer.space.shortened_by if optimizer.full_exchange == "int8" else None
@@ -138,7 +138,7 @@ def plain(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     }
 
 
-def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> shares.Loaded:
+def apply(optimizer: OptimizerLike, state_dict: object) -> Loaded:
     """Go on from what was collected, by all ranks or by one. Local. Returns what is to be compared with other ranks.
 
     What is trained now, and what was when it was saved, may differ: each parameter is given its own. Not so in a share.
@@ -149,7 +149,7 @@ def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> shares.Loaded:
     _refuse_other_vectors(optimizer, loaded, order)
     masters = checking.masters(loaded.get(MASTER), order.tensors)
     share, residuals = _errors(optimizer, loaded, order)
-    groups = checking.merged_groups(optimizer, loaded["param_groups"])
+    groups = checking.merged_groups(optimizer.param_groups, optimizer.check_group, loaded["param_groups"])
     optimizer.check_saved(loaded["saved"])
     optimizer.space.take_changes()  # before anything is written that a parameter in other memory would be taken over
 
@@ -158,7 +158,7 @@ def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> shares.Loaded:
     counts = [(steps, seen) for _, steps, seen in loaded["entries"]]
     states = taken(order.tensors, {**loaded["vectors"], **residuals}, masters, counts)
     _give_out_gradients(optimizer, optimizer.errors_of_gradients(loaded), states, loaded["saved"].get(SHORTENED, 1.0))
-    optimizer.handed_over, found = put_(optimizer, states), shares.Loaded()
+    optimizer.handed_over, found = put_(optimizer, states), Loaded()
     if share is not None:
         optimizer.handed_over = None
         found = shares.take(optimizer, share)
@@ -170,7 +170,7 @@ def apply(optimizer: FlatOptimizer[Any], state_dict: object) -> shares.Loaded:
 
 
 def go_on(
-    optimizer: FlatOptimizer[Any],
+    optimizer: OptimizerLike,
     plain: dict[str, Any],
     states: Mapping[Tensor, TensorState],
     residuals: dict[str, Tensor],
@@ -181,7 +181,7 @@ def go_on(
     Raises: ValueError naming what differs; then nothing but the vectors has changed.
     """
     _checked(optimizer, plain)
-    groups = checking.merged_groups(optimizer, plain["param_groups"])
+    groups = checking.merged_groups(optimizer.param_groups, optimizer.check_group, plain["param_groups"])
     optimizer.check_saved(plain["saved"])
     _take_plain(optimizer, plain, groups)
     hold(optimizer, states, residuals)
@@ -190,13 +190,13 @@ def go_on(
     optimizer.go_on_from({}, in_round=False)
 
 
-def _identity(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def _identity(optimizer: OptimizerLike) -> dict[str, Any]:
     """What a state_dict says of itself."""
     shapes = [list(tensor.param.shape) for tensor in everything(optimizer)]
     return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": shapes}
 
 
-def _whole(optimizer: FlatOptimizer[Any], state_dict: object) -> dict[str, Any]:
+def _whole(optimizer: OptimizerLike, state_dict: object) -> dict[str, Any]:
     """The state_dict, in the form of now, when it says of itself what it must and has all keys. Raises: ValueError."""
     if not isinstance(state_dict, dict):
         raise ValueError(f"state_dict is {type(state_dict).__name__}; give what state_dict() returned")
@@ -207,12 +207,12 @@ def _whole(optimizer: FlatOptimizer[Any], state_dict: object) -> dict[str, Any]:
         )
     mine = _identity(optimizer)
     checking.refuse(checking.identity(state_dict, mine, reads=(FORMAT, *OLD_FORMATS)))
-    loaded = modern(state_dict, optimizer.param_groups, FORMAT)
-    checking.refuse_missing("state_dict", loaded, KEYS if shares.is_share(loaded) else (*KEYS, "residuals"))
+    loaded = modern(state_dict, optimizer.param_groups)
+    checking.refuse_missing("state_dict", loaded, KEYS if is_share(loaded) else (*KEYS, "residuals"))
     return loaded
 
 
-def _checked(optimizer: FlatOptimizer[Any], loaded: Mapping[str, Any]) -> Order:
+def _checked(optimizer: OptimizerLike, loaded: Mapping[str, Any]) -> Order:
     """Where entries stand, where plain values fit. Raises: ValueError."""
     every = everything(optimizer)
     checking.refuse(checking.plain_values(loaded, optimizer.begun, [tensor.name for tensor in every]))
@@ -228,7 +228,7 @@ def _checked(optimizer: FlatOptimizer[Any], loaded: Mapping[str, Any]) -> Order:
     return order
 
 
-def _refuse_other_vectors(optimizer: FlatOptimizer[Any], loaded: Mapping[str, Any], order: Order) -> None:
+def _refuse_other_vectors(optimizer: OptimizerLike, loaded: Mapping[str, Any], order: Order) -> None:
     mine = optimizer.space.p_N.numel()
     needed = sizes(optimizer.vectors, mine).items()
     lengths = {name: order.numel if size == mine else len(order.tensors) for name, size in needed}
@@ -239,15 +239,15 @@ def _refuse_other_vectors(optimizer: FlatOptimizer[Any], loaded: Mapping[str, An
 
 
 def _errors(
-    optimizer: FlatOptimizer[Any], loaded: Mapping[str, Any], order: Order
-) -> tuple[shares.Share | None, dict[str, Tensor]]:
+    optimizer: OptimizerLike, loaded: Mapping[str, Any], order: Order
+) -> tuple[Share | None, dict[str, Tensor]]:
     """The share, where it is one, and R of each error memory: of a share that of frozen parameters alone, in its place.
 
     Raises: ValueError for errors that cannot be held.
     """
     needed = dict.fromkeys(error_memories(optimizer.vectors), order.numel)
     theirs = loaded.get("residuals")
-    if not shares.is_share(loaded):
+    if not is_share(loaded):
         needed.pop(GRADIENT_ERROR, None)  # R = 0 where none was saved; what was is given out where none is kept here
         needed |= {GRADIENT_ERROR: order.numel} if isinstance(theirs, dict) and GRADIENT_ERROR in theirs else {}
         checking.refuse(checking.vectors("residuals", theirs, needed))
@@ -261,7 +261,7 @@ def _errors(
     return share, {name: torch.cat([none_N, r.to(none_N)]) for name, r in loaded["residuals"].items()}
 
 
-def _take_plain(optimizer: FlatOptimizer[Any], loaded: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+def _take_plain(optimizer: OptimizerLike, loaded: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     for group, merged in zip(optimizer.param_groups, groups, strict=True):
         group.update(merged)
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
@@ -282,7 +282,7 @@ def _take_parameters(space: FlatSpace, order: Order, parameters_N: Tensor) -> No
 
 
 def _give_out_gradients(
-    optimizer: FlatOptimizer[Any], name: str | None, states: Mapping[Tensor, TensorState], factor: float
+    optimizer: OptimizerLike, name: str | None, states: Mapping[Tensor, TensorState], factor: float
 ) -> None:
     """m <- m + what R of gradients counts in it, R <- 0, where gradients are not sent in 8 bits here.
 
@@ -298,3 +298,42 @@ def _give_out_gradients(
             state.values["m_N"] = state.values["m_N"] + optimizer.gradient_weight(group) * residual
             if "v_N" in state.values:
                 state.values["v_N"] = state.values["v_N"] + (1 - group["betas"][1]) * residual**2
+
+
+def modern(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """One of these as one of FORMAT; any other as it is. Its shapes are those of the groups.
+
+    Raises: ValueError where it is not whole.
+    """
+    if state_dict.get("format") not in OLD_FORMATS:
+        return state_dict
+    try:
+        return {**state_dict, **_old_entries(state_dict, param_groups), **_old_vectors(state_dict), "format": FORMAT}
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"state_dict has format = {state_dict['format']} and is not whole ({error!r}); load another checkpoint"
+        ) from error
+
+
+def _old_entries(old: dict[str, Any], param_groups: list[dict[str, Any]]) -> dict[str, Any]:
+    order = places(param_groups, lambda param: True).tensors
+    frozen = [order[number] for number in old["frozen"]]
+    aside = {tensor.param for tensor in frozen}
+    trained = places(param_groups, lambda param: param not in aside).tensors
+    steps, updates = old["num_steps"], old["saved"].get("variance_updates", old["num_steps"])
+    ages = zip(trained, old["ages"], strict=True)
+    live = [[one.name, steps - age[0], None if age[1] is None else updates - age[1]] for one, age in ages]
+    parked = [[order[number].name, steps, seen] for number, steps, seen in old["parked"]]
+    return {"frozen": [tensor.name for tensor in frozen], "entries": live + parked}
+
+
+def _old_vectors(old: dict[str, Any]) -> dict[str, Any]:
+    """Of a share `residuals` are those of frozen parameters alone."""
+    if not old["parked"]:
+        return {}
+    found = {}
+    for key in ("vectors", "residuals"):
+        live, parked = old.get(key), old[f"parked_{key}"]
+        found[key] = parked if live is None else {name: torch.cat([x, parked[name]]) for name, x in live.items()}
+    masters = [old[key] for key in ("master", "parked_master") if key in old]
+    return {**found, **({"master": torch.cat(masters)} if masters else {})}

@@ -18,9 +18,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,18 +27,13 @@ from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
-from thinwire.optim.engine.checking import ABSENT, is_count, refuse, refuse_missing
+from thinwire.optim.engine.checking import ABSENT, refuse
+from thinwire.optim.engine.protocol import OptimizerLike
+from thinwire.optim.engine.share import KEY, Loaded, Share, read
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.engine.tensor_states import frozen_names
 
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.optimizer import FlatOptimizer
-
 logger = logging.getLogger(__name__)
-
-KEY = "share"
-"""What a share has in the place of `residuals`: one entry, by the name "0 of 2" that of rank 0 of 2, a dict of KEYS."""
-KEYS = ("rank", "size", "errors", "own")
 
 TO_DO = (
     "To lose nothing save optimizer.rank_state_dict() on every rank, and load on each rank its own; or bring all of "
@@ -48,52 +41,7 @@ TO_DO = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A share that fits. errors: of each error memory; own: as own_state()."""
-
-    rank: int
-    size: int
-    errors: dict[str, Held]
-    own: dict[str, Any]
-
-    def is_of(self, group: Group) -> bool:
-        """Was it saved by this rank of as many ranks?"""
-        return (self.rank, self.size) == (group.rank, group.size)
-
-    def missing_norm(self, size: int) -> tuple[float, float]:
-        """Of R: the norm of what is in here, and about that of what is not, from what this rank held.
-
-        That of the others: (size - 1) server errors, and as many worker errors divided by size.
-        """
-        held, missing = 0.0, 0.0
-        for one in self.errors.values():
-            held += float(torch.linalg.vector_norm(one.part(size))) ** 2
-            worker, server = (float(torch.linalg.vector_norm(x)) for x in (one.worker_M, one.server_c))
-            missing += (size - 1) * (server**2 + worker**2 / (one.workers or size) ** 2)
-        return sqrt(held), sqrt(missing)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a rank has loaded and not yet compared with the others. share: None for a state of all ranks.
-
-    as_it_was: its own share, or all of R. is_in_round: between syncs of 0/1 Adam. is_apart: errors that other ranks own
-    now are held here, until the ranks come together.
-    """
-
-    share: Share | None = None
-    as_it_was: bool = True
-    is_in_round: bool = False
-    is_apart: bool = False
-
-
-def is_share(state_dict: object) -> bool:
-    """Is it of one rank, whole or not?"""
-    return isinstance(state_dict, Mapping) and KEY in state_dict
-
-
-def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def collect(optimizer: OptimizerLike) -> dict[str, Any]:
     """What a share holds beside what all hold alike. Local; new tensors.
 
     Under a name that no other rank has: torch.distributed.checkpoint takes what has one name on all ranks for equal.
@@ -108,28 +56,7 @@ def collect(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     return {KEY: {f"{group.rank} of {group.size}": of_rank}}
 
 
-def read(state_dict: Mapping[str, Any]) -> Share:
-    """The share in a dict that is_share(). Raises: ValueError for what is damaged."""
-    of_ranks = state_dict[KEY]
-    names, fits = (list(of_ranks), len(of_ranks) == 1) if isinstance(of_ranks, dict) else (of_ranks, False)
-    refuse([("share", names, fits, "must be a dict of one rank; it is damaged")])
-    name, of_rank = next(iter(of_ranks.items()))
-    refuse_missing("state_dict['share']", of_rank if isinstance(of_rank, dict) else {}, KEYS)
-    rank, size, errors, own = (of_rank[key] for key in KEYS)
-    fits = is_count(rank) and is_count(size) and rank < size and name == f"{rank} of {size}"
-    damaged = "must be a dict; it is damaged"
-    refuse(
-        [
-            (f"share with rank = {rank!r}, size = {size!r} under {name!r}", ABSENT, fits, "it is damaged"),
-            ("share with errors", errors, isinstance(errors, dict), damaged),
-            ("share with own", own, isinstance(own, dict), damaged),
-        ]
-    )
-    held = {name: Held.of_plain(f"state_dict['share'] errors[{name!r}]", errors[name]) for name in errors}
-    return Share(rank, size, held, own)
-
-
-def checked(optimizer: FlatOptimizer[Any], state_dict: Mapping[str, Any]) -> Share:
+def checked(optimizer: OptimizerLike, state_dict: Mapping[str, Any]) -> Share:
     """The share that this optimizer can go on from. Raises: ValueError with both values."""
     share, names = read(state_dict), sorted(error_memories(optimizer.vectors))
     group, numel, frozen = optimizer.group, optimizer.space.p_N.numel(), frozen_names(optimizer)
@@ -168,7 +95,7 @@ def checked(optimizer: FlatOptimizer[Any], state_dict: Mapping[str, Any]) -> Sha
     return share
 
 
-def take(optimizer: FlatOptimizer[Any], share: Share) -> Loaded:
+def take(optimizer: OptimizerLike, share: Share) -> Loaded:
     """Hold the errors of a share that was checked; the rest of it is held already. Local."""
     group, mine = optimizer.group, share.is_of(optimizer.group)
     apart = False
@@ -181,7 +108,7 @@ def take(optimizer: FlatOptimizer[Any], share: Share) -> Loaded:
     return Loaded(share, whole, mine and bool(share.own), apart)
 
 
-def agree(optimizer: FlatOptimizer[Any], loaded: Loaded) -> None:
+def agree(optimizer: OptimizerLike, loaded: Loaded) -> None:
     """See that the ranks have loaded what belongs together, and make them hold the same. Collective, once after a load.
 
     Where a rank has loaded the share of another one, rank 0 says what is missing, R is what the ranks have brought, and
@@ -228,7 +155,7 @@ def _take_errors(memory: ErrorMemory, held: Held, share: Share, group: Group) ->
     return True
 
 
-def _missing(optimizer: FlatOptimizer[Any], share: Share) -> str | None:
+def _missing(optimizer: OptimizerLike, share: Share) -> str | None:
     """What is lost where this share has been loaded in place of all; None where nothing is."""
     held, missing = share.missing_norm(share.size)
     compresses = optimizer.frozen_at is not None or any(not one.is_empty for one in share.errors.values())

@@ -7,6 +7,7 @@ torch.optim shows it: for each parameter its part of the flat vectors, in its sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any, get_args, get_type_hints
@@ -16,6 +17,10 @@ from torch import Tensor
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.momentum import InRows
+
+OURS = "thinwire."
+NOT_HELD = "thinwire.comm.groups."
+"""Process groups are their user's, and a group of threads knows the other ranks."""
 
 
 class Kind(StrEnum):
@@ -34,6 +39,32 @@ Replicated = Annotated[Tensor, Kind.REPLICATED]
 Local = Annotated[Tensor, Kind.LOCAL]
 Residual = Annotated[ErrorMemory, Kind.RESIDUAL]
 Scratch = Annotated[Tensor, Kind.SCRATCH]
+
+
+MASTER = "master"
+"""The name of a master among the values of a TensorState."""
+
+
+@dataclass(slots=True)
+class TensorState:
+    """What one parameter has. steps: that it was in. seen: updates of its variance; None as in Age.
+
+    values: by name of a replicated vector its elements, or its one number; by name of an error memory its elements of
+    R; MASTER: float32, of a parameter in low precision.
+    """
+
+    steps: int
+    seen: int | None
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def apart(self, like: Tensor) -> TensorState:
+        """The same in memory of its own, in the dtype and on the device of `like`. Copies what shares memory."""
+
+        def alone(x: Tensor) -> Tensor:
+            shares = x.untyped_storage().nbytes() > x.nbytes
+            return x.detach().to(like, copy=shares)
+
+        return TensorState(self.steps, self.seen, {name: alone(x) for name, x in self.values.items()})
 
 
 def replicated(state: object) -> dict[str, Tensor]:
@@ -155,3 +186,49 @@ def show_state(
     for index, tensor in enumerate(space.tensors):
         made = {name: partial(part, field, index) for field, name in names.items()}
         state[tensor.param] = Shown({"step": steps[index]}, made)
+
+
+def bytes_per_parameter(space: FlatSpace, reached: Sequence[object]) -> dict[str, float]:
+    """How many bytes an optimizer holds for each live element: storages are counted as they lie in memory now.
+
+    state      moments, error memory, rows of signs, scratch: what is reached by way of our objects from these
+    gradient   the flat gradient
+    master     the float32 parameters, where the model's own are in low precision; else they are the model's
+
+    A storage counts once, whoever shares it. What only lives within a call is not here: benchmarks/memory.py measures
+    that. Local; reads no values.
+    """
+    parameters, gradient = _storage(space.p_N), _storage(space.g_N)
+    held = dict(_storages(reached))
+    for address, _ in (parameters, gradient):
+        held.pop(address, None)
+    found = {"state": sum(held.values()), "gradient": gradient[1]}
+    if space.has_master:
+        found["master"] = parameters[1]
+    return {name: round(count / space.layout.num_live, 3) for name, count in found.items()}
+
+
+def _storages(roots: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """Address and bytes of every storage that our objects reach; some more than once."""
+    seen: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            yield _storage(one)
+        elif isinstance(one, Mapping):
+            waiting.extend(one.values())
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting.extend(one)
+        elif (home := type(one).__module__).startswith(OURS) and not home.startswith(NOT_HELD):
+            slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+            waiting.extend(getattr(one, name) for name in slots if hasattr(one, name))
+            waiting.extend(getattr(one, "__dict__", {}).values())
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thinwire.comm.calls import refuse_other_calls
 from thinwire.optim.engine import saving, shares
+from thinwire.optim.engine.protocol import OptimizerLike
 from thinwire.optim.engine.state import error_memories
-
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 LOAD_EVERYWHERE = "call load_state_dict() on every rank, of the model and then of the optimizer, before the first step"
 SAVE_EVERYWHERE = "call state_dict() on every rank and write what it returns on one, or rank_state_dict() on one alone"
 
 
-def together(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def together(optimizer: OptimizerLike) -> dict[str, Any]:
     """All of the state, for any number of ranks. Collective."""
 
     def prepare() -> None:
@@ -28,12 +26,12 @@ def together(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
         return _saved(optimizer, "state_dict", prepare, saving.collect)
 
 
-def of_rank(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+def of_rank(optimizer: OptimizerLike) -> dict[str, Any]:
     """This rank's share of it. Local."""
     return _saved(optimizer, "rank_state_dict", optimizer.note_evidence, saving.collect_share)
 
 
-def load(optimizer: FlatOptimizer[Any], state_dict: dict[str, Any]) -> None:
+def load(optimizer: OptimizerLike, state_dict: dict[str, Any]) -> None:
     """Go on from it. Local. Raises: as FlatOptimizer.load_state_dict."""
     optimizer.overlap.refuse_between("load_state_dict")
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -44,7 +42,7 @@ def load(optimizer: FlatOptimizer[Any], state_dict: dict[str, Any]) -> None:
         post_hook(optimizer)
 
 
-def agree_on_load(optimizer: FlatOptimizer[Any]) -> None:
+def agree_on_load(optimizer: OptimizerLike) -> None:
     """Once after a load, see that all ranks have loaded what belongs together. Collective, a few bytes.
 
     Raises: ValueError, alike on every rank, where they do not; PeerLost.
@@ -56,7 +54,7 @@ def agree_on_load(optimizer: FlatOptimizer[Any]) -> None:
         optimizer.loaded = None
 
 
-def refuse_to_be_alone(optimizer: FlatOptimizer[Any]) -> None:
+def refuse_to_be_alone(optimizer: OptimizerLike) -> None:
     """Compare, before anything is changed, that all ranks are in the call that this one is in. Collective.
 
     For calls that could else be taken for a part of a step(), whose collectives are as long. Raises: CallMismatch,
@@ -67,7 +65,7 @@ def refuse_to_be_alone(optimizer: FlatOptimizer[Any]) -> None:
 
 
 def _saved(
-    optimizer: FlatOptimizer[Any], call: str, prepare: Callable[[], None], collect: Callable[[Any], dict[str, Any]]
+    optimizer: OptimizerLike, call: str, prepare: Callable[[], None], collect: Callable[[Any], dict[str, Any]]
 ) -> dict[str, Any]:
     optimizer.overlap.refuse_between(call)
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():

@@ -11,33 +11,31 @@ Hooks of backward may have begun to send what this step exchanges (overlap.py).
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from thinwire.comm.default import refuse_late_process_group
-from thinwire.comm.errors import NonFiniteInput, Refused
+from thinwire.comm.errors import NonFiniteInput, PeerLost, Refused
 from thinwire.optim.engine import changing, state_dicts
 from thinwire.optim.engine.exchanges import Exchange, refusal
 from thinwire.optim.engine.loss_scaling import is_scaled, tell_scaler, unscale_
 from thinwire.optim.engine.orphans import refuse_edited, refuse_orphans
 from thinwire.optim.engine.parameters import without_gradient
+from thinwire.optim.engine.protocol import OptimizerLike
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import error_memories
-from thinwire.optim.engine.undone import heeded
-
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.optimizer import FlatOptimizer
 
 logger = logging.getLogger(__name__)
 
 
-def step(optimizer: FlatOptimizer[Any]) -> None:
+def step(optimizer: OptimizerLike) -> None:
     """Collective. Raises: as FlatOptimizer.step, and then parameters, state and step count are as before the call."""
     _step(optimizer)
     optimizer.after_step()
 
 
-def _step(optimizer: FlatOptimizer[Any]) -> None:
+def _step(optimizer: OptimizerLike) -> None:
     group, overlap, space = optimizer.group, optimizer.overlap, optimizer.space
     refuse_late_process_group(group)
     refuse_edited(optimizer.state, optimizer.param_groups, optimizer.listed)
@@ -49,7 +47,7 @@ def _step(optimizer: FlatOptimizer[Any]) -> None:
         plan = optimizer.plan(optimizer.num_steps + 1)
         optimizer.reduce.draw = optimizer.num_steps
         _begin_beside(optimizer, plan)
-        optimizer.first.look(optimizer, plan)
+        optimizer.first.look(plan, space.g_N, optimizer.mean_wire, has_sent=overlap.has_launched)
         if plan.gradient is Wire.LOCAL:
             space.shorten_gradient(optimizer.max_grad_norm)
         optimizer.update(plan, optimizer.hypers(optimizer.num_steps + 1))
@@ -62,7 +60,7 @@ def _step(optimizer: FlatOptimizer[Any]) -> None:
             raise
         optimizer.steps_skipped += 1
         logger.warning("step_skipped step=%d ranks=%s", optimizer.num_steps + 1, list(error.ranks))
-        tell_scaler(optimizer, left_out=True)
+        _tell_scaler(optimizer, left_out=True)
         return
     except BaseException as error:
         overlap.undo(error, optimizer.reduce, group)
@@ -72,10 +70,17 @@ def _step(optimizer: FlatOptimizer[Any]) -> None:
     if optimizer.at_sync:
         optimizer.handed_over = None
     space.write_back()
-    tell_scaler(optimizer, left_out=False)
+    _tell_scaler(optimizer, left_out=False)
 
 
-def _gather_gradients(optimizer: FlatOptimizer[Any]) -> None:
+def _tell_scaler(optimizer: OptimizerLike, *, left_out: bool) -> None:
+    """With what it is owed: between two steps all have found a gradient not to be finite, and no scaler knows."""
+    if is_scaled(optimizer):
+        left_out, optimizer.owes_scaler = left_out or optimizer.owes_scaler, False
+        tell_scaler(optimizer, left_out=left_out)
+
+
+def _gather_gradients(optimizer: OptimizerLike) -> None:
     """Bring together what step() is given. Raises: ValueError, RuntimeError."""
     optimizer.before_gradients()
     space, overlap = optimizer.space, optimizer.overlap
@@ -93,11 +98,26 @@ def _gather_gradients(optimizer: FlatOptimizer[Any]) -> None:
         rank = optimizer.group.rank
         logger.warning("no_gradient %s", without_gradient(optimizer.num_steps + 1, f"rank {rank}"))
     space.gather_gradients(overlap.taken)
-    refuse_orphans([space.tensors[i] for i in space.quiet], optimizer)
+    refuse_orphans([space.tensors[i] for i in space.quiet], optimizer.state)
     unscale_(space.g_N, optimizer)
 
 
-def clear_gradients(optimizer: FlatOptimizer[Any], set_to_none: bool) -> None:
+@contextmanager
+def heeded(optimizer: OptimizerLike) -> Iterator[None]:
+    """A step that is undone inside, for want of a peer or of a finite gradient, is told to optimizer.undone.
+
+    So a loop that outlives its peers (workers/session) has its body run to the end also where a step in it was lost.
+    Raises: what is raised inside, where nobody is to be told, and all other errors.
+    """
+    try:
+        yield
+    except (PeerLost, NonFiniteInput) as error:
+        if optimizer.undone is None:
+            raise
+        optimizer.undone(error)
+
+
+def clear_gradients(optimizer: OptimizerLike, set_to_none: bool) -> None:
     """As FlatOptimizer.zero_grad: what a backward has sent that no step() followed is undone first. Collective then."""
     if optimizer.overlap.exchange is not None:
         with heeded(optimizer), optimizer.calling(f"zero_grad() after step {optimizer.num_steps}"):
@@ -112,7 +132,7 @@ def clear_gradients(optimizer: FlatOptimizer[Any], set_to_none: bool) -> None:
         optimizer.space.zero_gradients(set_to_none)
 
 
-def begin_early(optimizer: FlatOptimizer[Any]) -> Exchange | str:
+def begin_early(optimizer: OptimizerLike) -> Exchange | str:
     """What hooks of the backward that begins now may send, or why they may not."""
     refuse_edited(optimizer.state, optimizer.param_groups, optimizer.listed)
     if optimizer.has_misfits or not changing.is_laid_out(optimizer):
@@ -122,7 +142,7 @@ def begin_early(optimizer: FlatOptimizer[Any]) -> Exchange | str:
     return optimizer.waits_for(plan) or optimizer.begin_exchange(plan)
 
 
-def follow_changes(optimizer: FlatOptimizer[Any]) -> None:
+def follow_changes(optimizer: OptimizerLike) -> None:
     """Where other parameters are trained than in the step before, go on with those. Collective where they are.
 
     Raises: PeerLost; WireMismatch where they changed on some ranks only, or otherwise; ValueError.
@@ -139,7 +159,7 @@ def follow_changes(optimizer: FlatOptimizer[Any]) -> None:
         optimizer.has_misfits = False
 
 
-def _refuse_step(optimizer: FlatOptimizer[Any], plan: StepPlan) -> None:
+def _refuse_step(optimizer: OptimizerLike, plan: StepPlan) -> None:
     """Take no part in what ranks that go on as before exchange in this step: they find out why, and all raise.
 
     In a step without communication they do so at the next sync, where this rank waits for them.
@@ -162,7 +182,7 @@ def _refuse_step(optimizer: FlatOptimizer[Any], plan: StepPlan) -> None:
     raise RuntimeError("an exchange that this rank refused was finished: a defect of thinwire; please report it")
 
 
-def _begin_beside(optimizer: FlatOptimizer[Any], plan: StepPlan) -> None:
+def _begin_beside(optimizer: OptimizerLike, plan: StepPlan) -> None:
     """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.
 
     So that on the group all ranks have one order, however many buckets the hooks of each have launched.
@@ -172,7 +192,7 @@ def _begin_beside(optimizer: FlatOptimizer[Any], plan: StepPlan) -> None:
         send_due(optimizer)
 
 
-def send_due(optimizer: FlatOptimizer[Any]) -> None:
+def send_due(optimizer: OptimizerLike) -> None:
     """send_beside(), where this step has not done so yet. Collective."""
     if optimizer.beside_due:
         optimizer.beside_due = False

@@ -15,23 +15,18 @@ that was never trained has none. Entries stand in one order: as they are laid ou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.optim.engine.ages import Age
+from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.parameters import LOW_PRECISION
 from thinwire.optim.engine.places import FlatTensor, Places, places
-from thinwire.optim.engine.state import error_memories, replicated, sizes
-
-if TYPE_CHECKING:  # it imports this module
-    from thinwire.optim.engine.flat import FlatSpace
-    from thinwire.optim.engine.optimizer import FlatOptimizer
-
-MASTER = "master"
-"""The name of a master among the values of a TensorState."""
+from thinwire.optim.engine.protocol import OptimizerLike
+from thinwire.optim.engine.state import MASTER, TensorState, error_memories, replicated, sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,46 +55,24 @@ Entry = tuple[str, int, int | None]
 """What plain values say of the state of a parameter: its name, the steps that it was in, and as TensorState.seen."""
 
 
-@dataclass(slots=True)
-class TensorState:
-    """What one parameter has. steps: that it was in. seen: updates of its variance; None as in Age.
-
-    values: by name of a replicated vector its elements, or its one number; by name of an error memory its elements of
-    R; MASTER: float32, of a parameter in low precision.
-    """
-
-    steps: int
-    seen: int | None
-    values: dict[str, Tensor] = field(default_factory=dict)
-
-    def apart(self, like: Tensor) -> TensorState:
-        """The same in memory of its own, in the dtype and on the device of `like`. Copies what shares memory."""
-
-        def alone(x: Tensor) -> Tensor:
-            shares = x.untyped_storage().nbytes() > x.nbytes
-            return x.detach().to(like, copy=shares)
-
-        return TensorState(self.steps, self.seen, {name: alone(x) for name, x in self.values.items()})
-
-
-def everything(optimizer: FlatOptimizer[Any]) -> list[FlatTensor]:
+def everything(optimizer: OptimizerLike) -> list[FlatTensor]:
     """All parameters in flat order, frozen ones too."""
     return places(optimizer.param_groups, lambda param: True).tensors
 
 
-def frozen_names(optimizer: FlatOptimizer[Any]) -> list[str]:
+def frozen_names(optimizer: OptimizerLike) -> list[str]:
     """The parameters that are not laid out."""
     laid_out = {tensor.name for tensor in optimizer.space.tensors}
     return [tensor.name for tensor in everything(optimizer) if tensor.name not in laid_out]
 
 
-def order_of(optimizer: FlatOptimizer[Any]) -> Order:
+def order_of(optimizer: OptimizerLike) -> Order:
     """Where the entries of now stand."""
     return Order.of(optimizer.space, [one for one in everything(optimizer) if one.param in optimizer.frozen_states])
 
 
 @torch.no_grad()
-def parameters(optimizer: FlatOptimizer[Any]) -> Tensor:
+def parameters(optimizer: OptimizerLike) -> Tensor:
     """Those that have a state, where entries stand: of low precision their masters, where these are still true."""
     found = [optimizer.space.p_N]
     for tensor in order_of(optimizer).tensors[len(optimizer.space.tensors) :]:
@@ -110,13 +83,13 @@ def parameters(optimizer: FlatOptimizer[Any]) -> Tensor:
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def frozen_states(optimizer: FlatOptimizer[Any]) -> list[TensorState]:
+def frozen_states(optimizer: OptimizerLike) -> list[TensorState]:
     """Those of optimizer.frozen_states in the order of entries."""
     frozen = order_of(optimizer).tensors[len(optimizer.space.tensors) :]
     return [optimizer.frozen_states[tensor.param] for tensor in frozen]
 
 
-def entries(optimizer: FlatOptimizer[Any]) -> list[Entry]:
+def entries(optimizer: OptimizerLike) -> list[Entry]:
     """Of each parameter that has a state."""
     counts = [age.counts(optimizer.num_steps, optimizer.num_updates) for age in optimizer.ages]
     counts += [(state.steps, state.seen) for state in frozen_states(optimizer)]
@@ -144,7 +117,7 @@ def taken(
     return found
 
 
-def live(optimizer: FlatOptimizer[Any], residuals: Mapping[str, Tensor]) -> dict[Tensor, TensorState]:
+def live(optimizer: OptimizerLike, residuals: Mapping[str, Tensor]) -> dict[Tensor, TensorState]:
     """Every state: of what is laid out as views of the live vectors, and of R of each error memory."""
     counts = [age.counts(optimizer.num_steps, optimizer.num_updates) for age in optimizer.ages]
     vectors = {**replicated(optimizer.vectors), **residuals}
@@ -153,7 +126,7 @@ def live(optimizer: FlatOptimizer[Any], residuals: Mapping[str, Tensor]) -> dict
 
 
 @torch.no_grad()
-def put_(optimizer: FlatOptimizer[Any], states: Mapping[Tensor, TensorState]) -> dict[str, Tensor]:
+def put_(optimizer: OptimizerLike, states: Mapping[Tensor, TensorState]) -> dict[str, Tensor]:
     """The optimizer has these states, as they belong to what is laid out now. Local. Returns R of each error memory.
 
     A tensor without a state, or a value that a state has not, begins anew. Masters are not touched.
@@ -171,7 +144,7 @@ def put_(optimizer: FlatOptimizer[Any], states: Mapping[Tensor, TensorState]) ->
     return residuals
 
 
-def hold(optimizer: FlatOptimizer[Any], states: Mapping[Tensor, TensorState], residuals: Mapping[str, Tensor]) -> None:
+def hold(optimizer: OptimizerLike, states: Mapping[Tensor, TensorState], residuals: Mapping[str, Tensor]) -> None:
     """All of put_ but the live vectors, which are in place. residuals: what each error memory holds from here on."""
     space, counts, new = optimizer.space, (optimizer.num_steps, optimizer.num_updates), TensorState(0, 0)
     live = [states.get(tensor.param, new) for tensor in space.tensors]
@@ -183,9 +156,7 @@ def hold(optimizer: FlatOptimizer[Any], states: Mapping[Tensor, TensorState], re
         memory.restore(residuals[name])
 
 
-def bring_together(
-    optimizer: FlatOptimizer[Any], room: Callable[[], Tensor | None] = lambda: None
-) -> dict[str, Tensor]:
+def bring_together(optimizer: OptimizerLike, room: Callable[[], Tensor | None] = lambda: None) -> dict[str, Tensor]:
     """R of each error memory, which holds it from here on; kept in handed_over until the next step. Collective.
 
     room: memory for R, where there is any. Raises: PeerLost, and then nothing has changed.
@@ -204,7 +175,7 @@ def masters_of(states: Mapping[Tensor, TensorState]) -> dict[Tensor, Tensor]:
 
 
 def of_peer(
-    optimizer: FlatOptimizer[Any], theirs: Iterable[Sequence[Any]], held: Mapping[Tensor, TensorState]
+    optimizer: OptimizerLike, theirs: Iterable[Sequence[Any]], held: Mapping[Tensor, TensorState]
 ) -> dict[Tensor, TensorState]:
     """The states of the entries of another rank with the same layout, in their order.
 

@@ -23,7 +23,7 @@ from thinwire.optim.engine.momentum import next_momentum_
 from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
-from thinwire.optim.engine.tensor_states import TensorState
+from thinwire.optim.engine.state import TensorState
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import WARMUP_PART, FrozenBy, VarianceStability, memory_steps

@@ -12,8 +12,8 @@ from tests.optim.regroup.ranks import new_ranks, together, until
 from tests.optim.regroup.test_regroup import EPS, maker
 from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.groups.faults import Fault, What, When
-from thinwire.optim.engine import shares
 from thinwire.optim.engine.health import health
+from thinwire.optim.engine.share import read
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.optim.regroup import hand_over
@@ -103,7 +103,7 @@ def test_what_the_share_of_one_rank_lacks_of_r_is_told_about_right():
         net = network(seed=0)
         optimizer = one("onebit_adam", net, group)
         train(net, optimizer, 12, group.rank)
-        share = shares.read(optimizer.rank_state_dict())
+        share = read(optimizer.rank_state_dict())
         (memory,) = error_memories(optimizer.vectors).values()
         (held,) = share.errors.values()
         return float(torch.linalg.vector_norm(memory.residual() - held.part(4))), share.missing_norm(4)[1]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from thinwire.optim.engine.optimizer import FlatOptimizer
-from thinwire.optim.engine.shares import is_share, read
+from thinwire.optim.engine.share import is_share, read
 from thinwire.optim.saves import together
 
 
