@@ -13,19 +13,49 @@ A new way to write vectors in fewer bytes is a Codec (docs/adding.md). Only a ne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.memory import ErrorMemory
-from thinwire.comm.exchange.parts import Part, by_segment
 from thinwire.comm.kernels.blocks import spread
-from thinwire.comm.layout import Buckets
+from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.comm.protocol import Pending, Result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Elements [start, stop) of the vector, in one bucket. run: the live run that they are of, where it stands alone.
+
+    A bucket is read from the flat vector, or where a tensor's part of it lies elsewhere from there:
+
+        bucket   |....tensor a....|..tensor b..|bias, norm, bias|
+        parts    |--- a's grad ---|- b's grad -|---- vector ----|
+
+    A gradient that is read where backward left it need not be copied into the flat vector. That works for tensors that
+    are a segment by themselves and whole bytes of signs: then no block reaches across, and no dead element lies behind
+    them.
+
+    inside: where they are in that run; None where they are all of it.
+    """
+
+    start: int
+    stop: int
+    run: int | None = None
+    inside: slice | None = None
+
+    def of(self, vector_N: Tensor, runs: Sequence[Tensor | None]) -> Tensor:
+        """These elements: of the run's own memory where it is given, else of the vector."""
+        own = runs[self.run] if self.run is not None and runs else None
+        if own is None:
+            return vector_N[self.start : self.stop]
+        return own if self.inside is None else own[self.inside]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +219,7 @@ class Coder(ABC):
         if all(run is None for run in given.runs):
             return [given.vector_N[at]]
         if not self._parts[k]:
-            self._parts[k] = by_segment(at.start, at.stop, self.buckets.layout)
+            self._parts[k] = _by_segment(at.start, at.stop, self.buckets.layout)
         return [part.of(given.vector_N, given.runs) for part in self._parts[k]]
 
     def formed(self, k: int, given: Given) -> Tensor:
@@ -216,3 +246,28 @@ class Coder(ABC):
         formed_b = torch.cat([part.to(from_b.dtype) for part in parts])
         formed_b.sub_(from_b).mul_(given.weight).add_(from_b)
         return formed_b if factor_b is None else formed_b.mul_(factor_b)
+
+
+def _by_segment(start: int, stop: int, layout: VectorLayout) -> list[Part]:
+    """The elements [start, stop), cut around every run that stands alone: at ends of segments."""
+    stops = [bound for _, bound in layout.segments if start < bound < stop]
+    return _between([start, *stops, stop], layout)
+
+
+def _between(bounds: Sequence[int], layout: VectorLayout) -> list[Part]:
+    alone = {layout.live[i]: i for i in layout.alone()}
+    stops = [stop for _, stop in layout.segments]
+    found: list[Part] = []
+    for low, high in pairwise(bounds):
+        run = alone.get(layout.segments[bisect_right(stops, low)])
+        if found and found[-1].run == run:
+            low = found.pop().start
+        found.append(_cut_of(low, high, run, layout))
+    return found
+
+
+def _cut_of(start: int, stop: int, run: int | None, layout: VectorLayout) -> Part:
+    if run is None or (start, stop) == layout.live[run]:
+        return Part(start, stop, run)
+    first = layout.live[run][0]
+    return Part(start, stop, run, slice(start - first, stop - first))

@@ -7,9 +7,12 @@ again after a large change of the global batch is here.
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import torch
@@ -27,8 +30,8 @@ from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.optimizer import FlatOptimizer, State
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.parameters import compute_dtype
+from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.outlook import Outlook
 from thinwire.optim.variance.refresh import PART, gap_after, weight_of
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
 
@@ -38,6 +41,8 @@ VARIANCE = 1 << 16
 """What numbers are drawn for here, beside those of comm.exchange.memory."""
 LARGE_CHANGE = 2
 """Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
+TRIAL = 20
+"""A run of fewer steps is not worth a word: it is a trial."""
 
 
 class CompressedOptions(Options, total=False):
@@ -46,6 +51,34 @@ class CompressedOptions(Options, total=False):
     total_steps: int | None
     lr_warmup_steps: int | None
     refresh: float | None
+
+
+@dataclass(slots=True)
+class Outlook:
+    """When can compression begin, and did it? Said in the log at construction, and where a run ends before it did.
+
+    What is known of one run; kept up to date by its optimizer, and read when that is gone. A run's end is not told to
+    an optimizer: it is taken to be when the optimizer goes, or the process ends. Nothing is said of an end by an
+    exception, of a handful of steps, nor where total_steps was known, for then compression does begin.
+
+    begins: the first step that may be compressed. certain: will it begin in any run of the length that was given?
+    steps: taken by this optimizer. compressed: has the variance been frozen?
+    """
+
+    begins: int = 0
+    certain: bool = False
+    steps: int = 0
+    compressed: bool = False
+    _process: int = field(default_factory=os.getpid)
+
+    def count(self, plan: StepPlan) -> None:
+        """A step more, of this plan."""
+        self.steps += 1
+        self.compressed |= Wire.COMPRESSED in (plan.momentum, plan.gradient)
+
+    def told_at_the_end_of(self, optimizer: object) -> None:
+        """Say it when the optimizer goes or the process ends."""
+        weakref.finalize(optimizer, _end, self)
 
 
 class WarmupOptimizer(FlatOptimizer[State]):
@@ -250,3 +283,18 @@ class WarmupOptimizer(FlatOptimizer[State]):
         self.evidence.pop("warmup_ended_by", None)
         logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
         return True
+
+
+def _end(outlook: Outlook) -> None:
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if outlook.compressed or outlook.certain or outlook.steps < TRIAL:
+        return
+    if failed is not None or outlook._process != os.getpid():
+        return
+    logger.warning(
+        "never_compressed steps=%d begins=%d: this run ended before compression could begin, so all of its steps sent "
+        "gradients in full: give the optimizer total_steps, the length of the run, or a shorter warmup (0/1 Adam: "
+        "fewer dense_steps)",
+        outlook.steps,
+        outlook.begins,
+    )
