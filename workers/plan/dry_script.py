@@ -30,9 +30,9 @@ from thinwire.workers.plan.scripts import Learned, ScriptOrders
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.dry import SETTLING, DrySession, DrySteps
-from thinwire.workers.session.place import Place, Run
 from thinwire.workers.session.script import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session
+from thinwire.workers.session.surroundings import Run, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 
@@ -79,14 +79,14 @@ def _main(told: str) -> None:
     def done(steps: DrySteps) -> NoReturn:
         pipes.end(learned=asdict(learned(steps)))
 
-    def make(place: Place) -> Session:
-        return DrySession(place, orders.workers, orders.steps, pipes.meet, done)
+    def make(around: Surroundings) -> Session:
+        return DrySession(around, orders.workers, orders.steps, pipes.meet, done)
 
     group = SoloGroup()
     run = Run(Path(orders.folder), time.time())
-    place = Place(FixedRanks(group), device, run, Reporter(), None, group, spec)
+    around = Surroundings(FixedRanks(group), device, run, Reporter(), None, group, spec)
     os.environ.update(spec.recipe.env_vars)
-    with placed(place, make) as begun:
+    with placed(around, make) as begun:
         try:
             with as_main(spec.recipe, folder_of(spec.recipe)) as entry:
                 end = run_entry(entry)

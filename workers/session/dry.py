@@ -27,8 +27,8 @@ import torch
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
 from thinwire.workers.session.body import STEPLESS
-from thinwire.workers.session.place import Place, ScriptError
 from thinwire.workers.session.session import Session
+from thinwire.workers.session.surroundings import ScriptError, Surroundings
 from thinwire.workers.session.training import SessionFeed
 
 SETTLING = 2
@@ -51,7 +51,7 @@ class DrySteps:
 
 
 class DrySession(Session):
-    """Of one script. Made by placed(place, make); `place` is of one rank, without checkpoints.
+    """Of one script. Made by placed(around, make); `around` is of one rank, without checkpoints.
 
     workers: whose first one this is. steps: that are timed. begins: called once, before the first batch is given out.
     done: does not return.
@@ -59,21 +59,21 @@ class DrySession(Session):
 
     def __init__(
         self,
-        place: Place,
+        around: Surroundings,
         workers: int,
         steps: int,
         begins: Callable[[], None],
         done: Callable[[DrySteps], NoReturn],
     ) -> None:
-        super().__init__(place)
+        super().__init__(around)
         self._workers, self._wanted, self._meet, self._done = workers, steps, begins, done
         self._dry: _DryFeed | None = None
-        self._clock = _Clock(place.device)
+        self._clock = _Clock(around.device)
 
     @property
     def folder(self) -> Path:
         """One of its own: what a script keeps there goes with the dry steps."""
-        return self._place.run.directory
+        return self._around.run.directory
 
     def evaluate_every(self, steps: int, evaluate: Callable[[], float]) -> None:
         """Nothing is evaluated."""

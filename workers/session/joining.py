@@ -24,8 +24,8 @@ from thinwire.workers.buckets import kept_bucket
 from thinwire.workers.membership import Seat
 from thinwire.workers.plan.run_steps import RunSteps
 from thinwire.workers.plan.schedule import full_steps
-from thinwire.workers.session.place import Place, ScriptError
 from thinwire.workers.session.registered import State
+from thinwire.workers.session.surroundings import ScriptError, Surroundings
 from thinwire.workers.session.training import Training
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Joined:
         }
 
 
-def join(place: Place, training: Training, group: Group, progress: Progress | None) -> Joined:
+def join(around: Surroundings, training: Training, group: Group, progress: Progress | None) -> Joined:
     """Go on over `group`. Collective. progress: None for a newcomer.
 
     An optimizer over fixed ranks that has made steps, or belongs to no job, or has buckets of the size that suits the
@@ -107,9 +107,9 @@ def join(place: Place, training: Training, group: Group, progress: Progress | No
     known = [one for one in all_n if one is not None]
     _refuse_other_data(training, group)
     size = None
-    if not known and (place.ranks.elastic or (place.spec is not None and not optimizer.num_steps)):
-        size = _bucket(place, training, group)
-    is_laid_out_anew = place.ranks.elastic or size not in (None, optimizer.bucket_elements)
+    if not known and (around.ranks.elastic or (around.spec is not None and not optimizer.num_steps)):
+        size = _bucket(around, training, group)
+    is_laid_out_anew = around.ranks.elastic or size not in (None, optimizer.bucket_elements)
     steps = [-1 if one is None else one.step for one in all_n]
     source = steps.index(max(steps)) if known else 0
     lacking = [rank for rank, step in enumerate(steps) if rank != source and (step != max(steps) or not known)]
@@ -158,12 +158,12 @@ def _given_by(training: Training, group: Group, source: int, lacking: list[int])
         return training.registered.give(group, (source, *lacking), training.device)
 
 
-def _bucket(place: Place, training: Training, group: Group) -> int:
+def _bucket(around: Surroundings, training: Training, group: Group) -> int:
     """The size of a new run's buckets. Collective. Raises: PeerLost; OSError."""
-    if place.spec is not None and place.spec.bucket_elements is not None:
-        return place.spec.bucket_elements
-    numel, directory = training.optimizer.space.layout.num_live, place.run.directory
-    return kept_bucket(directory, group, numel, training.device, _full_steps(place.spec, training))
+    if around.spec is not None and around.spec.bucket_elements is not None:
+        return around.spec.bucket_elements
+    numel, directory = training.optimizer.space.layout.num_live, around.run.directory
+    return kept_bucket(directory, group, numel, training.device, _full_steps(around.spec, training))
 
 
 def _full_steps(spec: TrainSpec | ScriptSpec | None, training: Training) -> FullSteps:

@@ -13,7 +13,7 @@ from thinwire.workers.session import dry
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import STEPLESS
 from thinwire.workers.session.dry import SETTLING, DrySession
-from thinwire.workers.session.place import Place, Run, ScriptError
+from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 DATA = [torch.full((3,), float(i)) for i in range(40)]
@@ -68,7 +68,7 @@ def ends(tmp_path):
             raise Over
 
         group = SoloGroup()
-        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group)
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group)
         with placed(place, lambda one: DrySession(one, workers, STEPS, lambda: None, done)):
             try:
                 with session(tmp_path / "kept") as of_script:
