@@ -25,7 +25,6 @@ from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.job_metrics import JobMetrics
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.remote_runs import RemoteRuns
 from thinwire.service.jobs.repository import JobRepository
@@ -34,15 +33,14 @@ from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.launch.protocol import Launcher
 from thinwire.service.launch.starter import LauncherStarter
-from thinwire.service.metrics import CONTENT_TYPE, RequestMetrics, ServiceMetrics
+from thinwire.service.metrics import CONTENT_TYPE, JobMetrics, RequestMetrics, ServiceMetrics
 from thinwire.service.ownership import Ownership
 from thinwire.service.packages import router as packages_router
 from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import Audit, Audited
-from thinwire.service.people.callers import Callers
 from thinwire.service.people.operator_file import OperatorToken
-from thinwire.service.people.tokens import Tokens
+from thinwire.service.people.tokens import Callers, Tokens
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from thinwire.cli.commands import installed_commands
 from thinwire.cli.main import app
 from thinwire.contract.metric_names import METRICS
 from thinwire.service.config import Settings
-from thinwire.service.jobs.job_metrics import HELP
-from thinwire.service.metrics import ServiceMetrics
+from thinwire.service.metrics import HELP, ServiceMetrics
 from thinwire.workers.telemetry.wire_meter import WIRE_INTERFACE_VARIABLE
 
 pytestmark = pytest.mark.law

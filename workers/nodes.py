@@ -118,7 +118,7 @@ def interface_variables(interface: str) -> dict[str, str]:
 def use_interface_of(address: str) -> None:
     """Have NCCL of this process use the interface of its address, unless its environment says otherwise.
 
-    gloo is told the address itself (forming/transport.py). NCCL would take the first interface that it likes.
+    gloo is told the address itself (forming/group.py). NCCL would take the first interface that it likes.
     """
     name = name_of(address)
     if name is not None and not address.startswith("127."):

@@ -3,12 +3,19 @@
 Everything is in its run folder: there it is written first, and there it is read. Where the processes of a run share no
 folder, each has one of its own, and what others have to know goes through the service as well: what this process says
 is posted once it is written, and what the others say is brought into this folder before it is read.
+
+Where the service cannot read the driver's log, it is sent while it grows. Ray has a driver's output written to a file
+on the driver's machine: what the driver, Ray and the workers' processes say through it. A thread reads that file and
+sends what is new. What was said in the last moments of a driver that is killed is in the file alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +25,10 @@ from typing import Self, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from thinwire.contract.files import write_first, write_private, write_whole
-from thinwire.contract.remote_run import KEPT_FILES, KeptFile
+from thinwire.contract.remote_run import KEPT_FILES, LOG_PART_BYTES, KeptFile
 from thinwire.contract.reports import Failure, Sample, Telemetry, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.credentials import Credentials
-from thinwire.workers.telemetry.log_copy import LogCopy
 from thinwire.workers.telemetry.service_client import ServiceClient, ServiceError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -36,6 +42,8 @@ BEGIN_S = 10.0
 ASK_S = 5.0
 """Between two questions whether another process has failed, while one waits."""
 RETRY_S = 1.0
+LOG_LOOK_S, LOG_END_S = 1.0, 10.0
+"""Between two looks for what is new in the log; how long its end may take to be sent."""
 
 T = TypeVar("T")
 
@@ -230,3 +238,49 @@ def _patiently(call: Callable[[], T], patience_s: float) -> T:
             if time.monotonic() + RETRY_S > until:
                 raise
             time.sleep(RETRY_S)
+
+
+class LogCopy:
+    """Sends the file at `path` until it is closed."""
+
+    def __init__(self, path: Path, service: ServiceClient, look_s: float = LOG_LOOK_S) -> None:
+        self._path, self._service, self._look_s = path, service, look_s
+        self._offset, self._full = 0, False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="thinwire-log", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of_this_process(cls, service: ServiceClient) -> Self | None:
+        """Of what this process writes to its standard output; None where that is no file."""
+        if not stat.S_ISREG(os.fstat(1).st_mode):
+            return None
+        return cls(Path(os.readlink("/proc/self/fd/1")), service)
+
+    def close(self, timeout_s: float = LOG_END_S) -> None:
+        """Send what is there, for so long at most."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+
+    def _follow(self) -> None:
+        try:
+            last = False
+            while not last and not self._full:
+                last = self._closing.wait(self._look_s)  # what was written before the close is sent after it
+                self._send_new()
+        except OSError as error:
+            logger.warning("log_unsent path=%s reason=%s", self._path, error)
+
+    def _send_new(self) -> None:
+        """All that is new; where the service does not answer, later. Raises OSError."""
+        with self._path.open("rb", buffering=0) as file:
+            while not self._full:
+                file.seek(self._offset)
+                part = file.read(LOG_PART_BYTES)
+                if not part:
+                    return
+                try:
+                    kept = self._service.add_log(self._offset, part)
+                except ServiceError:  # logged by the client, once
+                    return
+                self._offset, self._full = kept.next_offset, kept.full

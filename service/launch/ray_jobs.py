@@ -5,12 +5,17 @@ one is 404, stopping what has ended is 200 with {"stopped": false}. A log comes 
 where it was written instead, and asked for once at most, at the end. A job whose node is lost with its head is RUNNING
 for ever: whoever watches jobs there begins with the next submission. So dead nodes are asked for, too. Whoever has the
 token sees entrypoint, metadata and runtime_env of every job, so no secret may be in them.
+
+Of a job that has never begun its owner is told why in one or two lines, out of the pages that Ray says of it. What Ray
+could not make, its runtime environment (contract/environment_words.py), or could not start, the driver's Python, failed
+before any process of ours could say why. Each case is known by what Ray or the shell writes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +24,8 @@ from typing import Any, Final
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from thinwire.contract.environment_words import last_line, shortened, why_no_environment
 from thinwire.service.launch.protocol import OF_RAY, Code, LauncherError, LaunchState, LaunchStatus
-from thinwire.service.launch.ray_words import why_never_begun
 
 _log = logging.getLogger(__name__)
 
@@ -287,3 +292,35 @@ def _shortened(text: str) -> str:
         return text
     half = MESSAGE_CHARS // 2
     return f"{text[:half]}\n...\n{text[-half:]}"
+
+
+_ENVIRONMENT: Final = "RUNTIME_ENV_SETUP_FAILURE"
+_ENTRYPOINT: Final = "JOB_ENTRYPOINT_COMMAND_ERROR"
+_CANNOT_START: Final = (126, 127)
+"""Exit codes of a shell: it may not run the command, or finds none."""
+
+_NO_MODULE = re.compile(r"No module named '?([\w.]+)'?")
+
+
+def why_never_begun(error_type: str | None, exit_code: int | None, message: str) -> str | None:
+    """In at most LONGEST characters; None where the driver has begun, as far as can be seen.
+
+    error_type, exit_code, message: error_type, driver_exit_code and message of a failed job of Ray's Jobs API.
+    """
+    if error_type == _ENVIRONMENT:
+        return why_no_environment(message)
+    if error_type != _ENTRYPOINT:
+        return None
+    if exit_code in _CANNOT_START:
+        line = next((line for line in message.splitlines() if line.startswith("/bin/sh: ")), last_line(message))
+        return shortened(
+            f"the cluster cannot start its Python: {line.removeprefix('/bin/sh: ').strip()}. Where Ray is started, "
+            "THINWIRE_PYTHON names it; `thinwire up` does that"
+        )
+    missing = _NO_MODULE.search(last_line(message))
+    if missing is not None:
+        return shortened(
+            f"the Python that the cluster starts has no module {missing[1]!r}: install thinwire[worker] there, of the "
+            "service's version, or let THINWIRE_PYTHON name another Python where Ray is started"
+        )
+    return None

@@ -12,7 +12,7 @@ import pytest
 
 from thinwire.cli import packing
 from thinwire.cli.packing import Unpackable, list_folder, pack
-from thinwire.service.packages.zip_check import check_zip
+from thinwire.service.packages.store import check_zip
 
 
 def made(folder: Path, *names: str, **contents: str) -> Path:

@@ -14,7 +14,7 @@ from tests.deploy.queries import DASHBOARDS, RULES, filled_in, metrics_in, of_da
 from tests.deploy.rendering import ROOT
 from tests.deploy.test_rules import promtool
 from thinwire.contract.metric_names import METRICS
-from thinwire.service.jobs.job_metrics import HELP
+from thinwire.service.metrics import HELP
 
 FOLDER = ROOT / "deploy/grafana"
 OF_THE_SERVICE = {

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tests.service.control_plane_harness import wait_until
-from thinwire.service.connections import BoundedConnection
+from thinwire.service.server import BoundedConnection
 
 IDLE_S, BUSY_S, MOST = 1.0, 2.5, 12
 

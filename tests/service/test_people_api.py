@@ -14,7 +14,7 @@ from tests.service.control_plane_harness import Service, spec
 from tests.service.postgresql import postgresql
 from thinwire.contract.people import Role
 from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.people import callers, operator_file
+from thinwire.service.people import operator_file, tokens
 from thinwire.service.people.models import AuditRow, TokenRow
 
 DAY_S = 86_400.0
@@ -406,9 +406,9 @@ def test_wrong_tokens_do_not_cost_a_look_up_each(service: Service) -> None:
 
 
 def test_what_is_remembered_of_tokens_is_bounded(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(tokens, "MOST_REMEMBERED", 3)
     now = [0.0]
-    remembered = callers._Remembered(5.0)
+    remembered = tokens._Remembered(5.0)
     for name in "abcd":
         remembered.put(name, name, now[0])
     assert [remembered.get(name, now[0]) for name in "abcd"] == [None, "b", "c", "d"]

@@ -9,8 +9,7 @@ import pytest
 from thinwire.contract.environment_words import LONGEST
 from thinwire.contract.jobs import JobState
 from thinwire.service.jobs.decide import Fail, JobView, Retry, decide
-from thinwire.service.launch.ray_jobs import RayJobs
-from thinwire.service.launch.ray_words import why_never_begun
+from thinwire.service.launch.ray_jobs import RayJobs, why_never_begun
 
 SEEN = json.loads((Path(__file__).parents[1] / "data" / "ray-2.60" / "failed_jobs.json").read_text())
 WORDS = {

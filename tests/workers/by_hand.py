@@ -13,9 +13,9 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.data.masked import IGNORED
 from thinwire.workers.recipe import moved
 from thinwire.workers.recipes import recipe_of
+from thinwire.workers.recipes.bert import IGNORED
 from thinwire.workers.recipes.of_job import OfJob
 from thinwire.workers.session.recipe_loop import part_of_validation, set_rate, shared_out
 from thinwire.workers.telemetry.meter import Meter

@@ -8,7 +8,7 @@ import torch
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.buckets import kept_bucket
+from thinwire.workers.session.joining import kept_bucket
 
 CPU = torch.device("cpu")
 NUMEL = 1 << 22

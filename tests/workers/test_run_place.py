@@ -21,9 +21,8 @@ from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.tickets import ticket_of
 from thinwire.workers import run_place
 from thinwire.workers.credentials import ClaimRefused, Credentials, claim
-from thinwire.workers.run_place import PackageDiffers, Place
+from thinwire.workers.run_place import LogCopy, PackageDiffers, Place
 from thinwire.workers.telemetry.history import read
-from thinwire.workers.telemetry.log_copy import LogCopy
 from thinwire.workers.telemetry.reporter import Reporter
 
 STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}

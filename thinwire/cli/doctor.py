@@ -21,9 +21,8 @@ from thinwire.service.launch.protocol import LauncherError
 from thinwire.tools.doctor.clusters import NotExamined, Order, examine_cluster
 from thinwire.tools.doctor.examination import Box, Examination, Here, Peer, examine
 from thinwire.tools.doctor.facts import Questions
-from thinwire.tools.doctor.finding import Finding, Wishes
+from thinwire.tools.doctor.finding import Finding, Wishes, asked_by
 from thinwire.tools.doctor.findings import findings
-from thinwire.tools.doctor.job import asked_by
 from thinwire.tools.doctor.link import SHORTEST_SECRET
 from thinwire.tools.doctor.listener import Listener
 from thinwire.tools.doctor.report import UNEXAMINED, as_json, as_text, exit_code

@@ -19,10 +19,9 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.status import Status
 
-from thinwire.cli.child_server import ChildServer
+from thinwire.cli.child_server import ChildServer, Interrupts
 from thinwire.cli.client import Client, ClientError, Rejected, Unreachable, server_of
 from thinwire.cli.extras import install_line
-from thinwire.cli.interrupts import Interrupts
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.quantities import seconds_text
 from thinwire.cli.summary import read_summary, summary_table

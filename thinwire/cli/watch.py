@@ -26,12 +26,12 @@ from thinwire.cli.news import (
     TROUBLE_KINDS,
     Regroups,
     Restarts,
+    Saves,
     Troubles,
     waiting_text,
     workers_text,
 )
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
-from thinwire.cli.saves import Saves
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
 

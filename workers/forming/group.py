@@ -2,6 +2,17 @@
 
 Rank 0 opens a store, every pair is proved (pairs.py), and only then a transport connects: what it would wait for is
 known to be there, but for a death in just that moment, which the membership tells.
+
+gloo and NCCL wait for peers in C++, up to a time-out, and nothing can end that. So they connect in a thread of their
+own. The waiting thread listens to the membership too, and leaves the thread alone when the generation is over: it
+sleeps in a system call, ends by itself at its time-out, and what it has made goes with it. A process ends when it has.
+
+torch.distributed takes a transport from outside as a backend of a name of its own (Backend.register_backend). Its
+maker runs before torch.distributed has noted anything of the new group, so that an attempt which ends in it leaves
+nothing behind. gloo itself, of exactly this worker's address, is what is made; so also for the second communicator.
+
+Measured with torch 2.13: gloo fails at once where a peer's port is closed; where its process is stopped it waits, takes
+no processor time, and ends at five times the time-out that it was given.
 """
 
 from __future__ import annotations
@@ -9,8 +20,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +33,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinwire.comm import PeerLost, TorchGroup, prepare_nccl
 from thinwire.comm.groups.distributed import abort_nccl
-from thinwire.workers.forming import transport
 from thinwire.workers.forming.detector import MembershipDetector
 from thinwire.workers.forming.door import Door
 from thinwire.workers.forming.pairs import Pairs, Patience
@@ -27,9 +41,77 @@ from thinwire.workers.membership import GenerationOver, Member, Seat
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+CONNECT_S = 10.0
+"""For a word of the store. gloo gives a connection five times as long: so long may a thread sleep that was left."""
+LOOK_S = 0.02
+"""How often the membership's word is looked for."""
+GLOO = "membership_gloo"
+"""The name of the backend."""
 LINGER_S = 30.0
 """Beyond its time-out, for a collective that has been given up."""
-_CONNECT = timedelta(seconds=transport.CONNECT_S)
+_CONNECT = timedelta(seconds=CONNECT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Of one generation. host: this worker's own address. over: why the generation is over; None while it is not."""
+
+    generation: int
+    host: str
+    over: Callable[[], str | None]
+
+    def wait_for(self, what: str, work: Callable[[], T]) -> T:
+        """What work() returns or raises, done in another thread. Raises GenerationOver as soon as it is over."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                done.set_exception(error)
+
+        # No daemon: the interpreter waits for it at its end. One that came back from C++ after that would abort.
+        threading.Thread(target=run, name=f"thinwire-{what.replace(' ', '-')}").start()
+        while not wait([done], LOOK_S).done:
+            if (why := self.over()) is not None:
+                raise GenerationOver(f"generation {self.generation} is over: {why} (while this worker {what})")
+        return done.result()
+
+
+_present: Attempt | None = None
+"""Of this process: torch calls the maker of a backend with nothing of ours."""
+
+
+def begin(attempt: Attempt) -> None:
+    """What is made from now on belongs to that attempt."""
+    global _present
+    _present = attempt
+    if not hasattr(dist.Backend, GLOO.upper()):
+        dist.Backend.register_backend(GLOO, _make_gloo, devices=["cpu"])
+
+
+def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    attempt = _present
+    assert attempt is not None
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=attempt.host)]
+    options._timeout = timedelta(seconds=CONNECT_S)
+    gloo = attempt.wait_for("connects by gloo", lambda: dist.ProcessGroupGloo(store, rank, size, options))
+    gloo._set_default_timeout(timeout)
+    gloo._set_sequence_number_for_group()
+    return gloo
+
+
+def connect_nccl(attempt: Attempt, device: torch.device) -> None:
+    """Build the communicator of the default group, which NCCL would else do in its first collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        attempt.wait_for("connects by NCCL", lambda: group._get_backend(device).eager_connect_single_device(device))
+    except GenerationOver:
+        group.abort()
+        raise
 
 
 def form_group(
@@ -45,9 +127,9 @@ def form_group(
 
     Waits for as long as the membership does. timeout_s: of its collectives. reach: who asks for the peers that one of
     them waits for; None: nobody. Raises: PeerLost, and then nothing of the
-    attempt is left but threads that sleep until a time-out (transport.CONNECT_S).
+    attempt is left but threads that sleep until a time-out (CONNECT_S).
     """
-    attempt = transport.Attempt(seat.generation, door.host, lambda: member.over)
+    attempt = Attempt(seat.generation, door.host, lambda: member.over)
     began = time.perf_counter()
     try:
         store = _serve_store(door.host) if seat.rank == 0 else None
@@ -70,8 +152,8 @@ def form_group(
     return TorchGroup(detector=MembershipDetector(member, seat, reach))
 
 
-def _init(attempt: transport.Attempt, store: Store, seat: Seat, device: torch.device, timeout_s: float) -> None:
-    transport.begin(attempt)
+def _init(attempt: Attempt, store: Store, seat: Seat, device: torch.device, timeout_s: float) -> None:
+    begin(attempt)
     # torch numbers its groups, and names the keys of the store by that. An attempt that failed has counted: a rank that
     # was in one, and a rank that was not, would look for each other under two names.
     dist.distributed_c10d._world.group_count = 0
@@ -79,7 +161,7 @@ def _init(attempt: transport.Attempt, store: Store, seat: Seat, device: torch.de
     if cuda:
         prepare_nccl()
     dist.init_process_group(
-        "nccl" if cuda else transport.GLOO,
+        "nccl" if cuda else GLOO,
         store=store,
         rank=seat.rank,
         world_size=seat.size,
@@ -87,7 +169,7 @@ def _init(attempt: transport.Attempt, store: Store, seat: Seat, device: torch.de
     )
     if cuda:
         try:
-            transport.connect_nccl(attempt, device)
+            connect_nccl(attempt, device)
         except (RuntimeError, GenerationOver):
             close_group(None, 0.0)
             raise

@@ -84,7 +84,7 @@ class Promise:
 
 
 class State:
-    """Of one member. The link tells it what it hears (link.py). clock: of its lease."""
+    """Of one member. The link tells it what it hears (member.py). clock: of its lease."""
 
     def __init__(
         self,

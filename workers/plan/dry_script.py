@@ -6,6 +6,18 @@ It answers on one pipe, a JSON object a line: {"ready"} when the script has its 
 {"failed"}. On another one it is told to go on, once all who share the machine are ready; where that one ends, it ends.
 What the script prints goes where this process's output goes. It is ended from the inside as soon as enough is known, so
 that a loop of a million steps costs what a few of them do.
+
+In its session nothing is trained for long: a few steps of the script's own loop, timed, and then the end. The script
+draws the batches that worker 0 of so many would draw, over a group of one, so nothing is sent. Nothing is reported,
+evaluated or saved, whatever the loop asks for. Of each step it is timed
+
+    from the batch to optimizer.step()      without the backward in it: forward, and what else the body does
+    torch.autograd.backward in it           backward
+    from optimizer.step() to the next draw  added to forward
+    optimizer.step() itself, and the draw   not: the optimizer is rehearsed by each method, and loaders work ahead
+
+When enough steps were timed `done` is called, in the draw of the next batch or where the loop is left, and does not
+come back: the rest of the loop is not wanted, whatever it is.
 """
 
 from __future__ import annotations
@@ -16,8 +28,11 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 import torch
@@ -25,15 +40,216 @@ import torch
 from thinwire.comm import SoloGroup
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec
+from thinwire.optim import FlatOptimizer
+from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
 from thinwire.workers.plan.run_steps import RunSteps, length_of
 from thinwire.workers.plan.scripts import Learned, ScriptOrders
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
-from thinwire.workers.session.dry import SETTLING, DrySession, DrySteps
-from thinwire.workers.session.place import Place, Run
+from thinwire.workers.session.body import STEPLESS
 from thinwire.workers.session.script import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session
+from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
+from thinwire.workers.session.training import SessionFeed
 from thinwire.workers.telemetry.reporter import Reporter
+
+SETTLING = 2
+"""Steps before the first that is timed: they touch memory for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrySteps:
+    """What was learned. forward_s, backward_s: medians over `timed` steps. last: steps of the whole run, where known.
+
+    global_batch: samples of a step over all workers.
+    """
+
+    optimizer: FlatOptimizer[Any]
+    forward_s: float
+    backward_s: float
+    timed: int
+    last: int | None
+    global_batch: int
+
+
+class DrySession(Session):
+    """Of one script. Made by placed(around, make); `around` is of one rank, without checkpoints.
+
+    workers: whose first one this is. steps: that are timed. begins: called once, before the first batch is given out.
+    done: does not return.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        workers: int,
+        steps: int,
+        begins: Callable[[], None],
+        done: Callable[[DrySteps], NoReturn],
+    ) -> None:
+        super().__init__(around)
+        self._workers, self._wanted, self._meet, self._done = workers, steps, begins, done
+        self._dry: _DryFeed | None = None
+        self._clock = _Clock(around.device)
+
+    @property
+    def folder(self) -> Path:
+        """One of its own: what a script keeps there goes with the dry steps."""
+        return self._around.run.directory
+
+    def evaluate_every(self, steps: int, evaluate: Callable[[], float]) -> None:
+        """Nothing is evaluated."""
+
+    def save(self) -> None:
+        """Nothing is saved."""
+
+    def batches(self, dataset: Any, **given: Any) -> Iterator[Any]:
+        """As Session.batches, and each body is timed."""
+        return self._timed(super().batches(dataset, **given))
+
+    def __exit__(self, *error: Any) -> None:
+        """The loop was left: what was timed so far has to do."""
+        if error[0] is None:
+            self._finish(1)
+        super().__exit__(*error)
+
+    def _fed(self, feed: MapFeed | StreamFeed) -> SessionFeed:
+        self._dry = _DryFeed(feed, self._workers)
+        return self._dry
+
+    def _watch(self, optimizer: FlatOptimizer[Any]) -> None:
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._course is None:
+                raise ScriptError(
+                    "optimizer.step() before run.batches(): of a loop that draws no batch from the session nobody "
+                    "knows where its steps begin, and so what they compute"
+                )
+            this, *given = args
+            closure = kwargs["closure"] if "closure" in kwargs else next(iter(given), None)
+            if closure is None:
+                self._clock.computed()
+                return None
+
+            def computed() -> Any:
+                loss = closure()
+                self._clock.computed()
+                return loss
+
+            return (this, computed), {}
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(lambda *_: self._clock.stepped())
+
+    def _timed(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        clock = self._clock
+        for drawn, batch in enumerate(batches, 1):
+            if drawn == 1:
+                self._meet()
+            with clock.body():
+                yield batch
+            self._finish(self._wanted)
+            if not clock.forward_s and drawn >= STEPLESS:
+                raise ScriptError(
+                    f"{drawn} batches without optimizer.step() of the registered optimizer: no step could be timed"
+                )
+
+    def _finish(self, steps: int) -> None:
+        """The end, where so many were timed."""
+        clock, dry, optimizer = self._clock, self._dry, self._optimizer
+        timed = len(clock.forward_s) - SETTLING
+        if timed < steps or dry is None or optimizer is None:
+            return
+        self._done(
+            DrySteps(
+                optimizer,
+                median(clock.forward_s[SETTLING:]),
+                median(clock.backward_s[SETTLING:]),
+                timed,
+                dry.known_last,
+                dry.samples(1),
+            )
+        )
+
+
+class _DryFeed:
+    """The shares of worker 0 of so many, again from the first where they end. told, drawn: of the feed."""
+
+    def __init__(self, feed: MapFeed | StreamFeed, workers: int) -> None:
+        self._feed, self._workers = feed, workers
+        self.last: int | None = None
+        self.known_last = feed.last
+        self._samples = feed.samples(1)
+        if workers > self._samples:
+            raise ScriptError(f"{workers} workers for global_batch = {self._samples}: at least one sample a worker")
+
+    @property
+    def told(self) -> str:
+        return self._feed.told
+
+    @property
+    def drawn(self) -> str:
+        return self._feed.drawn
+
+    def samples(self, step: int) -> int:
+        """Of any step as of the first one: the last may be a smaller one."""
+        return self._samples
+
+    def shares(self, step: int, rank: int, size: int) -> Iterator[Share]:
+        """Without an end. Raises: ValueError for a dataset that gives nothing."""
+        while True:
+            at = step
+            for share in self._feed.shares(1, 0, self._workers):
+                yield replace(share, step=step)
+                step += 1
+            if at == step:
+                raise ValueError("the dataset gave no sample: no step can be timed")
+
+
+class _Clock:
+    """Times bodies in which the optimizer made a step; of each its forward and its backward, seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.forward_s: list[float] = []
+        self.backward_s: list[float] = []
+        self._began = self._backward = self._before = 0.0
+        self._has_stepped = False
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """From the batch to the next draw."""
+        backward = torch.autograd.backward
+        self._backward, self._before, self._has_stepped = 0.0, 0.0, False
+
+        def timed(*args: Any, **kwargs: Any) -> None:
+            began = self._now()
+            backward(*args, **kwargs)
+            self._backward += self._now() - began
+
+        # Tensor.backward() calls it by this name, and so do trainers: no hook tells when backward begins.
+        torch.autograd.backward = timed
+        self._began = self._now()
+        try:
+            yield
+        finally:
+            torch.autograd.backward = backward
+        if self._has_stepped:
+            rest_s = self._now() - self._began
+            self.forward_s.append(max(0.0, self._before + rest_s - self._backward))
+            self.backward_s.append(self._backward)
+
+    def computed(self) -> None:
+        """optimizer.step() begins, or its closure has ended."""
+        self._before += self._now() - self._began
+
+    def stepped(self) -> None:
+        """optimizer.step() is over."""
+        self._has_stepped, self._began = True, self._now()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 @dataclass(slots=True)
@@ -79,14 +295,14 @@ def _main(told: str) -> None:
     def done(steps: DrySteps) -> NoReturn:
         pipes.end(learned=asdict(learned(steps)))
 
-    def make(place: Place) -> Session:
-        return DrySession(place, orders.workers, orders.steps, pipes.meet, done)
+    def make(around: Surroundings) -> Session:
+        return DrySession(around, orders.workers, orders.steps, pipes.meet, done)
 
     group = SoloGroup()
     run = Run(Path(orders.folder), time.time())
-    place = Place(FixedRanks(group), device, run, Reporter(), None, group, spec)
+    around = Surroundings(FixedRanks(group), device, run, Reporter(), None, group, spec)
     os.environ.update(spec.recipe.env_vars)
-    with placed(place, make) as begun:
+    with placed(around, make) as begun:
         try:
             with as_main(spec.recipe, folder_of(spec.recipe)) as entry:
                 end = run_entry(entry)

@@ -4,17 +4,23 @@
 
 They meet over the loopback. The first `per_machine` of them rehearse; where that is one, a second one helps to time the
 transport. Rank 0 says what it does on stdout, in lines that begin with MARK, and at the end what all have found.
+
+What sending costs the processor, whatever the wire, is timed over the loopback, where the wire is memory. A rank sends,
+receives and adds up; each is work of its cores, and grows with the bytes. Over the loopback nothing else takes time, so
+a collective's seconds divided by the bytes that a rank sends are that work.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -27,7 +33,6 @@ from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import PlanFailed, Say
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.plan import transport
 from thinwire.workers.plan.forecast import Busy, Rehearsed
 from thinwire.workers.plan.rehearsal import RecipeModel, Setting, Tell, rehearse
 from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
@@ -213,7 +218,7 @@ def _main(folder: str, told: str) -> None:
     group = TorchGroup()
     if group.rank == 0:
         say_line(doing="what sending costs the processor")
-    own = Transport() if orders.device.type == "cuda" else transport.measure(group)
+    own = Transport() if orders.device.type == "cuda" else time_transport(group)
     all_n: list[Transport] = [own] * group.size
     dist.all_gather_object(all_n, own)
     dearest = Transport(*(max(getattr(one, kind) for one in all_n) for kind in Transport.__slots__))
@@ -228,6 +233,39 @@ def _end_with_the_parent() -> None:
     while os.read(0, 1):  # not sys.stdin: a thread that waits there holds a lock that the interpreter's end needs
         pass
     os._exit(1)
+
+
+ELEMENTS = 1 << 22
+"""Of the vector that is sent: 16 MB in float32, larger than caches."""
+REPEATS = 3
+
+
+def time_transport(group: TorchGroup) -> Transport:
+    """Time it. Collective, about a second; every rank's own figures, of which the slowest rank's count."""
+    n = group.size
+    vector_N = torch.zeros(ELEMENTS)
+    half_N = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
+    rows_nB, received_nB = (torch.zeros((n, ELEMENTS // 8 // n), dtype=torch.uint8) for _ in range(2))
+
+    def both_phases() -> None:
+        group.all_to_all(received_nB, rows_nB)
+        group.all_gather(received_nB, rows_nB[0])
+
+    return Transport(
+        all_reduce_32=_per_byte_s(group, lambda: group.start_sum_(vector_N).wait()),
+        all_reduce_16=_per_byte_s(group, lambda: group.start_sum_(half_N).wait()),
+        bits=_per_byte_s(group, both_phases),
+    )
+
+
+def _per_byte_s(group: TorchGroup, collective: Callable[[], None]) -> float:
+    collective()  # to have all ranks here and the windows of TCP open
+    sent_before, seconds = group.stats.sent_bytes, []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        collective()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * REPEATS / (group.stats.sent_bytes - sent_before)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What does a step of a script of the user's own compute? The script itself makes a few, in processes of its own.
 
 Only the script knows its model, its data and its loop. So `thinwire plan` runs it, as a job would, in a session whose
-steps are timed and which then ends (session/dry.py); as many at once as will share a machine. What is learned takes the
+steps are timed and which then ends (dry_script.py); as many at once as will share a machine. What is learned takes the
 place of what a job file of a recipe says: forward and backward, the shapes of the parameters, the optimizer, the length
 of the run. The methods' own work is then rehearsed on parameters of those shapes.
 """

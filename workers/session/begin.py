@@ -17,18 +17,18 @@ from thinwire.comm import SoloGroup, TorchGroup, prepare_nccl
 from thinwire.comm.protocol import Group
 from thinwire.contract.spec import Checkpoint
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.place import Place, Run, ScriptError
 from thinwire.workers.session.session import Session
+from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 _placed: ContextVar[tuple[Callable[[], Session], list[Session]] | None] = ContextVar("place of a script", default=None)
 
 
 @contextmanager
-def placed(place: Place, make: Callable[[Place], Session] = Session) -> Iterator[list[Session]]:
-    """Inside, a session of this thread is of this place. Gives the sessions that were begun."""
+def placed(around: Surroundings, make: Callable[[Surroundings], Session] = Session) -> Iterator[list[Session]]:
+    """Inside, a session of this thread is of these surroundings. Gives the sessions that were begun."""
     begun: list[Session] = []
-    token = _placed.set((lambda: make(place), begun))
+    token = _placed.set((lambda: make(around), begun))
     try:
         yield begun
     finally:
@@ -50,7 +50,7 @@ def begin(folder: str | os.PathLike[str] | None = None, save_every: int = 500, k
     return Session(_outside_of_a_job(folder, save_every, keep))
 
 
-def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Place:
+def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Surroundings:
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -68,7 +68,7 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
     directory = Path(tempfile.gettempdir()) if folder is None else Path(folder).resolve()
     if folder is not None:
         directory.mkdir(parents=True, exist_ok=True)
-    return Place(
+    return Surroundings(
         ranks=FixedRanks(group),
         device=device,
         run=Run(directory, created_at=time.time()),

@@ -21,8 +21,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from thinwire.comm import CommError
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import Share
-from thinwire.workers.session.place import ScriptError
 from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.surroundings import ScriptError
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.saving import Saving, store_of
 from thinwire.workers.session.body import Bodies, Made
 from thinwire.workers.session.joining import Joined, Progress, join
-from thinwire.workers.session.place import Place, ScriptError
+from thinwire.workers.session.surroundings import ScriptError, Surroundings
 from thinwire.workers.session.training import Training
 from thinwire.workers.signature import signature
 from thinwire.workers.telemetry import history, report
@@ -66,15 +66,15 @@ class Course:
     is_new: it has not joined anybody so far. is_over: its session was left.
     """
 
-    def __init__(self, place: Place, training: Training, bodies: Bodies | None = None) -> None:
+    def __init__(self, around: Surroundings, training: Training, bodies: Bodies | None = None) -> None:
         """bodies: None where no batches are drawn."""
-        run, ranks, reporter, checkpoint = place.run, place.ranks, place.reporter, place.checkpoint
+        run, ranks, reporter, checkpoint = around.run, around.ranks, around.reporter, around.checkpoint
         self.step = self.attended = self.left_out = 0
         self.training = training
         self.last, self.evaluate_every = training.feed.last, 0
         self.evaluate: Callable[[], float] | None = None
         self.is_new, self.is_over = True, False
-        self._place, self._run, self._ranks, self._reporter = place, run, ranks, reporter
+        self._around, self._run, self._ranks, self._reporter = around, run, ranks, reporter
         ranks.on_wait = lambda step, waits: reporter.waits_for_membership(step, waits=waits)
         self._where = ranks.where
         self._save_every = 0 if checkpoint is None else checkpoint.every_steps
@@ -82,8 +82,8 @@ class Course:
         self._saving = None
         if checkpoint is not None:
             self._saving = Saving(run.directory, checkpoint, reporter, ranks.may_commit, run.attempt_now)
-        own = None if place.start is None or checkpoint is None else store_of(run.directory, checkpoint)
-        self._origin = Origin(place.start, own)
+        own = None if around.start is None or checkpoint is None else store_of(run.directory, checkpoint)
+        self._origin = Origin(around.start, own)
         if self._saving is not None:
             self._saving.beside = lambda: self._origin.kept
         self._meter = Meter(SoloGroup().stats)
@@ -184,8 +184,8 @@ class Course:
         self._where.at("the begin of its generation: agreeing on state and step")
         self._meter.attach(group.stats)
         with self._meter.part("control"):
-            self._reporter.seated(group, self._place.device)  # before the state is given: who then has it says so
-            joined = join(self._place, self.training, group, self._progress() if has_state else None)
+            self._reporter.seated(group, self._around.device)  # before the state is given: who then has it says so
+            joined = join(self._around, self.training, group, self._progress() if has_state else None)
             self.training = joined.training
         seat = self._ranks.seat
         if self._trace is not None:
@@ -203,7 +203,7 @@ class Course:
         self.is_new, self.step, self.attended = False, step, step
         self._where.within(group)
         self._meter.attach(group.stats)
-        self._reporter.seated(group, self._place.device)
+        self._reporter.seated(group, self._around.device)
         self._reporter.resumed(step)
         self._new_log()
         if step == 0:
@@ -267,7 +267,7 @@ class Course:
         if self._saving is not None:
             self._saving.close()
         self._ranks.leave()
-        if self.training.group.rank != 0 or self._place.spec is None:
+        if self.training.group.rank != 0 or self._around.spec is None:
             return None
         self._reporter.whole()
         return self._summary(equal)
@@ -318,7 +318,7 @@ class Course:
         Collective, for every rank raises such an error alike. Raises: PeerLost.
         """
         group = self.training.group
-        hosts = gather_texts(group, socket.gethostname().encode(), self._place.device)
+        hosts = gather_texts(group, socket.gethostname().encode(), self._around.device)
         named = ", ".join(f"{self._name(rank)} on {hosts[rank].decode(errors='replace')}" for rank in error.ranks)
         told = f"after step {self.step}, of {named or 'no rank alone'}: {error}"
         alone = 0 < len(error.ranks) < group.size
@@ -333,7 +333,7 @@ class Course:
     def _signed(self) -> dict[str, str]:
         """The signature of what is trained: once, for nothing of it changes."""
         if not self._signature:
-            self._signature = {**signature(self._place.spec, self.training), **self._origin.signed}
+            self._signature = {**signature(self._around.spec, self.training), **self._origin.signed}
         return self._signature
 
     def _progress(self) -> Progress:
@@ -341,7 +341,7 @@ class Course:
 
     def _rehearse(self) -> None:
         """Do alone what is slow the first time, before its peers wait for this worker: compiling. Local."""
-        optimizer, spec = self.training.optimizer, self._place.spec
+        optimizer, spec = self.training.optimizer, self._around.spec
         if spec is not None:
             optimizer.keeps = Keeps(spec.workers.shadow)
         compile_all(optimizer.space.p_N.dtype, optimizer.dtype_of("v_N", 1))
@@ -363,7 +363,7 @@ class Course:
 
     def _agreed(self, mine: bool) -> bool:
         """Does every rank say so? Collective. Raises: PeerLost."""
-        said = torch.full((1,), float(mine), device=self._place.device)
+        said = torch.full((1,), float(mine), device=self._around.device)
         self.training.group.mean_(said)
         return float(said) == 1.0
 
@@ -402,8 +402,8 @@ class Course:
             step = self._origin.begin(self.training)
         if step is None:
             return None
-        if isinstance(self._place.spec, TrainSpec):  # what this job's file says of its optimizer counts
-            take_settings(self.training.optimizer, self._place.spec)
+        if isinstance(self._around.spec, TrainSpec):  # what this job's file says of its optimizer counts
+            take_settings(self.training.optimizer, self._around.spec)
         if self.last is not None and step >= self.last:
             raise StartRefused(
                 f"{self._origin.told['where']} is of step {step}, and steps = {self.last}: nothing is left to train. "

@@ -14,8 +14,8 @@ from thinwire.workers.ranks import Ranks, RunEnded
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session import recipe_loop
 from thinwire.workers.session.begin import begin, placed
-from thinwire.workers.session.place import Left, Place, Run
 from thinwire.workers.session.script import run_script, tells_of_a_peer, without_secrets
+from thinwire.workers.session.surroundings import Left, Run, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 
@@ -32,8 +32,8 @@ def run_job(
     to leave and has handed over; RunEnded, where another worker has failed for good.
     """
     group: Group = SoloGroup() if ranks.elastic else ranks.form(0, False, {})
-    place = Place(ranks, device, run, reporter, spec.checkpoint, group, spec, spec.start)
-    with placed(place) as begun:
+    around = Surroundings(ranks, device, run, reporter, spec.checkpoint, group, spec, spec.start)
+    with placed(around) as begun:
         try:
             if isinstance(spec, ScriptSpec):
                 run_script(spec.recipe, begun)

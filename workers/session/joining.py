@@ -1,6 +1,11 @@
 """A rank joins a group, its first or the next: what all go on from is agreed on, and given to those that lack it.
 
 What one survivor has done and another has not is done again: reports and checkpoints of a step are the same.
+
+The size of buckets of a job is what suits the network at its first start; then the same at every restart. Scales end
+where buckets do, so with another size a restarted run would go on from the same state, but not bit-equal.
+
+    buckets.json    in the run's folder, by rank 0: the size, the network it was chosen for, ranks and elements
 """
 
 from __future__ import annotations
@@ -9,23 +14,27 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Self
 
 import torch
 from pydantic import JsonValue
 
+from thinwire.comm.bucket_size import measured_bucket
 from thinwire.comm.calls import calls_of
 from thinwire.comm.groups.texts import gather_texts, texts_if_they_differ
+from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.comm.wire.network import NO_FULL_STEPS, FullSteps
+from thinwire.contract.files import write_whole
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.optim.regroup import Regrouped, regroup
-from thinwire.workers.buckets import kept_bucket
 from thinwire.workers.membership import Seat
 from thinwire.workers.plan.run_steps import RunSteps
 from thinwire.workers.plan.schedule import full_steps
-from thinwire.workers.session.place import Place, ScriptError
 from thinwire.workers.session.registered import State
+from thinwire.workers.session.surroundings import ScriptError, Surroundings
 from thinwire.workers.session.training import Training
 
 logger = logging.getLogger(__name__)
@@ -95,7 +104,7 @@ class Joined:
         }
 
 
-def join(place: Place, training: Training, group: Group, progress: Progress | None) -> Joined:
+def join(around: Surroundings, training: Training, group: Group, progress: Progress | None) -> Joined:
     """Go on over `group`. Collective. progress: None for a newcomer.
 
     An optimizer over fixed ranks that has made steps, or belongs to no job, or has buckets of the size that suits the
@@ -107,9 +116,9 @@ def join(place: Place, training: Training, group: Group, progress: Progress | No
     known = [one for one in all_n if one is not None]
     _refuse_other_data(training, group)
     size = None
-    if not known and (place.ranks.elastic or (place.spec is not None and not optimizer.num_steps)):
-        size = _bucket(place, training, group)
-    is_laid_out_anew = place.ranks.elastic or size not in (None, optimizer.bucket_elements)
+    if not known and (around.ranks.elastic or (around.spec is not None and not optimizer.num_steps)):
+        size = _bucket(around, training, group)
+    is_laid_out_anew = around.ranks.elastic or size not in (None, optimizer.bucket_elements)
     steps = [-1 if one is None else one.step for one in all_n]
     source = steps.index(max(steps)) if known else 0
     lacking = [rank for rank, step in enumerate(steps) if rank != source and (step != max(steps) or not known)]
@@ -158,12 +167,12 @@ def _given_by(training: Training, group: Group, source: int, lacking: list[int])
         return training.registered.give(group, (source, *lacking), training.device)
 
 
-def _bucket(place: Place, training: Training, group: Group) -> int:
+def _bucket(around: Surroundings, training: Training, group: Group) -> int:
     """The size of a new run's buckets. Collective. Raises: PeerLost; OSError."""
-    if place.spec is not None and place.spec.bucket_elements is not None:
-        return place.spec.bucket_elements
-    numel, directory = training.optimizer.space.layout.num_live, place.run.directory
-    return kept_bucket(directory, group, numel, training.device, _full_steps(place.spec, training))
+    if around.spec is not None and around.spec.bucket_elements is not None:
+        return around.spec.bucket_elements
+    numel, directory = training.optimizer.space.layout.num_live, around.run.directory
+    return kept_bucket(directory, group, numel, training.device, _full_steps(around.spec, training))
 
 
 def _full_steps(spec: TrainSpec | ScriptSpec | None, training: Training) -> FullSteps:
@@ -179,3 +188,51 @@ def _full_steps(spec: TrainSpec | ScriptSpec | None, training: Training) -> Full
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def kept_bucket(
+    run_dir: Path | None, group: Group, numel: int, device: torch.device, full: FullSteps = NO_FULL_STEPS
+) -> int:
+    """Elements of a bucket, alike on every rank. Collective. run_dir: None: not kept, and the default.
+
+    full: of the job's steps.
+    Raises: PeerLost; OSError on rank 0 where the folder cannot be written.
+    """
+    if run_dir is None or group.size == 1:
+        return DEFAULT_BUCKET
+    file = RunFolder(run_dir).buckets
+    known = torch.tensor([_kept_size(file, group.size, numel) if group.rank == 0 else 0], device=device)
+    group.broadcast_(known)
+    if int(known):
+        return int(known)
+    size, network = measured_bucket(group, numel, device, full)
+    if group.rank == 0 and network is not None:
+        logger.info(
+            "buckets_chosen elements=%d of=%d latency_us=%.0f mbyte_per_s=%.1f",
+            size,
+            numel,
+            1e6 * network.latency_s,
+            network.bytes_per_s / 1e6,
+        )
+        chosen = {
+            "bucket_elements": size,
+            "elements": numel,
+            "ranks": group.size,
+            "latency_s": network.latency_s,
+            "bytes_per_s": network.bytes_per_s,
+        }
+        write_whole(file, json.dumps(chosen, indent=2) + "\n")
+    return size
+
+
+def _kept_size(file: Path, ranks: int, numel: int) -> int:
+    """What the file says; 0 where there is none for so many ranks and elements, or it is damaged."""
+    if not file.exists():
+        return 0
+    try:
+        found = json.loads(file.read_text())
+        alike = (found["ranks"], found["elements"]) == (ranks, numel)
+        return int(found["bucket_elements"]) if alike else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("buckets_unreadable path=%s reason=%r: they are chosen anew", file, error)
+        return 0

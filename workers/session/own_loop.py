@@ -19,17 +19,17 @@ from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import Share
 from thinwire.workers.session.body import Made
 from thinwire.workers.session.course import Course
-from thinwire.workers.session.place import Place
 from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.surroundings import Surroundings
 from thinwire.workers.session.training import Training
 
 
 class OwnLoop:
     """The steps of one optimizer, told to the job. From the first one on collective: every rank makes the same."""
 
-    def __init__(self, place: Place, optimizer: FlatOptimizer[Any]) -> None:
-        self._optimizer, self._ranks, group = optimizer, place.ranks, optimizer.group
-        place.ranks.where.within(group)
+    def __init__(self, around: Surroundings, optimizer: FlatOptimizer[Any]) -> None:
+        self._optimizer, self._ranks, group = optimizer, around.ranks, optimizer.group
+        around.ranks.where.within(group)
         self._last: Made | None = None  # the step that was made last: what is reported until the next one is of it
         self._before, self._counts = 0, True  # of the step that is being made; did the one before it count?
         self._began, self._sent, self._phase, self._lr = time.perf_counter(), 0, optimizer.phase.value, 0.0
@@ -38,11 +38,11 @@ class OwnLoop:
             optimizer.register_step_pre_hook(lambda *_: self._steps()),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
         ]
-        samples = None if place.spec is None else place.spec.global_batch
+        samples = None if around.spec is None else around.spec.global_batch
         feed = _Unfed(samples or group.size)
-        training = Training(group, place.device, optimizer, Registered(optimizer), feed)
+        training = Training(group, around.device, optimizer, Registered(optimizer), feed)
         # After the hooks: the times of a step are taken when the next one is over.
-        self._course = Course(replace(place, checkpoint=None, start=None), training)
+        self._course = Course(replace(around, checkpoint=None, start=None), training)
 
     @property
     def has_begun(self) -> bool:

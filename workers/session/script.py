@@ -24,8 +24,8 @@ from thinwire.contract.reports import Failure
 from thinwire.contract.script import ScriptRecipe, SecretSource
 from thinwire.workers.data.feed import let_go_of_connections
 from thinwire.workers.error_words import as_failure, words_of
-from thinwire.workers.session.place import ScriptError
 from thinwire.workers.session.session import Session
+from thinwire.workers.session.surroundings import ScriptError
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from thinwire.workers.replicas import ReplicasDiffer
 from thinwire.workers.session.body import Bodies
 from thinwire.workers.session.course import Course
 from thinwire.workers.session.own_loop import OwnLoop
-from thinwire.workers.session.place import Left, Place, ScriptError
 from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.surroundings import Left, ScriptError, Surroundings
 from thinwire.workers.session.training import SessionFeed, Training
 from thinwire.workers.telemetry.step_log import NonFiniteLoss
 
@@ -47,8 +47,8 @@ _LONGEST_SHOWN = 100
 class Session:
     """One run of one script, on one rank."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
         self._given: dict[str, Any] = {}
         self._optimizer: FlatOptimizer[Any] | None = None
         self._course: Course | None = None
@@ -89,7 +89,7 @@ class Session:
                 self._own.close()
             if self._batches is not None:
                 self._batches.close()
-            self._place.close()
+            self._around.close()
         if isinstance(error, MembershipError | RunEnded):
             raise Left(error) from None
         if swallowed is not None:
@@ -98,7 +98,7 @@ class Session:
     @property
     def group(self) -> Group:
         """The ranks of now: what optimizers are made over. Other ones after a change of workers."""
-        return self._place.group if self._course is None else self._course.training.group
+        return self._around.group if self._course is None else self._course.training.group
 
     @property
     def rank(self) -> int:
@@ -113,7 +113,7 @@ class Session:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return self._place.device
+        return self._around.device
 
     @property
     def has_begun(self) -> bool:
@@ -147,17 +147,17 @@ class Session:
 
         Raises: ScriptError where there is none; OSError.
         """
-        place = self._place
-        if place.spec is None:
-            if place.checkpoint is None:
+        around = self._around
+        if around.spec is None:
+            if around.checkpoint is None:
                 raise ScriptError("run.folder: there is none: say session(folder=...)")
-            return place.run.directory
-        if not place.run.shared:
+            return around.run.directory
+        if not around.run.shared:
             raise ScriptError(
                 "run.folder: the workers of this job share no folder: keep checkpoints in a place that all boxes see, "
                 "and give the script its path or URL"
             )
-        folder = RunFolder(place.run.directory).script
+        folder = RunFolder(around.run.directory).script
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -192,11 +192,11 @@ class Session:
 
     def _watch(self, optimizer: FlatOptimizer[Any]) -> None:
         """In a job: of steps that are made without batches() the job has to know too."""
-        place = self._place
-        if place.spec is None:
+        around = self._around
+        if around.spec is None:
             return
-        if not place.ranks.elastic:
-            self._own = OwnLoop(place, optimizer)
+        if not around.ranks.elastic:
+            self._own = OwnLoop(around, optimizer)
             return
 
         def refuse(*_: Any) -> None:
@@ -227,7 +227,7 @@ class Session:
         The ranks hear of it with the report that they make together every 5 steps.
         Raises: ScriptError where there is nowhere to save to.
         """
-        if self._place.checkpoint is None:
+        if self._around.checkpoint is None:
             raise ScriptError("run.save(): there is no folder to save to: say session(folder=...)")
         self._in_loop("save")[0].ask_to_save()
 
@@ -292,7 +292,7 @@ class Session:
                 "run.batches(..., epochs=N) in one loop; of two datasets make one"
             )
         optimizer = self._its_optimizer()
-        spec = self._place.spec
+        spec = self._around.spec
         of_job = (None, None, None) if spec is None else (spec.global_batch, spec.steps, spec.seed)
         chosen = [
             mine if mine is not None else theirs
@@ -307,11 +307,11 @@ class Session:
         if self._own is not None:
             self._own.close()
             self._own = None
-        registered, place = Registered(optimizer), self._place
+        registered, around = Registered(optimizer), self._around
         self._add_all(registered, optimizer, feed)
         refuses_nan = isinstance(spec, TrainSpec)
-        training = Training(place.group, place.device, optimizer, registered, feed, refuses_nan=refuses_nan)
-        self._course = course = Course(place, training, Bodies(optimizer, registered))
+        training = Training(around.group, around.device, optimizer, registered, feed, refuses_nan=refuses_nan)
+        self._course = course = Course(around, training, Bodies(optimizer, registered))
         if self._evaluation is not None:
             course.evaluate_every, course.evaluate = self._evaluation
         self._batches = self._loop(course)
@@ -346,7 +346,7 @@ class Session:
             except GeneratorExit:
                 raise
             except PeerLost as error:
-                if not self._place.ranks.elastic:
+                if not self._around.ranks.elastic:
                     self._broken = error
                     raise
                 logger.warning("peer_lost step=%d reason=%r", course.step, str(error))

@@ -3,8 +3,7 @@
 import pytest
 
 from thinwire.contract.reports import Event, Sample
-from thinwire.tools.drill.account import Kill, account
-from thinwire.tools.drill.run import Killer
+from thinwire.tools.drill.run import Kill, Killer, account
 
 
 def step(number, at, world_size=2, seconds=0.8, **more):

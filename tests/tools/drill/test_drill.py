@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
-from thinwire.tools.lab.leftovers import find_labs
+from thinwire.tools.lab.lab import find_labs
 
 ZEROS = ("redone", "commits_by_two", "samples_wrong", "replicas_differ", "holders_lost")
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.tools.lab.conftest import namespaces_of, network_namespaces
 from thinwire.tools.lab import Lab, LabError, LabSpec
 from thinwire.tools.lab.cli import app
-from thinwire.tools.lab.leftovers import end_lab, find_labs
+from thinwire.tools.lab.lab import end_lab, find_labs
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 

@@ -14,7 +14,7 @@ import pytest
 from tests.covering import parametrize
 from tests.tools.lab.conftest import namespaces_of, network_namespaces
 from thinwire.tools.lab import Lab, LabError, LabSpec, network
-from thinwire.tools.lab.leftovers import find_labs
+from thinwire.tools.lab.lab import find_labs
 
 # An owner with a daemon in its lab and a forked child that inherits everything and lives on.
 OWNER = """

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.workers.data.corpus import DataError
-from thinwire.workers.data.digits import Images, ShiftedImages, as_images, load_digits, split
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.data.windows import Sample
+from thinwire.workers.recipes.resnet import Images, ShiftedImages, as_images, load_digits, split
 
 
 def feed(images: Images, shift: int = 1, seed: int = 0, global_batch: int = 32) -> MapFeed:

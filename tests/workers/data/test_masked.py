@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from thinwire.workers.data.corpus import Corpus
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.data.masked import IGNORED, MASK, MaskedWindows, mask, masked, num_masked
 from thinwire.workers.data.order import generator
 from thinwire.workers.data.windows import Windows, spread
+from thinwire.workers.recipes.bert import IGNORED, MASK, MaskedWindows, mask, masked, num_masked
 
 
 def text(num_bytes: int, seed: int = 0) -> torch.Tensor:

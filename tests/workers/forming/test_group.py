@@ -16,23 +16,22 @@ def _rank(rank, port, attempts, told):
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from thinwire.workers.forming import transport
-    from thinwire.workers.forming.group import _init, close_group
-    from thinwire.workers.forming.transport import Attempt
+    from thinwire.workers.forming import group
+    from thinwire.workers.forming.group import Attempt, _init, close_group
 
     def store(of):  # a connection for each attempt: whoever waits on one holds it
         client = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
         return PrefixStore(of, client)
 
     seat = SimpleNamespace(rank=rank, size=2)
-    connect_s, transport.CONNECT_S = transport.CONNECT_S, 2.0  # so long does the process wait for its threads
+    connect_s, group.CONNECT_S = group.CONNECT_S, 2.0  # so long does the process wait for its threads
     for number in range(attempts):  # of which the peer knows nothing
         over = threading.Event()
         threading.Timer(0.05, over.set).start()
         attempt = Attempt(number, "127.0.0.1", lambda over=over: "the peer was lost" if over.is_set() else None)
         with pytest.raises(GenerationOver, match="the peer was lost"):
             _init(attempt, store(f"{number}"), seat, torch.device("cpu"), 20.0)
-    transport.CONNECT_S = connect_s
+    group.CONNECT_S = connect_s
     busy = time.process_time()
     time.sleep(0.5)
     busy = time.process_time() - busy

@@ -17,7 +17,7 @@ from thinwire.workers.checkpoints.storage import LocalStorage
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.job import run_job
-from thinwire.workers.session.place import Run
+from thinwire.workers.session.surroundings import Run
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import ring_bytes, write_report
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded

@@ -17,8 +17,8 @@ from thinwire.workers.membership.messages import Refusal
 from thinwire.workers.ranks import ElasticRanks, FixedRanks
 from thinwire.workers.session.course import Course
 from thinwire.workers.session.job import run_job
-from thinwire.workers.session.place import Place, Run
 from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.surroundings import Run, Surroundings
 from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry.step_log import StepLog
 
@@ -82,7 +82,7 @@ def test_a_look_without_a_lease_waits_until_the_member_is_heard_again_and_is_tol
     member = job.member(0)
     ranks = ElasticRanks(member, None, torch.device("cpu"))
     optimizer, group, cpu = Adam(torch.nn.Linear(2, 1).parameters()), SoloGroup(), torch.device("cpu")
-    place = Place(ranks, cpu, Run(tmp_path, time.time()), reporter := Waits(tmp_path), None, group)
+    place = Surroundings(ranks, cpu, Run(tmp_path, time.time()), reporter := Waits(tmp_path), None, group)
     course = Course(place, Training(group, cpu, optimizer, Registered(optimizer), MapFeed([0], 1, 1)))
     ranks.form(0, False, {})
     course.look()

@@ -27,7 +27,7 @@ from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session import recipe_loop
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import Bodies
-from thinwire.workers.session.place import Left, Place, Run
+from thinwire.workers.session.surroundings import Left, Run, Surroundings
 from thinwire.workers.whereabouts import Whereabouts
 
 WAIT_S = 200.0
@@ -133,7 +133,7 @@ class ThreadsJob:
         cpu, run = torch.device("cpu"), Run(self.run_dir, time.time())
         start = self.spec and self.spec.start
         reporter = Telling(self.run_dir, self.events)
-        place = Place(worker, cpu, run, reporter, self.checkpoint, SoloGroup(), self.spec, start)
+        place = Surroundings(worker, cpu, run, reporter, self.checkpoint, SoloGroup(), self.spec, start)
         try:
             with placed(place):
                 self.ended[worker] = self.script(self, worker)

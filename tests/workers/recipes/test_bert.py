@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from thinwire.contract.spec import BertRecipe
-from thinwire.workers.data.masked import IGNORED, mask
 from thinwire.workers.data.order import generator
 from thinwire.workers.recipes import bert
+from thinwire.workers.recipes.bert import IGNORED, mask
 
 SMALL = BertRecipe(name="bert", layers=2, width=32, heads=4, context=16)
 

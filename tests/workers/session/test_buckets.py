@@ -8,10 +8,9 @@ from tests.workers.plan.test_scripts import spec_of
 from thinwire.comm.wire.network import NO_FULL_STEPS
 from thinwire.optim import SGD, Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.train import session
-from thinwire.workers.plan.dry_script import learned
+from thinwire.workers.plan.dry_script import DrySteps, learned
 from thinwire.workers.plan.schedule import full_steps
 from thinwire.workers.session import joining
-from thinwire.workers.session.dry import DrySteps
 
 DATA = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
 STEPS = 6

@@ -8,12 +8,12 @@ import torch
 from thinwire.comm import SoloGroup
 from thinwire.optim import OneBitAdam
 from thinwire.train import session
+from thinwire.workers.plan import dry_script
+from thinwire.workers.plan.dry_script import SETTLING, DrySession
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session import dry
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import STEPLESS
-from thinwire.workers.session.dry import SETTLING, DrySession
-from thinwire.workers.session.place import Place, Run, ScriptError
+from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 DATA = [torch.full((3,), float(i)) for i in range(40)]
@@ -68,7 +68,7 @@ def ends(tmp_path):
             raise Over
 
         group = SoloGroup()
-        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group)
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group)
         with placed(place, lambda one: DrySession(one, workers, STEPS, lambda: None, done)):
             try:
                 with session(tmp_path / "kept") as of_script:
@@ -104,7 +104,7 @@ def test_it_ends_after_its_steps_whatever_the_loop_does_and_nothing_is_evaluated
 @pytest.mark.parametrize("closure", [False, True])
 def test_forward_and_backward_are_told_apart_and_the_data_and_the_optimizer_are_in_neither(ends, monkeypatch, closure):
     clock = Clock()
-    monkeypatch.setattr(dry, "time", clock)
+    monkeypatch.setattr(dry_script, "time", clock)
 
     class Slowly:
         def __len__(self):

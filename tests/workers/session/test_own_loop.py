@@ -24,7 +24,7 @@ from thinwire.train import session
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.job import run_job
-from thinwire.workers.session.place import Place, Run, ScriptError
+from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import write_report
 from thinwire.workers.telemetry.reporter import Reporter
@@ -119,7 +119,7 @@ class Elastic(FixedRanks):
 def test_a_job_whose_workers_come_and_go_says_what_to_draw_from(tmp_path):
     group = SoloGroup()
     run = Run(tmp_path, 0.0)
-    place = Place(Elastic(group), torch.device("cpu"), run, Reporter(), None, group, spec_of(tmp_path))
+    place = Surroundings(Elastic(group), torch.device("cpu"), run, Reporter(), None, group, spec_of(tmp_path))
     with placed(place), session() as run:
         model = torch.nn.Linear(2, 1)
         optimizer = Adam(model.parameters(), group=run.group)

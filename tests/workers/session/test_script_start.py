@@ -15,7 +15,7 @@ from thinwire.train import session
 from thinwire.workers.given import StartRefused
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
-from thinwire.workers.session.place import Place, Run
+from thinwire.workers.session.surroundings import Run, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.weights import fetch
 
@@ -29,7 +29,7 @@ def run_script(folder, size=1, start=None, script=None):
 
     def work(group):
         origin = None if start is None else Start(**start)
-        place = Place(FixedRanks(group), CPU, Run(folder, 0.0), Reporter(), checkpoint, group, None, origin)
+        place = Surroundings(FixedRanks(group), CPU, Run(folder, 0.0), Reporter(), checkpoint, group, None, origin)
         with placed(place), session() as run:
             return (script or train)(run)
 

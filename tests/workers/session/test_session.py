@@ -24,8 +24,8 @@ from thinwire.workers.checkpoints.names import checkpoints
 from thinwire.workers.checkpoints.shard import DTYPES
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
-from thinwire.workers.session.place import Place, Run, ScriptError
 from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor([i % 3.0])) for i in range(22)]
@@ -94,7 +94,7 @@ def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too(tmp_pa
 
     def work(group):
         reporter = Recording()
-        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(1, 1, bias=False)
             optimizer = Adam(model.parameters(), lr=0.0, group=run.group)
@@ -119,7 +119,7 @@ def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too(tmp_pa
 def test_what_an_evaluation_reports_is_told_with_its_step_the_one_before_the_first_too(tmp_path):
     def work(group):
         reporter = Recording()
-        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(4, 1)
             optimizer = Adam(model.parameters(), group=run.group)
@@ -148,7 +148,7 @@ def test_an_evaluation_that_takes_long_may_look_whether_workers_have_changed(tmp
             looks.append(step)
 
     group = SoloGroup()
-    place = Place(Ranks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group)
+    place = Surroundings(Ranks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group)
     with placed(place), session() as run:
         model = torch.nn.Linear(4, 1)
         run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
@@ -205,7 +205,7 @@ def on_threads(tmp_path, size, script):
 
     def work(group):
         checkpoint = Checkpoint(every_steps=100, keep=9)
-        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), checkpoint, group)
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), checkpoint, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(4, 1)
             optimizer = Adam(model.parameters(), lr=0.01, group=run.group)
@@ -651,7 +651,7 @@ def test_a_run_takes_so_many_names_and_says_once_which_it_leaves_out(tmp_path, c
 
     def work(group):
         reporter = Recording()
-        place = Place(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
         with placed(place), session() as run:
             model = torch.nn.Linear(1, 1)
             run.register(model=model, optimizer=Adam(model.parameters(), lr=0.0, group=run.group))

@@ -13,7 +13,7 @@ from tests.workers.small_job import Recording
 from tests.workers.telemetry.stub_service import TOKEN, Service, until
 from thinwire.comm import SoloGroup
 from thinwire.comm.calls import Calls
-from thinwire.comm.calls import Place as Call
+from thinwire.comm.calls import Surroundings as Call
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_spec
 from thinwire.optim import Adam
@@ -21,7 +21,7 @@ from thinwire.train import session
 from thinwire.workers import run_place, whereabouts
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
-from thinwire.workers.session.place import Place, Run
+from thinwire.workers.session.surroundings import Run, Surroundings
 from thinwire.workers.telemetry import stillness
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.stillness import STILL_S, UNKNOWN_S, Stillness, StillnessWatch
@@ -94,7 +94,7 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
     ranks = FixedRanks(group)
     recipe = {"name": "script", "entry": "train.py", "working_dir": str(tmp_path)}
     spec = read_spec({"recipe": recipe, "workers": {"elastic": "restart"}})
-    place = Place(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group, spec)
+    place = Surroundings(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group, spec)
 
     def told():
         return [event for batch in service.accepted() for event in batch.events]
@@ -132,7 +132,7 @@ def test_a_loop_over_batches_is_seen_by_who_looked_before_its_session_began(tmp_
     group = SoloGroup()
     ranks = FixedRanks(group)
     still = Stillness(ranks.where)
-    place = Place(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group)
+    place = Surroundings(ranks, torch.device("cpu"), Run(tmp_path, 0.0), Recording(tmp_path), None, group)
     with placed(place), session() as run:
         model = torch.nn.Linear(2, 1)
         run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
+from thinwire.contract.spec import ScriptSpec, TextFile, TrainSpec
 from thinwire.tools.doctor.examination import Call, Examination
-from thinwire.tools.doctor.facts import Frozen
+from thinwire.tools.doctor.facts import Frozen, Questions
 
 Severity = Literal["fault", "warning", "note"]
 """fault: a job fails or hangs. warning: it will suffer. note: to be known."""
@@ -56,3 +57,17 @@ def between(seen: Examination) -> Iterator[Call]:
     for call in seen.calls:
         if seen.boxes[call.source].facts is not None and seen.boxes[call.target].facts is not None:
             yield call
+
+
+def asked_by(spec: TrainSpec | ScriptSpec) -> tuple[Questions, Wishes]:
+    """What each box is to be asked for the job's sake, and what the boxes must have."""
+    files = (spec.data.path,) if isinstance(spec, TrainSpec) and isinstance(spec.data, TextFile) else ()
+    store = spec.checkpoint.store
+    if store is not None and store.startswith("file://"):
+        store = store.removeprefix("file://")
+    questions = Questions(
+        files=files,
+        folders=(store,) if store is not None and "://" not in store else (),
+        stores=(store,) if store is not None and "://" in store else (),
+    )
+    return questions, Wishes(interface=spec.network.interface, workers=spec.workers.min, device=spec.workers.device)

@@ -3,7 +3,7 @@
 asked.py       what a drill is asked, and what it reports
 job.py         a job of a drill, on a Ray of its own
 run.py         the drill: workers are killed at random; then the same job undisturbed
-account.py     its figures: goodput, mean world size, seconds to regroup and to be whole again; and the timeline
+               its figures: goodput, mean world size, seconds to regroup and to be whole again; and the timeline
 chaos.py       the chaos drill: all kinds of faults, each step traced and compared
 faults.py      what is done to the job, and when
 verdict.py     what the traces prove or refute

@@ -17,8 +17,7 @@ import typer
 from thinwire.tools.lab import network
 from thinwire.tools.lab.counters import HostCounters
 from thinwire.tools.lab.goodput import MOST_OF_RATE, PATTERNS, measure
-from thinwire.tools.lab.lab import Lab, require_machine
-from thinwire.tools.lab.leftovers import end_lab, find_labs
+from thinwire.tools.lab.lab import Lab, end_lab, find_labs, require_machine
 from thinwire.tools.lab.run import Line
 from thinwire.tools.lab.spec import LabError, LabSpec
 

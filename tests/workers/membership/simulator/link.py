@@ -1,4 +1,4 @@
-"""A worker's connection to the membership, made again for ever: what link.py does, as events."""
+"""A worker's connection to the membership, made again for ever: what a member's Link does, as events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.workers.membership.simulator.network import Connection
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.link import CONNECT_S, FIRST_RETRY_S, LAST_RETRY_S
+from thinwire.workers.membership.member import CONNECT_S, FIRST_RETRY_S, LAST_RETRY_S
 
 if TYPE_CHECKING:
     from tests.workers.membership.simulator.job import Job

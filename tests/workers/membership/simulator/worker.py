@@ -1,4 +1,4 @@
-"""One worker: the real State of a member, with what link.py, member.py, ranks.py and loop.py do around it, as events.
+"""One worker: the real State of a member, with what member.py, ranks.py and loop.py do around it, as events.
 
 Where those block, here a phase is remembered, and `_go_on` looks again at whatever comes:
 

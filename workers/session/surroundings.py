@@ -1,4 +1,4 @@
-"""Where a session runs: its run, with whom and on what; and how a session says that a script is wrong."""
+"""The surroundings of a session: its run, with whom and on what; and how a session says that a script is wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Surroundings:
     """Where a session runs: under python, torchrun or in a job. spec: of the job; None where there is none.
 
     start: what the run begins with.
