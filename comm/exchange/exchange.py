@@ -443,8 +443,9 @@ class Mean(Exchange):
         Raises: PeerLost; NonFiniteInput, alike on every rank. Then x is undefined and the errors are as before. No mean
         is open after it.
         """
-        super().finish()
-        self.commit()
+        with deferred():  # peers keep what this rank would leave open
+            super().finish()
+            self.commit()
 
 
 def leave(group: Group, error: BaseException | None = None) -> None:
