@@ -45,6 +45,8 @@ class AloneCoder(Coder):
         self._group = group
         self._places = [Place(*2 * (Served(slice(start, stop), None, 0),)) for start, stop in buckets.spans]
         self._memory: ErrorMemory | None = None
+        self._gives_out: set[int] = set()
+        """Buckets whose part of R is in the result."""
         self._peak: Tensor | None = None
         """The largest of what was given; NaN and infinity survive it."""
 
@@ -58,7 +60,7 @@ class AloneCoder(Coder):
 
     def begin(self, memory: ErrorMemory | None, draw: int) -> None:
         """Make results when they are first needed: an optimizer that compresses nothing has none."""
-        self._memory, self._peak = memory, None
+        self._memory, self._peak, self._gives_out = memory, None, set()
         if self.keeps_results and not self.results:
             self.results = [Values(self.like.new_zeros(self.buckets.layout.numel)) for _ in range(2)]
 
@@ -76,10 +78,10 @@ class AloneCoder(Coder):
         self._peak = here if self._peak is None else torch.maximum(self._peak, here)
         if self._memory is not None and not self._memory.is_empty:
             result_b.add_(self._memory.worker[k].sum_c).add_(self._memory.server[k].sum_c)
+            self._gives_out.add(k)
 
     def encode_nothing(self, k: int) -> None:
         """result <- 0: what waits goes on waiting."""
-        self._memory = None
         if self.keeps_results:
             result = self.results[1 - self.turn]
             assert isinstance(result, Values)
@@ -109,7 +111,7 @@ class AloneCoder(Coder):
     def keep(self) -> None:
         """R is given out."""
         if self._memory is not None:
-            self._memory.give_out()
+            self._memory.give_out(self._gives_out)
         self._memory = self._peak = None
 
     def undo(self, given: Sequence[Given], num_served: int, *, lost: bool) -> None:

@@ -95,12 +95,14 @@ class Coder(ABC):
     keeps_results: results stay until the next exchange but one; else they are written over what was launched.
     serves_on: where a bucket is not received the others are served all the same: other ranks may have it, and the whole
     result then. Else nothing more is begun.
+    sits_out: can one rank take part and give nothing (Exchange.launch_absent)?
     results: two, of which results[turn] was committed last and the other one is being made.
     """
 
     in_place = False
     keeps_results = True
     serves_on = False
+    sits_out = True
 
     def __init__(self, buckets: Buckets, like: Tensor) -> None:
         self.buckets = buckets

@@ -136,9 +136,12 @@ class Exchange:
     def launch_absent(self, k: int) -> None:
         """Send in place of bucket k that this rank gives nothing this time: its part of the mean is 0. Of a rank alone.
 
-        Its error memory stays as it is: ErrorMemory.add_ keeps there what it does not give. Raises: as launch_sum.
+        Its error memory stays as it is: ErrorMemory.add_ keeps there what it does not give. Raises: as launch_sum; and
+        RuntimeError with topology node_first, where what is compressed is a box's.
         """
         self._expect(k)
+        if not self._coder.sits_out:
+            raise RuntimeError("launch_absent with topology node_first: a rank of a box cannot give nothing alone")
         with whole_or_left(self._group, self.break_off), self._pipeline.fed():
             self._coder.encode_nothing(k)
             self._given.append(ABSENT)
@@ -375,7 +378,10 @@ class Exchange:
         memory, given = self._memory, tuple(self._given)
         num_served = self._pipeline.admitted(self._num_served)
         if num_served is None:  # a GPU that does not come back from an abort
-            if self._coder.in_place and memory is not None:
+            if not self._coder.in_place:
+                self._undo(lost=True)
+                return
+            if memory is not None:
                 memory.torn = "what was collected may be garbage of collectives that were aborted"
             self._close()
             return

@@ -302,18 +302,25 @@ class ErrorMemory:
     def add_(self, x_N: Tensor) -> None:
         """Keep x, which this rank does not send: its worker error <- that + x. Local. x: float[N], 0 where dead.
 
-        R grows by its share of it; it leaves with what is sent later. Raises: RuntimeError with topology node_first,
-        where boxes have worker errors and ranks have none.
+        R grows by its share of it; it leaves with what is sent later. One rank may do so alone: server errors, replicas
+        of them, version and the last result stay. Raises: RuntimeError with topology node_first, where boxes have
+        worker errors and ranks have none.
         """
         if self._where.workers != self._where.group.size:
             raise RuntimeError("errors of a box's mean, with topology node_first: one rank cannot add to them")
-        x_M = self._where.take(x_N)
-        for place, worker_c in zip(self._places, self.errors().worker, strict=True):
-            worker_c.add_(x_M[place.worker.at])
+        self.refuse_torn()
+        if self._has_sums:
+            self._worker = self._as_errors(self.worker)
+        for place, kept in zip(self._places, self.worker, strict=True):
+            kept.sum_c.add_(x_N[place.worker.at])
 
-    def give_out(self) -> None:
-        """Hold nothing: all of R is in the result. Local; a part of an exchange."""
-        self._worker = self._server = None
+    def give_out(self, buckets: Collection[int]) -> None:
+        """Hold nothing of these: their part of R is in the result. Local; a part of an exchange."""
+        if len(buckets) == len(self._places):
+            self._worker = self._server = None
+        for k in buckets if self._worker is not None or self._server is not None else ():
+            self.worker[k].sum_c.zero_()
+            self.server[k].sum_c.zero_()
 
     def _as_errors(self, kept: list[Kept]) -> list[Kept]:
         """In place, unless the sums have fewer bits than errors have."""
@@ -469,7 +476,7 @@ class ErrorMemory:
 
     def _exact(self) -> dict[str, Exact] | None:
         """Sums in few bits and their scales, from which alone the next exchange is the one that would have been."""
-        if not (self.is_narrow and self._has_sums):
+        if not (self.is_narrow and self._has_sums) or any(one.sum_c.dtype != self._sums for one in self.worker):
             return None
         replica = [] if self._replica_is_behind else self.replica
         sides = self._in_place(self.worker), self.server, replica
@@ -493,8 +500,10 @@ class ErrorMemory:
         held.refuse_other_size(mine)
         self.version += 1
         behind = any(place.replica is not None for place in self._places) and not held.replica_r.numel()
+        room = self._like.new_zeros(sum(served.numel for served in self._of_replica()))
+        mine = replace(mine, replica_r=room)  # also where this one's are behind
         if behind:  # they were when it was saved
-            held = replace(held, replica_r=torch.zeros_like(mine.replica_r))
+            held = replace(held, replica_r=room)
         fits = held.as_laid_out(mine)
         self._forget()
         if fits and held.exact is not None and self._take_exact(held.exact):

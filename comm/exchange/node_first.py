@@ -28,7 +28,7 @@ from torch import Tensor
 
 from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.errors import NonFiniteInput
-from thinwire.comm.exchange.coder import ABSENT, Coder, Given
+from thinwire.comm.exchange.coder import Coder, Given
 from thinwire.comm.exchange.exchange import Exchange
 from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.memory import ErrorMemory
@@ -49,6 +49,8 @@ class NodeCoder(Coder):
 
     buckets: multiples of as many bytes of signs as a box has ranks, so that slices need no copy.
     """
+
+    sits_out = False
 
     def __init__(self, nodes: Nodes, buckets: Buckets, codec: SignCodec, like: Tensor, *, threads: int = 1) -> None:
         super().__init__(buckets, like)
@@ -117,8 +119,8 @@ class NodeCoder(Coder):
         self._staged[k] = rows_Lc, self._room(k)
 
     def encode_nothing(self, k: int) -> None:
-        """Zeros, in the mean of the box."""
-        self._staged[k] = self._room(k).zero_(), self._room(k)
+        """Not to be had. Raises: RuntimeError."""
+        raise RuntimeError("a rank of a box cannot give nothing alone")
 
     def refuse(self, k: int, flag: int) -> None:
         """NaN."""
@@ -148,7 +150,7 @@ class NodeCoder(Coder):
             own_c.add_(row)
         own_c.div_(own_c.new_full((), self._slices.parts))
         self._free(k)
-        if given.weight is None or given.vector_N is None:
+        if given.weight is None:
             self._between.launch_sum(k, self._own_M)
             return
         start_M = None if given.start_N is None else self._start_M
@@ -176,8 +178,6 @@ class NodeCoder(Coder):
         for k, one in enumerate(given):
             if one.is_nothing:
                 return flag.zero_()
-            if one is ABSENT:
-                continue
             formed_b = self.form(k, one)
             assert formed_b is not None
             flag.logical_and_(torch.isfinite(torch.linalg.vector_norm(formed_b).square()))

@@ -118,6 +118,10 @@ class SumCoder(Coder):
         """x is the mean."""
         self._sent = [self._scratch] * len(self.buckets)
 
+    def undo(self, given: Sequence[Given], num_served: int, *, lost: bool) -> None:
+        """x is undefined."""
+        self.keep()
+
     def _finish(self, k: int) -> None:
         x_b = self._sent[k]
         x_b.div_(self._size)
