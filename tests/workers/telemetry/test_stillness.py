@@ -13,7 +13,7 @@ from tests.workers.small_job import Recording
 from tests.workers.telemetry.stub_service import TOKEN, Service, until
 from thinwire.comm import SoloGroup
 from thinwire.comm.calls import Calls
-from thinwire.comm.calls import Surroundings as Call
+from thinwire.comm.calls import Place as Call
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_spec
 from thinwire.optim import Adam
