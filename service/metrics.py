@@ -165,9 +165,9 @@ class RequestMetrics:
 
 HELP = {
     "info": "1 for each job that is not over",
-    "step": "The last step that the workers have told of",
+    "step": "The last step that the workers have reported",
     "planned_steps": "Steps that the job is to make; absent where its script alone knows",
-    "step_age_seconds": "Since the last step that was told of, by the workers' clock, or since the job began to run",
+    "step_age_seconds": "Since the last reported step, by the workers' clock, or since the job began to run",
     "workers": "Workers that train together",
     "workers_min": "The fewest workers that the job may go on with",
     "workers_max": "The most workers that it may have",
