@@ -9,12 +9,11 @@ no slow hash is needed.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
@@ -23,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from thinwire.contract.people import OPERATOR, Role
+from thinwire.contract.people import Role
 from thinwire.service.errors import Forbidden, ServiceError, Unauthorized, Unavailable, error_response
 
 logger = logging.getLogger(__name__)
@@ -50,24 +49,6 @@ class Caller:
     person: Person | None = None
 
 
-class HomeToken(Protocol):
-    """The operator's token of the home, which may change while the service runs."""
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 of the one that holds."""
-        ...
-
-    @property
-    def due(self) -> bool:
-        """Is it time to look whether it has changed?"""
-        ...
-
-    def look(self) -> None:
-        """Look. It may block."""
-        ...
-
-
 def new_token() -> str:
     """A token that cannot be guessed: 256 random bits."""
     return secrets.token_urlsafe(32)
@@ -84,9 +65,8 @@ class Guard:
     find: the caller who has this token or ticket, asked from this address, or None. It may block.
     """
 
-    def __init__(self, app: ASGIApp, home: HomeToken, find: Callable[[str, str], Caller | None]) -> None:
+    def __init__(self, app: ASGIApp, find: Callable[[str, str], Caller | None]) -> None:
         self.app = app
-        self._home = home
         self._find = find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,10 +93,6 @@ class Guard:
             )
         if scheme.lower() != "bearer" or not token:
             raise Unauthorized("the Authorization header must be 'Bearer <token>'")
-        if self._home.due:
-            await run_in_threadpool(self._home.look)
-        if hmac.compare_digest(token_hash(token), self._home.hash):
-            return Caller(person=Person(OPERATOR, Role.OPERATOR))
         try:
             caller = await run_in_threadpool(self._find, token, address)
         except OperationalError as error:

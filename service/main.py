@@ -20,27 +20,23 @@ from starlette.concurrency import run_in_threadpool
 from thinwire.contract.files import private_folder
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, Guard, person
-from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.reconciler import Reconciler
-from thinwire.service.jobs.remote_runs import RemoteRuns
 from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.jobs.retention import Retention
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
-from thinwire.service.launch.protocol import Launcher
-from thinwire.service.launch.starter import LauncherStarter
+from thinwire.service.launch.protocol import Launcher, LauncherStarter
 from thinwire.service.metrics import CONTENT_TYPE, JobMetrics, RequestMetrics, ServiceMetrics
 from thinwire.service.ownership import Ownership
 from thinwire.service.packages import router as packages_router
 from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import Audit, Audited
-from thinwire.service.people.operator_file import OperatorToken
-from thinwire.service.people.tokens import Callers, Tokens
+from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
+from thinwire.service.requests import Bodies
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +66,7 @@ class ControlPlane:
         self.db = Database(settings.database)
         self.audit = Audit(self.db, keep_days=settings.audit_days, clock=clock)
         self.tokens = Tokens(self.db, keep_days=settings.audit_days, clock=clock)
-        self.callers = Callers(self.db, self.tokens)
+        self.callers = Callers(self.db, self.operator_token, self.tokens)
         self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(
@@ -79,13 +75,6 @@ class ControlPlane:
         self._launcher = launcher
         self.metrics = ServiceMetrics()
         folders = RunFolders(settings.runs, service_url)
-        self.retention = Retention(
-            self.db,
-            lambda job_id: self.jobs.delete(job_id, self.audit.by_service("delete")),
-            keep_jobs=settings.keep_jobs,
-            keep_days=settings.keep_days,
-            clock=clock,
-        )
         self.packages = Packages(
             settings.packages,
             max_bytes=settings.package_max_bytes,
@@ -117,11 +106,17 @@ class ControlPlane:
             wake=self.reconciler.wake,
             clock=clock,
             shared_folders=settings.shared_folders,
+            keep_jobs=settings.keep_jobs,
+            keep_days=settings.keep_days,
         )
         self.reports = WorkerReports(
-            self.db, lease_s=settings.worker_lease_s, clock=clock, networks=settings.scrape_networks
+            self.db,
+            folders,
+            self.packages,
+            lease_s=settings.worker_lease_s,
+            clock=clock,
+            networks=settings.scrape_networks,
         )
-        self.remote_runs = RemoteRuns(self.db, folders, self.packages)
         self.metrics.watch(
             self.jobs.count_by_state,
             launcher.name,
@@ -205,7 +200,7 @@ class ControlPlane:
 
     def _prune(self) -> None:
         """Jobs first: then nobody names their packages."""
-        self.retention.prune()
+        self.jobs.prune(lambda: self.audit.by_service("delete"))
         self.packages.prune()
         self.tokens.prune()
         self.audit.prune()
@@ -240,7 +235,7 @@ def create_app(
     takes the database or stands by, starts the launcher in a thread and the reconciler, and ends all of them.
 
     service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
-    clock: unix seconds. Raises: operator_file.TokenFileError, db.DatabaseUnusable, OSError.
+    clock: unix seconds. Raises: tokens.TokenFileError, db.DatabaseUnusable, OSError.
     """
     url = service_url or settings.public_url or f"http://{settings.host}:{settings.port}"
     plane = ControlPlane(settings, launcher, url.rstrip("/"), clock)
@@ -264,10 +259,6 @@ def create_app(
         swagger_ui_oauth2_redirect_url=None,
     )
     app.state.plane = plane
-    app.state.jobs = plane.jobs
-    app.state.reports = plane.reports
-    app.state.remote_runs = plane.remote_runs
-    app.state.packages = plane.packages
     errors.install(app)
     app.include_router(jobs_router.operators)
     app.include_router(jobs_router.workers)
@@ -279,7 +270,7 @@ def create_app(
     # The last one added is the first to see a request: count it, ask who it is, note what is changed, read the body.
     app.add_middleware(Bodies)
     app.add_middleware(Audited, db=plane.db, clock=clock)
-    app.add_middleware(Guard, home=plane.operator_token, find=plane.callers.of)
+    app.add_middleware(Guard, find=plane.callers.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     return app
 

@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.jobs import JobState
 from thinwire.service.db import Database
-from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.repository import JobRepository, JobRow
 from thinwire.service.jobs.views import Reading, planned_steps
 from thinwire.service.jobs.worker_numbers import membership_now, wanted_workers
 
@@ -30,8 +29,8 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
-class ServiceMetrics:
-    """What GET /metrics shows."""
+class ServiceMetrics(Collector):
+    """What GET /metrics shows: what is counted here, and after `watch` what is asked anew at each scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -54,7 +53,6 @@ class ServiceMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-
         self._turned_at: float | None = None
 
     def turned(self, seconds: float) -> None:
@@ -74,30 +72,15 @@ class ServiceMetrics:
         launcher_age_s: Callable[[], float | None],
         of_each_job: Collector,
     ) -> None:
-        """Show the jobs by state, asked anew at each scrape, each that is not over, and the launcher with its age."""
-        asked = _Asked(count_by_state, launcher_name, launcher_reason, launcher_age_s, self.turn_age_s)
-        self.registry.register(asked)
+        """Show the jobs by state, each that is not over, and the launcher with its age."""
+        self._count_by_state, self._launcher_name = count_by_state, launcher_name
+        self._launcher_reason, self._launcher_age_s = launcher_reason, launcher_age_s
+        self.registry.register(self)
         self.registry.register(of_each_job)
 
     def text(self) -> bytes:
         """The exposition, in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class _Asked(Collector):
-    def __init__(
-        self,
-        count_by_state: Callable[[], Mapping[JobState, int]],
-        launcher_name: str,
-        launcher_reason: Callable[[], str | None],
-        launcher_age_s: Callable[[], float | None],
-        turn_age_s: Callable[[], float | None],
-    ) -> None:
-        self._count_by_state = count_by_state
-        self._launcher_name = launcher_name
-        self._launcher_reason = launcher_reason
-        self._launcher_age_s = launcher_age_s
-        self._turn_age_s = turn_age_s
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask the database."""
@@ -105,25 +88,12 @@ class _Asked(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The current values. A database that does not answer leaves the jobs out; the other metrics stay."""
-        ready = GaugeMetricFamily(
-            "thinwire_service_launcher_ready", "1 when jobs can be submitted, else 0", labels=("launcher",)
-        )
-        ready.add_metric((self._launcher_name,), 0.0 if self._launcher_reason() else 1.0)
-        yield ready
-        age = GaugeMetricFamily(
-            "thinwire_service_launcher_answer_age_seconds", "Since the launcher last answered", labels=("launcher",)
-        )
+        launcher = self._launcher_name
+        ready = 0.0 if self._launcher_reason() else 1.0
+        yield _gauge("launcher_ready", "1 when jobs can be submitted, else 0", ready, launcher=launcher)
         age_s = self._launcher_age_s()
-        if age_s is not None:
-            age.add_metric((self._launcher_name,), age_s)
-        yield age
-        turned = GaugeMetricFamily(
-            "thinwire_service_reconcile_age_seconds", "Since the last turn of the reconciler was over"
-        )
-        turn_age_s = self._turn_age_s()
-        if turn_age_s is not None:
-            turned.add_metric((), turn_age_s)
-        yield turned
+        yield _gauge("launcher_answer_age_seconds", "Since the launcher last answered", age_s, launcher=launcher)
+        yield _gauge("reconcile_age_seconds", "Since the last turn of the reconciler was over", self.turn_age_s())
         jobs = GaugeMetricFamily("thinwire_service_jobs", "Jobs by state", labels=("state",))
         try:
             for state, count in self._count_by_state().items():
@@ -131,6 +101,14 @@ class _Asked(Collector):
         except OperationalError:
             logger.exception("database_error where=metrics")
         yield jobs
+
+
+def _gauge(name: str, text: str, value: float | None, **labels: str) -> GaugeMetricFamily:
+    """One value; none where it is not known."""
+    found = GaugeMetricFamily(f"thinwire_service_{name}", text, labels=tuple(labels))
+    if value is not None:
+        found.add_metric(tuple(labels.values()), value)
+    return found
 
 
 class RequestMetrics:

@@ -35,7 +35,7 @@ from thinwire.service.db import DatabaseUnusable
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher
 from thinwire.service.main import ControlPlane, DatabaseOwned, create_app
-from thinwire.service.people.operator_file import TokenFileError
+from thinwire.service.people.tokens import TokenFileError
 
 logger = logging.getLogger(__name__)
 

@@ -40,13 +40,12 @@ from thinwire.service.jobs.decide import (
     decide,
 )
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository, last_step, storable, transition_all
+from thinwire.service.jobs.repository import JobRepository, JobRow, last_step, storable, transition_all
 from thinwire.service.jobs.views import job_json, submission_id
 from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
+from thinwire.service.launch.driver import ticket_of
 from thinwire.service.launch.protocol import Code, Launcher, LauncherError, LaunchState, LaunchStatus
 from thinwire.service.packages.store import PackageGone, Packages
-from thinwire.service.tickets import ticket_of
 
 logger = logging.getLogger(__name__)
 

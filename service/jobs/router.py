@@ -23,7 +23,6 @@ from thinwire.contract.remote_run import Claim, Claimed, KeptFile, LogKept, RunN
 from thinwire.contract.reports import Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, AnySpec
 from thinwire.service.auth import job_or_person, person, ticket_holder
-from thinwire.service.bodies import TELEMETRY_LIMIT_BYTES
 from thinwire.service.errors import (
     BodyTooLarge,
     CheckpointNotFound,
@@ -40,7 +39,6 @@ from thinwire.service.errors import (
     UnsupportedMediaType,
     documented,
 )
-from thinwire.service.jobs.remote_runs import RemoteRuns
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.launch.protocol import LOG_PART_BYTES
@@ -50,6 +48,7 @@ from thinwire.service.requests import (
     GIVES_BYTES,
     PLAIN_BYTES,
     TAKES_BYTES,
+    TELEMETRY_LIMIT_BYTES,
     json_body,
     known_query,
     plain_bytes,
@@ -84,23 +83,17 @@ claims = APIRouter(
 
 
 async def _job_service(request: Request) -> JobService:
-    service: JobService = request.app.state.jobs
+    service: JobService = request.app.state.plane.jobs
     return service
 
 
 async def _worker_reports(request: Request) -> WorkerReports:
-    reports: WorkerReports = request.app.state.reports
+    reports: WorkerReports = request.app.state.plane.reports
     return reports
-
-
-async def _remote_runs(request: Request) -> RemoteRuns:
-    runs: RemoteRuns = request.app.state.remote_runs
-    return runs
 
 
 Jobs = Annotated[JobService, Depends(_job_service)]
 Reports = Annotated[WorkerReports, Depends(_worker_reports)]
-Runs = Annotated[RemoteRuns, Depends(_remote_runs)]
 Asked = Annotated[Change, Depends(change_of)]
 Attempt = Annotated[int, Query(ge=1, le=LARGEST_STEP, description="which submission of the job says it")]
 Rank = Annotated[
@@ -268,15 +261,15 @@ def telemetry(job_id: str, batch: Telemetry, reports: Reports, request: Request)
     dependencies=[Depends(json_body)],
     responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, UnsupportedMediaType),
 )
-def claim(job_id: str, claim: Claim, runs: Runs) -> Claimed:
+def claim(job_id: str, claim: Claim, reports: Reports) -> Claimed:
     """Exchange an attempt's ticket for what its driver needs, once; the same claimant may ask again."""
-    return runs.claim(job_id, claim)
+    return reports.claim(job_id, claim)
 
 
 @workers.get("/{job_id}/run", responses=documented(JobNotFound), tags=["remote runs"])
-def run_now(job_id: str, runs: Runs) -> RunNow:
+def run_now(job_id: str, reports: Reports) -> RunNow:
     """What the processes of a run have to know of it: the workers that are wanted now, and whether it is over."""
-    return runs.now(job_id)
+    return reports.now(job_id)
 
 
 @workers.put(
@@ -287,9 +280,9 @@ def run_now(job_id: str, runs: Runs) -> RunNow:
     openapi_extra=TAKES_BYTES,
     tags=["remote runs"],
 )
-async def put_file(job_id: str, name: KeptFile, attempt: Attempt, runs: Runs, request: Request) -> None:
+async def put_file(job_id: str, name: KeptFile, attempt: Attempt, reports: Reports, request: Request) -> None:
     """Leave a file with the service, in the place of the one before."""
-    await run_in_threadpool(runs.put_file, job_id, name, attempt, await request.body())
+    await run_in_threadpool(reports.put_file, job_id, name, attempt, await request.body())
 
 
 @workers.get(
@@ -298,9 +291,9 @@ async def put_file(job_id: str, name: KeptFile, attempt: Attempt, runs: Runs, re
     response_class=Response,
     tags=["remote runs"],
 )
-def get_file(job_id: str, name: KeptFile, runs: Runs) -> Response:
+def get_file(job_id: str, name: KeptFile, reports: Reports) -> Response:
     """A file that the run has left."""
-    return Response(runs.get_file(job_id, name), media_type=PLAIN_BYTES)
+    return Response(reports.get_file(job_id, name), media_type=PLAIN_BYTES)
 
 
 @workers.get(
@@ -309,9 +302,9 @@ def get_file(job_id: str, name: KeptFile, runs: Runs) -> Response:
     response_class=FileResponse,
     tags=["remote runs"],
 )
-def get_package(job_id: str, runs: Runs) -> FileResponse:
+def get_package(job_id: str, reports: Reports) -> FileResponse:
     """The zip of the job's script, for a driver whose cluster does not have it."""
-    return FileResponse(runs.package(job_id), media_type=PLAIN_BYTES)
+    return FileResponse(reports.package(job_id), media_type=PLAIN_BYTES)
 
 
 @workers.post(
@@ -325,8 +318,8 @@ async def add_log(
     job_id: str,
     attempt: Attempt,
     offset: Annotated[int, Query(ge=0, le=LARGEST_OFFSET, description="of the first byte that is sent")],
-    runs: Runs,
+    reports: Reports,
     request: Request,
 ) -> LogKept:
     """Add a part of the driver's log. The answer says from where to go on; what is there stays as it is."""
-    return await run_in_threadpool(runs.add_log, job_id, attempt, offset, await request.body())
+    return await run_in_threadpool(reports.add_log, job_id, attempt, offset, await request.body())

@@ -1,4 +1,4 @@
-"""What an operator can do with jobs: submit, look, read logs and history, resize, cancel.
+"""What a person can do with jobs: submit, look, read logs and history, resize, cancel, delete; and how long they stay.
 
 A submission is one row first; the run folder and the launcher's part follow from it, and the reconciler finishes
 whatever a crash leaves open.
@@ -29,18 +29,16 @@ from thinwire.service.errors import (
     JobNotOver,
     JobOver,
     LogGone,
+    ServiceError,
     Unavailable,
 )
 from thinwire.service.jobs.checkpoint_files import list_checkpoints, open_checkpoint
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.models import JobRow, key_of
-from thinwire.service.jobs.places import unshared
-from thinwire.service.jobs.repository import JobRepository, record, transition
-from thinwire.service.jobs.starts import Starts, heirs_of
+from thinwire.service.jobs.repository import JobRepository, JobRow, key_of, record, transition
+from thinwire.service.jobs.starts import Starts, heirs_of, unshared
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
-from thinwire.service.launch.log_files import read_part
-from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog
+from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog, read_part
 from thinwire.service.packages.store import Packages
 from thinwire.service.people.audit import Change
 
@@ -50,6 +48,11 @@ MOST_EVENTS = 5000
 """In one answer: a job may post events for as long as it runs, of 16,000 characters each."""
 LOG_OFFSET_BITS = 40
 """A log offset is (attempt - 1) << 40 plus bytes: each attempt has a log of its own."""
+DAY_S = 86_400.0
+DELETED_AT_ONCE = 20
+"""Jobs deleted in one call: a folder of checkpoints may take a second to remove."""
+PAUSE_S = 60.0
+"""Between two looks at the clock of the service, unless the last one left something."""
 
 
 class JobService:
@@ -57,6 +60,7 @@ class JobService:
 
     confirm_owner: raises where another service owns the database. wake: called when there is something to reconcile at
     once. clock: unix seconds. new_suffix: the random end of an id. shared_folders: of all machines of the cluster.
+    keep_jobs, keep_days: how many jobs that are over are kept, and for how long; None: however many, for ever.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class JobService:
         clock: Callable[[], float],
         new_suffix: Callable[[], str] = lambda: secrets.token_hex(3),
         shared_folders: Sequence[Path] = (),
+        keep_jobs: int | None = None,
+        keep_days: float | None = None,
     ) -> None:
         self._db = db
         self._launcher = launcher
@@ -83,6 +89,9 @@ class JobService:
         self._clock = clock
         self._new_suffix = new_suffix
         self._shared_folders = shared_folders
+        self._keep_jobs, self._keep_days = keep_jobs, keep_days
+        self._prune_due = float("-inf")
+        self._undeletable: set[str] = set()
         self._starts = Starts(db, folders, own_cluster=launcher.own_cluster, shared=shared_folders)
 
     def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None, change: Change) -> Job:
@@ -196,6 +205,25 @@ class JobService:
             JobRepository(session).remove(row)
             change.write(session, job_id)
         logger.info("job_deleted job_id=%s state=%s", job_id, state)
+
+    def prune(self, change: Callable[[], Change]) -> None:
+        """Delete some of the jobs that need not be kept, oldest first. One that cannot be deleted keeps no other."""
+        now = self._clock()
+        if (self._keep_jobs is None and self._keep_days is None) or now < self._prune_due:
+            return
+        before = None if self._keep_days is None else now - self._keep_days * DAY_S
+        with self._db.read() as session:
+            limit = DELETED_AT_ONCE + len(self._undeletable)
+            ids = JobRepository(session).finished(before=before, beyond=self._keep_jobs, limit=limit)
+        # Those that were refused come last: else they would be tried for ever in the place of others.
+        for job_id in sorted(ids, key=self._undeletable.__contains__)[:DELETED_AT_ONCE]:
+            try:
+                self.delete(job_id, change())
+            except ServiceError as error:
+                logger.warning("job_not_deleted job_id=%s error=%s", job_id, error)
+                self._undeletable.add(job_id)
+        self._undeletable &= set(ids)
+        self._prune_due = now if len(ids) == limit else now + PAUSE_S
 
     def history(self, job_id: str, after_step: int, limit: int, event_kinds: Sequence[str] | None = None) -> History:
         """The first `limit` samples above a step, in order of step, and the newest events in order of time.

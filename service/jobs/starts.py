@@ -28,9 +28,7 @@ from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest
 from thinwire.service.jobs.checkpoint_files import list_checkpoints
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.places import is_local, path_of, unshared
-from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.repository import JobRepository, JobRow
 
 MOST_EVENTS = 1000
 _FOLDER = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
@@ -160,3 +158,27 @@ def _begins_below(real: str, row: JobRow) -> bool:
     start = row.spec.get("start") or {}
     place = start.get("weights") or start.get("checkpoints")
     return place is not None and is_local(place) and Path(os.path.realpath(path_of(place))).is_relative_to(real)
+
+
+def is_local(place: str) -> bool:
+    """Is it a path, on whichever machine opens it?"""
+    return place.startswith(("/", "file://", "local://"))
+
+
+def path_of(place: str) -> Path:
+    """The path of a local one."""
+    return Path(os.path.normpath(place.partition("://")[2] or place))
+
+
+def unshared(place: str | None, shared: Sequence[Path]) -> str | None:
+    """What it has to be, where not every machine of the cluster reaches it; None where it is that.
+
+    place: None for a folder of this machine alone. shared: folders that all machines have.
+    """
+    if place is not None and (not is_local(place) or any(path_of(place).is_relative_to(one) for one in shared)):
+        return None
+    known = f"; shared here: {', '.join(map(str, shared))}" if shared else ""
+    return (
+        "must be a place that every machine of the cluster reaches, such as s3://bucket/folder, or a folder below one "
+        f"of THINWIRE_SHARED_FOLDERS{known}: a worker that starts on another machine would not find it"
+    )

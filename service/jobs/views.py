@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from thinwire.contract.jobs import Job, JobItem, JobState, Wanted
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import read_spec
-from thinwire.service.jobs.models import EventRow, JobRow, SampleRow
+from thinwire.service.jobs.repository import EventRow, JobRow, SampleRow
 from thinwire.service.jobs.worker_numbers import membership_now, takes_effect, wanted_workers
 
 T = TypeVar("T")

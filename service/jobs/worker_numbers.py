@@ -22,8 +22,7 @@ from thinwire.contract.spec import MOST_WORKERS, Workers, conflicts_of_workers
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobOver
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.models import JobRow
-from thinwire.service.jobs.repository import JobRepository, last_step
+from thinwire.service.jobs.repository import JobRepository, JobRow, last_step
 
 
 def wanted_workers(row: JobRow) -> WantedWorkers:

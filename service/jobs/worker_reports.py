@@ -1,14 +1,17 @@
-"""What a running job says: its workers' leases and its telemetry; and what Prometheus is told of them.
+"""What a running job says and asks: its workers' leases, its telemetry, what Prometheus may know of them; and the
+driver, files and log of a run that shares no folder with the service (contract/remote_run.py).
 
 A job may name its worker's own address for Prometheus, from where the registration came. Prometheus asks whatever it is
 given, from inside of the cluster's network: a job that could name any address would read through it what it cannot
 reach itself.
 Every report names its attempt. One from another attempt than the current is refused, so that a process which
 outlives its cluster cannot write over the run that has replaced it.
+What a run leaves is kept in the run folder on the service's machine, where a run that shares it would write it.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import re
@@ -16,20 +19,35 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.orm import Session
 
+from thinwire.contract.files import private_folder, write_whole
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
 from thinwire.contract.metric_names import MOST_SCRAPED
-from thinwire.contract.reports import Event, Sample, Telemetry, WorkerRegistration, wrong_with_reported
+from thinwire.contract.remote_run import LONGEST_LOG_BYTES, Claim, Claimed, KeptFile, LogKept, RunNow
+from thinwire.contract.reports import Event, Failure, Sample, Telemetry, WorkerRegistration, wrong_with_reported
 from thinwire.contract.spec import LARGEST_STEP
+from thinwire.service.auth import token_hash
 from thinwire.service.db import Database
-from thinwire.service.errors import InvalidRequest, JobOver, StaleAttempt, TooMuch
-from thinwire.service.jobs.models import JobRow, LeaseRow
+from thinwire.service.errors import (
+    FileNotKept,
+    Forbidden,
+    InvalidRequest,
+    JobOver,
+    StaleAttempt,
+    TooMuch,
+    Unavailable,
+)
+from thinwire.service.jobs.job_folder import JobFolder, RunFolders
 from thinwire.service.jobs.rate import Rates
-from thinwire.service.jobs.repository import JobRepository, transition
-from thinwire.service.jobs.worker_numbers import newest_membership
+from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, transition
+from thinwire.service.jobs.views import job_json
+from thinwire.service.jobs.worker_numbers import newest_membership, wanted_workers
+from thinwire.service.launch.driver import ticket_of
+from thinwire.service.packages.store import PackageGone, Packages
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +57,9 @@ LARGEST_FIELDS = 16 << 10
 """Characters of an event's fields, as JSON."""
 LARGEST_SUMMARY = 256 << 10
 BURST_BYTES, BYTES_A_SECOND = 64 << 20, 1 << 20
-"""What one job may post at once and in the long run. A job posts a few hundred bytes a step."""
+"""What one job may send at once and in the long run. A job posts a few hundred bytes a step."""
 LEAST_COST = 16 << 10
-"""Bytes that a batch counts for at least: each is a transaction."""
+"""Bytes that a report counts for at least: each is a transaction."""
 
 _HOST_PORT = re.compile(r"(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9._-]*)|\[(?P<six>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{1,5})\Z")
 
@@ -49,13 +67,20 @@ _HOST_PORT = re.compile(r"(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9._-]*)|\[(?P<six>[0-
 class WorkerReports:
     """The workers' side of the jobs domain. Methods may be called from any thread.
 
-    lease_s: how long a registration holds. clock: unix seconds.
+    lease_s: how long a registration holds. clock: unix seconds. networks: whose addresses may be registered too.
     """
 
     def __init__(
-        self, db: Database, *, lease_s: float, clock: Callable[[], float], networks: Sequence[Network] = ()
+        self,
+        db: Database,
+        folders: RunFolders,
+        packages: Packages,
+        *,
+        lease_s: float,
+        clock: Callable[[], float],
+        networks: Sequence[Network] = (),
     ) -> None:
-        self._db = db
+        self._db, self._folders, self._packages = db, folders, packages
         self._lease_s = lease_s
         self._clock = clock
         self._networks = networks
@@ -98,9 +123,7 @@ class WorkerReports:
         A batch that arrives after the job's end is stored too: it is the end of its history.
         Raises JobNotFound, StaleAttempt, InvalidRequest, TooMuch.
         """
-        wait_s = self._rates.take(job_id, max(size, LEAST_COST), time.monotonic())
-        if wait_s:
-            raise TooMuch(job_id, wait_s)
+        self._spend(job_id, size)
         _refuse_unbounded(telemetry)
         samples = telemetry.samples
         with self._db.write() as session:
@@ -143,6 +166,105 @@ class WorkerReports:
             )
             for lease in leases
         ]
+
+    # a run that shares no folder with the service
+
+    def claim(self, job_id: str, claim: Claim) -> Claimed:
+        """Let the driver begin that shows the ticket; the same claimant may ask again.
+
+        Raises: JobNotFound, JobOver, StaleAttempt; Forbidden where somebody else has used the ticket; Unavailable.
+        """
+        folder, claimant = self._folders.of(job_id), token_hash(claim.claimant)
+        with self._db.write() as session:
+            jobs = JobRepository(session)
+            row = jobs.lock(job_id)
+            state = JobState(row.state)
+            if state.terminal or state is JobState.CANCELLING:
+                raise JobOver(job_id, state, "its driver is not to begin")
+            token = _token(folder, row)
+            if row.ticket_hash != token_hash(ticket_of(token, row.attempt)):
+                raise StaleAttempt(job_id, row.attempt - 1, row.attempt)
+            if row.claimant_hash is None:
+                jobs.set_ticket(job_id, row.ticket_hash, claimant)
+            elif not hmac.compare_digest(row.claimant_hash, claimant):
+                raise Forbidden(
+                    f"the ticket of attempt {row.attempt} of job {job_id} was used by another process: if that was no "
+                    "driver of yours, somebody reads your cluster's job list; cancel the job"
+                )
+            unique_name = f"{jobs.service_id()}.{job_id}"
+            return Claimed(job=job_json(row), token=token, attempt=row.attempt, unique_name=unique_name)
+
+    def now(self, job_id: str) -> RunNow:
+        """What its processes have to know of the run. Raises JobNotFound."""
+        with self._db.read() as session:
+            row = JobRepository(session).found(job_id)
+        return RunNow(
+            attempt=row.attempt,
+            wanted=wanted_workers(row),
+            failure=Failure.model_validate(row.failure) if row.failure else None,
+            succeeded=row.summary is not None,
+        )
+
+    def put_file(self, job_id: str, name: KeptFile, attempt: int, content: bytes) -> None:
+        """Keep a file, in the place of the one before. Raises JobNotFound, StaleAttempt, TooMuch, Unavailable."""
+        self._spend(job_id, len(content))
+        self._check(job_id, attempt)
+        try:
+            write_whole(private_folder(self._folders.of(job_id).path) / name, content)
+        except OSError as error:
+            raise Unavailable(f"{name} cannot be written on the service's machine: {error.strerror}") from error
+
+    def get_file(self, job_id: str, name: KeptFile) -> bytes:
+        """The file. Raises JobNotFound, FileNotKept, Unavailable."""
+        with self._db.read() as session:
+            JobRepository(session).found(job_id)
+        try:
+            return (self._folders.of(job_id).path / name).read_bytes()
+        except FileNotFoundError:
+            raise FileNotKept(job_id, name) from None
+        except OSError as error:
+            raise Unavailable(f"{name} cannot be read on the service's machine: {error.strerror}") from error
+
+    def package(self, job_id: str) -> Path:
+        """The zip of the job's script, whole. Raises JobNotFound, FileNotKept, Unavailable."""
+        with self._db.read() as session:
+            row = JobRepository(session).found(job_id)
+        sha256 = row.spec.get("recipe", {}).get("package")
+        if sha256 is None:
+            raise FileNotKept(job_id, "package")
+        try:
+            return self._packages.whole(sha256)
+        except PackageGone as error:
+            raise Unavailable(str(error)) from error
+        except OSError as error:
+            raise Unavailable(f"the package {sha256} cannot be read: {error.strerror}") from error
+
+    def add_log(self, job_id: str, attempt: int, offset: int, content: bytes) -> LogKept:
+        """Add what comes from byte `offset` on; what is there already stays as it is.
+
+        Nothing is added where something before it is missing: the answer says from where to send.
+        Raises JobNotFound, StaleAttempt, TooMuch, Unavailable.
+        """
+        self._spend(job_id, len(content))
+        self._check(job_id, attempt)
+        try:
+            with self._folders.lock:
+                size = self._folders.of(job_id).append_log(attempt, offset, content)
+        except OSError as error:
+            raise Unavailable(f"the log cannot be written on the service's machine: {error.strerror}") from error
+        return LogKept(next_offset=size, full=size >= LONGEST_LOG_BYTES)
+
+    def _spend(self, job_id: str, size: int) -> None:
+        """Count these bytes against what the job may send. Raises TooMuch."""
+        wait_s = self._rates.take(job_id, max(size, LEAST_COST), time.monotonic())
+        if wait_s:
+            raise TooMuch(job_id, wait_s)
+
+    def _check(self, job_id: str, attempt: int) -> None:
+        with self._db.read() as session:
+            row = JobRepository(session).found(job_id)
+        if row.attempt != attempt:
+            raise StaleAttempt(job_id, attempt, row.attempt)
 
     def _scraped(self, leases: Sequence[LeaseRow]) -> list[LeaseRow]:
         of_job: dict[str, list[LeaseRow]] = {}
@@ -245,3 +367,10 @@ def _ip(text: str) -> IPv4Address | IPv6Address | None:
     except ValueError:
         return None
     return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+
+
+def _token(folder: JobFolder, row: JobRow) -> str:
+    """The job's token, out of its run folder. Raises Unavailable."""
+    if not folder.complete(row.token_hash):
+        raise Unavailable(f"the run folder of job {row.id} on the service's machine is not complete: try again")
+    return folder.token.read_text(encoding="utf-8").strip()

@@ -1,11 +1,13 @@
 """The command line of a driver that shares no folder with the service: in every cluster the same.
 
-It stands where all users of the cluster can read it, so no secret is in it: a ticket is worth nothing once it was used
-(contract/remote_run.py).
+It stands where all users of the cluster can read it, so no secret is in it but a ticket, with which the driver fetches
+its job's token once; after that it is worth nothing (contract/remote_run.py).
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +15,6 @@ from typing import Final
 
 from thinwire.contract.run_folder import RunFolder
 from thinwire.service.launch.protocol import Code, LauncherError
-from thinwire.service.tickets import ticket_of
 
 PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
 """The cluster's shell finds it: `thinwire up` says which Python a box has, an image has it on its path."""
@@ -42,3 +43,11 @@ def command_line(url: str, job_id: str, attempt: int, ticket: str, code: Code | 
         words += ["--package", package]
     python = "python" if code is not None and code.pip else PYTHON  # the one with its packages comes first
     return f"{python} -m thinwire.workers.main {shlex.join(words)}"
+
+
+def ticket_of(token: str, attempt: int) -> str:
+    """The ticket of an attempt of the job that has this token.
+
+    It follows from both, so that a submission can be repeated; nobody can go the other way.
+    """
+    return hmac.digest(token.encode(), b"ticket of attempt %d" % attempt, hashlib.sha256).hex()

@@ -18,15 +18,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.service.launch.log_files import decoded
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
     Code,
+    Launcher,
     LauncherError,
     LaunchState,
     LaunchStatus,
     LogChunk,
     NoLog,
+    decoded,
 )
 
 
@@ -62,8 +63,8 @@ class Submission:
 _OVER = frozenset({LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED})
 
 
-class FakeLauncher:
-    """A Launcher whose cluster is a dictionary. Methods may be called from any thread.
+class FakeLauncher(Launcher):
+    """A Launcher whose cluster is a dictionary.
 
     Attributes a test may set: `unreachable` (every status is UNKNOWN, every other call fails),
     `not_ready` (the reason that `ready` gives), `start_error` (what `start` raises),
@@ -169,10 +170,6 @@ class FakeLauncher:
                 raise NoLog(f"the fake cluster has no submission {submission_id!r}")
             self._advance(submission_id, submission)
             return decoded(submission.log.encode()[offset : offset + limit], offset)
-
-    def dashboard_url(self, submission_id: str) -> str | None:
-        """None: there is nothing to look at."""
-        return None
 
     def _reach(self) -> None:
         if self.unreachable:

@@ -14,8 +14,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from thinwire.service.launch.log_files import read_part
-from thinwire.service.launch.protocol import LOG_PART_BYTES, Code, LauncherError, LaunchState, LaunchStatus, LogChunk
+from thinwire.service.launch.protocol import (
+    LOG_PART_BYTES,
+    Code,
+    Launcher,
+    LauncherError,
+    LaunchState,
+    LaunchStatus,
+    LogChunk,
+    read_part,
+)
 from thinwire.service.launch.ray_head import Head, RayHead
 from thinwire.service.launch.ray_jobs import RayJobs
 
@@ -33,8 +41,8 @@ def worker_command(run_dir: Path, attempt: int) -> list[str]:
     return [sys.executable, "-m", "thinwire.workers.main", "--run-dir", str(run_dir), "--attempt", str(attempt)]
 
 
-class LocalLauncher:
-    """Implements `protocol.Launcher` with a Ray head of its own in `home`. Threads may share it."""
+class LocalLauncher(Launcher):
+    """Jobs run under a Ray head of its own in `home`."""
 
     name = "local"
     own_cluster = True
@@ -119,9 +127,6 @@ class LocalLauncher:
     def cancel(self, submission_id: str) -> None:
         """Ask for its end: SIGTERM, then SIGKILL. Over or absent is a success. Raises LauncherError."""
         self._jobs().stop(submission_id)
-
-    def resize(self, submission_id: str, least: int, most: int) -> None:
-        """Nothing: this machine is as large as it is."""
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """The driver's output from byte `offset` on. Gone with its head. Raises LauncherError.

@@ -13,15 +13,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from thinwire.service.launch.driver import driver_command
-from thinwire.service.launch.log_files import decoded
-from thinwire.service.launch.protocol import LOG_PART_BYTES, Code, LauncherError, LaunchStatus, LogChunk, NoLog
+from thinwire.service.launch.protocol import (
+    LOG_PART_BYTES,
+    Code,
+    Launcher,
+    LauncherError,
+    LaunchStatus,
+    LogChunk,
+    NoLog,
+    decoded,
+)
 from thinwire.service.launch.ray_jobs import RayJobs
 
 _log = logging.getLogger(__name__)
 
 
-class RayLauncher:
-    """Implements `protocol.Launcher` with a Ray cluster that is there. Threads may share it.
+class RayLauncher(Launcher):
+    """Jobs run in a Ray cluster that is there.
 
     address: the cluster's dashboard, http://head:8265. token_file: holds the cluster's token; None: it asks for none.
     The file is read again when the cluster refuses the token that it held.
@@ -73,9 +81,6 @@ class RayLauncher:
     def cancel(self, submission_id: str) -> None:
         """Ask for its end: SIGTERM, then SIGKILL. Over or absent is a success. Raises LauncherError."""
         self._cluster().stop(self.named(submission_id))
-
-    def resize(self, submission_id: str, least: int, most: int) -> None:
-        """Nothing: who runs the cluster says how large it is."""
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """The driver's output as Ray has it. Raises LauncherError, NoLog.

@@ -56,22 +56,6 @@ class _Job(BaseModel):
     driver_exit_code: int | None = None
 
 
-class _Node(BaseModel):
-    node_id: str
-
-
-class _Nodes(BaseModel):
-    result: list[_Node]
-
-
-class _NodesFound(BaseModel):
-    result: _Nodes
-
-
-class _NodesAnswer(BaseModel):
-    data: _NodesFound
-
-
 class _Log(BaseModel):
     logs: str
 
@@ -176,10 +160,8 @@ class RayJobs:
         try:
             answer = self._send("GET", _DEAD_NODES)
             answer.raise_for_status()
-            self._dead = frozenset(
-                node.node_id for node in _NodesAnswer.model_validate_json(answer.content).data.result.result
-            )
-        except (httpx.HTTPError, ValidationError) as error:
+            self._dead = frozenset(str(node["node_id"]) for node in answer.json()["data"]["result"]["result"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             _log.warning(
                 "dead_nodes_unknown url=%s reason=%s", self.url, (str(error) or type(error).__name__).splitlines()[0]
             )

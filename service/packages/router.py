@@ -38,7 +38,7 @@ packages = APIRouter(
 
 
 async def _store(request: Request) -> Packages:
-    store: Packages = request.app.state.packages
+    store: Packages = request.app.state.plane.packages
     return store
 
 

@@ -13,17 +13,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from fastapi import Request
-from sqlalchemy import delete, func, select
+from sqlalchemy import String, delete, func, select
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Mapped, Session, mapped_column
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.people import AuditLine, AuditList, Role
 from thinwire.service.auth import Caller
-from thinwire.service.db import Database
+from thinwire.service.db import Base, Database
 from thinwire.service.errors import NotOwner
-from thinwire.service.people.models import AuditRow
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +35,22 @@ AT_ONCE = 10_000
 PAUSE_S = 60.0
 """Between two looks at what is too old, unless the last one left something."""
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class AuditRow(Base):
+    """One change. job_id refers to nothing: the line outlives the job."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    time: Mapped[float] = mapped_column(index=True)
+    who: Mapped[str] = mapped_column(String(63))
+    role: Mapped[str | None] = mapped_column(String(16), default=None)
+    what: Mapped[str] = mapped_column(String(64))
+    job_id: Mapped[str | None] = mapped_column(String(80), index=True, default=None)
+    about: Mapped[str | None] = mapped_column(String(200), default=None)
+    address: Mapped[str | None] = mapped_column(String(64), default=None)
+    status: Mapped[int]
 
 
 @dataclass(slots=True)

@@ -20,8 +20,7 @@ from thinwire.service.errors import (
     documented,
 )
 from thinwire.service.people.audit import Audit, Change, change_of
-from thinwire.service.people.operator_file import OperatorToken
-from thinwire.service.people.tokens import Tokens
+from thinwire.service.people.tokens import OperatorToken, Tokens
 from thinwire.service.requests import ALWAYS, json_body, known_query
 
 LARGEST_NUMBER = 2**31 - 1

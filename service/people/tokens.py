@@ -1,32 +1,36 @@
-"""People's tokens: made, listed, revoked, recognised. The database has the SHA-256 of each, and nobody its text.
+"""People's tokens: made, listed, revoked, recognised; and the operator's own, in a file of the home.
 
-`Callers` says whose token it is: people's, jobs' and tickets are looked up by their SHA-256, which is indexed. A wrong
-token that comes again costs no look-up for some seconds; and an address that sends many different wrong ones is told to
-wait (429) before any look-up, unless the token has lately been good. So nobody can keep the database busy by guessing.
+The database has the SHA-256 of each, and nobody its text. `Callers` says whose token it is: the operator's is compared;
+people's, jobs' and tickets are looked up by their SHA-256, which is indexed. A wrong token that comes again costs no
+look-up for some seconds; and an address that sends many different wrong ones is told to wait (429) before any look-up,
+unless the token has lately been good. So nobody can keep the database busy by guessing.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from math import ceil
+from pathlib import Path
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import Index, String, delete, select, text, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
+from thinwire.contract.files import private_folder, write_private
 from thinwire.contract.people import OPERATOR, MadeToken, NewToken, Role, TokenItem, TokenList
-from thinwire.service.auth import Caller, Person, token_hash
-from thinwire.service.db import Database
+from thinwire.service.auth import Caller, Person, new_token, token_hash
+from thinwire.service.db import Base, Database
 from thinwire.service.errors import InvalidRequest, TokenExists, TokenNotFound, TooManyWrongTokens, Unauthorized
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.people.audit import PAUSE_S, SERVICE, Change
-from thinwire.service.people.models import TokenRow
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,42 @@ PREFIX = "twp_"
 COARSE_S = 600.0
 """When a token was used last is written this seldom."""
 DAY_S = 86_400.0
+WRONG_S, GOOD_S = 5.0, 300.0
+"""How long a wrong token is remembered as wrong, and a good one as one that may be looked up."""
+MOST_REMEMBERED = 4096
+"""Of each kind."""
+TICKET_CHARACTERS = 64
+"""A ticket follows from its job's token: it may be asked for before it holds, and holds a moment later."""
+GUESSES, GUESSES_PER_S = 50.0, 1.0
+"""Look-ups of wrong tokens that an address has, and how many it gets back."""
+LEAST_CHARACTERS = 16
+LOOK_S = 1.0
+"""Between two looks at the file."""
+
+
+class TokenRow(Base):
+    """One token. A name has at most one that is not revoked; those that are stay for a while, to say so."""
+
+    __tablename__ = "tokens"
+    __table_args__ = (
+        Index(
+            "tokens_one_of_a_name",
+            "name",
+            unique=True,
+            sqlite_where=text("revoked_at IS NULL"),
+            postgresql_where=text("revoked_at IS NULL"),
+        ),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(63))
+    token_hash: Mapped[str] = mapped_column(String(64), unique=True)
+    role: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[float]
+    created_by: Mapped[str] = mapped_column(String(63))
+    last_used_at: Mapped[float | None] = mapped_column(default=None)
+    expires_at: Mapped[float | None] = mapped_column(default=None)
+    revoked_at: Mapped[float | None] = mapped_column(default=None)
 
 
 class Tokens:
@@ -148,21 +188,13 @@ def _day(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-WRONG_S, GOOD_S = 5.0, 300.0
-"""How long a wrong token is remembered as wrong, and a good one as one that may be looked up."""
-MOST_REMEMBERED = 4096
-"""Of each kind."""
-TICKET_CHARACTERS = 64
-"""A ticket follows from its job's token: it may be asked for before it holds, and holds a moment later."""
-GUESSES, GUESSES_PER_S = 50.0, 1.0
-"""Look-ups of wrong tokens that an address has, and how many it gets back."""
-
-
 class Callers:
     """Who sends a token. Methods may be called from any thread. elapsed: seconds of a clock that does not go back."""
 
-    def __init__(self, db: Database, tokens: Tokens, elapsed: Callable[[], float] = time.monotonic) -> None:
-        self._db, self._tokens, self._elapsed = db, tokens, elapsed
+    def __init__(
+        self, db: Database, home: OperatorToken, tokens: Tokens, elapsed: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._db, self._home, self._tokens, self._elapsed = db, home, tokens, elapsed
         self._guesses = Rates(burst=GUESSES, rate=GUESSES_PER_S)
         self._wrong, self._good = _Remembered(WRONG_S), _Remembered(GOOD_S)
         self.look_ups = 0
@@ -174,6 +206,9 @@ class Callers:
         Raises: Unauthorized for a token that is over; TooManyWrongTokens; sqlalchemy's errors.
         """
         digest, now = token_hash(token), self._elapsed()
+        self._home.look()
+        if hmac.compare_digest(digest, self._home.hash):
+            return Caller(person=Person(OPERATOR, Role.OPERATOR))
         why = self._wrong.get(digest, now)
         if why is not None:
             if why:
@@ -237,3 +272,72 @@ class _Remembered:
             self._held[digest] = (now + self._keep_s, words)
             while len(self._held) > MOST_REMEMBERED:
                 del self._held[next(iter(self._held))]  # the oldest
+
+
+class TokenFileError(Exception):
+    """The operator's token file cannot be used; the message says what to do."""
+
+
+class OperatorToken:
+    """The token in the file at `path`, made where it is missing. Methods may be called from any thread.
+
+    A new token in the file holds within LOOK_S; the one before is then refused. A file that is lost or spoilt while the
+    service runs changes nothing: the last good one holds. elapsed: seconds of a clock that does not go back.
+    Raises: TokenFileError, OSError.
+    """
+
+    def __init__(self, path: Path, elapsed: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._elapsed = path, elapsed
+        self._lock = threading.Lock()
+        private_folder(path.parent)
+        if not path.exists():
+            write_private(path, new_token() + "\n")
+        self._seen = _signature(path)
+        self.hash = token_hash(_read(path))
+        """SHA-256 of the token that holds."""
+        self._looked = elapsed()
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            logger.warning("token_readable_by_others path=%s advice='chmod 600 %s'", path, path)
+
+    def look(self) -> None:
+        """Take the token that is in the file now, at most once in LOOK_S. It may block; nothing is raised."""
+        if self._elapsed() - self._looked < LOOK_S:
+            return
+        with self._lock:
+            self._looked = self._elapsed()
+            try:
+                seen = _signature(self._path)
+                if seen == self._seen:
+                    return
+                found = token_hash(_read(self._path))
+            except (OSError, UnicodeDecodeError, TokenFileError) as error:
+                logger.warning("operator_token_not_read path=%s error=%s holds='the last one'", self._path, error)
+                return
+            if found != self.hash:
+                logger.info("operator_token_changed path=%s", self._path)
+            self._seen, self.hash = seen, found
+
+    def rotate(self) -> str:
+        """Put a new token into the file; it holds at once, the one before no longer. Raises OSError."""
+        token = new_token()
+        with self._lock:
+            write_private(self._path, token + "\n")
+            self._seen, self.hash = _signature(self._path), token_hash(token)
+        logger.info("operator_token_changed path=%s", self._path)
+        return token
+
+
+def _signature(path: Path) -> tuple[int, int, int]:
+    """What differs when the file has been written."""
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read(path: Path) -> str:
+    token = path.read_text(encoding="utf-8").strip()
+    if len(token) < LEAST_CHARACTERS:
+        raise TokenFileError(
+            f"{path} holds {len(token)} characters, a token needs at least {LEAST_CHARACTERS}: remove the file and "
+            "start again to have one made"
+        )
+    return token

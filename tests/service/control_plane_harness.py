@@ -21,6 +21,7 @@ from starlette.routing import BaseRoute
 from thinwire.contract.files import private_folder
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
+from thinwire.service.launch.driver import ticket_of
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.launch.protocol import LaunchState
 from thinwire.service.main import ControlPlane, create_app
@@ -30,6 +31,8 @@ with warnings.catch_warnings():
     from fastapi.testclient import TestClient
 
 SERVICE_URL = "http://127.0.0.1:4711"
+STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
+"""Where jobs have their checkpoints that share no folder with the service."""
 
 
 def spec(**changes: Any) -> dict[str, Any]:
@@ -174,6 +177,17 @@ class Service:
         """What the workers of the job send."""
         token = (self.run_dir(job_id) / "token").read_text().strip()
         return {"Authorization": f"Bearer {token}"}
+
+    def ticket_headers(self, job_id: str, attempt: int = 1) -> dict[str, str]:
+        """What the driver of an attempt sends to claim the job."""
+        token = (self.run_dir(job_id) / "token").read_text().strip()
+        return {"Authorization": f"Bearer {ticket_of(token, attempt)}"}
+
+    def person(self, name: str, role: str = "user", **more: Any) -> dict[str, str]:
+        """Make a token for somebody; what they send."""
+        answer = self.client.post("/v1/tokens", json={"name": name, "role": role, **more})
+        assert answer.status_code == 201, answer.text
+        return {"Authorization": f"Bearer {answer.json()['token']}"}
 
     def post(self, job_id: str, *, attempt: int = 1, **batch: Any) -> Any:
         """Post telemetry as the job does."""

@@ -48,32 +48,44 @@ SUMMARY: dict[str, Any] = {
 }
 
 
+class Listening:
+    """An application that answers on a free port of loopback, from a thread. options: of uvicorn."""
+
+    def __init__(self, app: Any, **options: Any) -> None:
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, **options))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._server.started, "the server listens")
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        """Answer what is under way, then end."""
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
 class LiveService:
     """A Service that listens on loopback. `home` is what THINWIRE_HOME has to be."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.home = service.home
-        self._server: uvicorn.Server | None = None
-        self._thread: threading.Thread | None = None
+        self._listening: Listening | None = None
 
     def listen(self) -> None:
-        """Answer on a free port, and write server.json."""
-        config = uvicorn.Config(self.service.app, port=0, lifespan="off", log_config=None)
-        server = self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=server.run, daemon=True)
-        self._thread.start()
-        wait_until(lambda: server.started, "the server listens")
-        self.port = server.servers[0].sockets[0].getsockname()[1]
-        where = {"url": f"http://127.0.0.1:{self.port}", "pid": os.getpid()}
-        (self.home / "server.json").write_text(json.dumps(where))
+        """Answer on a free port; write server.json, and tell the runs."""
+        found = self._listening = Listening(self.service.app, timeout_graceful_shutdown=1)
+        self.port = found.port
+        (self.home / "server.json").write_text(json.dumps({"url": found.url, "pid": os.getpid()}))
+        self.service.plane.jobs._folders.service_url = found.url
+        self.service.plane.jobs.rewrite_service_urls()
 
     def vanish(self) -> None:
         """Stop answering and leave server.json behind, as a server does that is killed."""
-        if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
-            self._thread.join(10)
-            assert not self._thread.is_alive()
+        if self._listening is not None:
+            self._listening.stop()
 
     def finish(self, job_id: str, state: LaunchState = LaunchState.SUCCEEDED, message: str = "") -> None:
         """Let the cluster end the job; one that fails has said why, as a worker does."""

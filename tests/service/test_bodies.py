@@ -10,7 +10,7 @@ import pytest
 
 from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample, spec
-from thinwire.service.bodies import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES
+from thinwire.service.requests import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES
 
 
 def event(**fields: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from tests.service.control_plane_harness import wait_until
+from tests.service.live_service import Listening
 from thinwire.service.server import BoundedConnection
 
 IDLE_S, BUSY_S, MOST = 1.0, 2.5, 12
@@ -37,15 +36,9 @@ def port() -> Iterator[int]:
     async def long() -> str:
         return "x" * 50_000_000
 
-    config = uvicorn.Config(app, http=Impatient, log_config=None, access_log=False, timeout_keep_alive=30)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
-        thread.start()
-        wait_until(lambda: server.started, "the server")
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(30)
+    server = Listening(app, http=Impatient, access_log=False, timeout_keep_alive=30)
+    yield server.port
+    server.stop()
 
 
 @contextmanager

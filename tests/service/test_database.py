@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import stat
 import threading
 from pathlib import Path
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
-from alembic.config import Config
 from alembic.migration import MigrationContext
-from alembic.operations import Operations
-from alembic.script import ScriptDirectory
-from sqlalchemy import event, insert, select, text
+from sqlalchemy import event, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm.exc import StaleDataError
 
 from thinwire.service.config import Settings
 from thinwire.service.db import Base, Database, DatabaseUnusable
-from thinwire.service.jobs.models import EventRow, JobRow, SampleRow
+from thinwire.service.jobs.repository import JobRow, SampleRow
 
 
 @pytest.fixture
@@ -57,50 +52,6 @@ def test_the_upgrade_may_be_repeated_and_keeps_the_rows(db: Database, tmp_path: 
     again.upgrade()
     with again.read() as session:
         assert session.get_one(JobRow, "a").name == "job"
-
-
-def _migrations() -> Config:
-    config = Config()
-    config.set_main_option("script_location", "thinwire.service:migrations")
-    return config
-
-
-def test_an_upgrade_keeps_the_rows_that_hang_on_a_job(tmp_path: Path) -> None:
-    old = Database(f"sqlite:///{tmp_path / 'old.db'}")
-    config = _migrations()
-    with old.write() as session:
-        config.attributes["connection"] = session.connection()
-        command.upgrade(config, "0001")
-        known = {"id": "a", "name": "job", "spec": {}, "spec_digest": "d", "token_hash": "t", "state": "RUNNING"}
-        session.execute(insert(JobRow).values(**known, attempt=1, max_attempts=1, created_at=0.0, version=3))
-        session.add(SampleRow(job_id="a", step=1, attempt=1, sample={}))
-        session.add(EventRow(job_id="a", attempt=1, kind="resumed", step=1, time=1.0, fields={}))
-    old.upgrade()
-    with old.read() as session:
-        row = session.get_one(JobRow, "a")
-        assert (row.version, row.wanted_workers, row.newest_membership) == (3, None, None)
-        assert len(session.scalars(select(SampleRow)).all()) == len(session.scalars(select(EventRow)).all()) == 1
-    with old.write() as session:
-        config.attributes["connection"] = session.connection()
-        command.downgrade(config, "0001")
-        assert len(session.scalars(select(SampleRow)).all()) == 1
-        assert "wanted_workers" not in {row[1] for row in session.execute(text("PRAGMA table_info(jobs)"))}
-
-
-def test_the_migrations_can_be_written_for_postgresql() -> None:
-    out = io.StringIO()
-    context = MigrationContext.configure(
-        dialect_name="postgresql", opts={"as_sql": True, "output_buffer": out, "transactional_ddl": True}
-    )
-    revisions = list(ScriptDirectory.from_config(_migrations()).walk_revisions())
-    with Operations.context(context):
-        for revision in reversed(revisions):
-            revision.module.upgrade()
-        for revision in revisions:
-            revision.module.downgrade()
-    statements = " ".join(out.getvalue().split())
-    assert "ALTER TABLE jobs ADD COLUMN wanted_workers JSON;" in statements
-    assert "ALTER TABLE jobs DROP COLUMN wanted_workers;" in statements
 
 
 def test_a_database_of_a_newer_version_is_refused(db: Database, tmp_path: Path) -> None:

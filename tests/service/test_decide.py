@@ -122,6 +122,11 @@ def test_a_posted_failure_is_the_reason_whatever_the_cluster_says() -> None:
     assert decide(job, LaunchStatus(L.FAILED, "Traceback ...")) == Fail("SpecError: width is odd")
 
 
+def test_what_no_attempt_could_change_fails_at_once() -> None:
+    refused = LaunchStatus(L.FAILED, "KubeRay refuses the RayJob: no head", for_good=True)
+    assert decide(view(S.PENDING), refused) == Fail("KubeRay refuses the RayJob: no head")
+
+
 def test_a_run_that_was_killed_is_tried_again_and_says_so() -> None:
     action = decide(view(S.RUNNING), LaunchStatus(L.FAILED, "Killed"))
     assert isinstance(action, Retry)

@@ -12,7 +12,7 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample
 from tests.service.test_starts_api import put, saved
 from thinwire.service.config import Settings
-from thinwire.service.jobs import retention
+from thinwire.service.jobs import service as jobs_service
 
 DAY_S = 86_400
 
@@ -127,7 +127,7 @@ def test_what_need_not_be_kept_is_deleted_oldest_first(service: Service, setting
 
 
 def test_what_cannot_be_deleted_keeps_no_other(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "AT_ONCE", 2)
+    monkeypatch.setattr(jobs_service, "DELETED_AT_ONCE", 2)
     jobs = [over(service) for _ in range(5)]
     service.close()
     service.settings = Settings(home=service.home, launcher="fake", keep_jobs=0)
@@ -147,6 +147,6 @@ def test_what_cannot_be_deleted_keeps_no_other(service: Service, monkeypatch: py
     service.turn(2)
     assert listed(service) == {*jobs[:3]}  # they are tried again, but not at once
     for _ in range(2):
-        service.clock.pass_(retention.PAUSE_S)
+        service.clock.pass_(jobs_service.PAUSE_S)
         service.turn()
     assert listed(service) == set()

@@ -8,15 +8,10 @@ import pytest
 
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher, Timeline
-from thinwire.service.launch.protocol import Launcher, LauncherError, LaunchState
+from thinwire.service.launch.protocol import LauncherError, LaunchState
 from thinwire.service.server import LAUNCHERS, make_launcher
 
 RUN = Path("/tmp/run")
-
-
-def test_it_is_a_launcher() -> None:
-    launcher: Launcher = FakeLauncher()
-    assert launcher.name == "fake"
 
 
 def test_a_second_submit_of_one_id_finds_the_first() -> None:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.service.control_plane_harness import wait_until
+from tests.service.test_ray_head import living
 from thinwire.service.launch import keeper, processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and /proc are Linux's")
@@ -34,13 +35,6 @@ if os.fork() == 0:
 tell()
 time.sleep(600)
 """
-
-
-def until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.02)
 
 
 def pids_in(path: Path) -> list[int]:
@@ -72,12 +66,8 @@ class Kept:
 
     def kept(self) -> dict[int, str | None]:
         """Births of the two processes below, once both are there."""
-        until(lambda: len(pids_in(self.pids)) == 2)
+        wait_until(lambda: len(pids_in(self.pids)) == 2, "processes")
         return {pid: processes.birth_of(pid) for pid in pids_in(self.pids)}
-
-
-def living(births: dict[int, str | None]) -> list[int]:
-    return [pid for pid, birth in births.items() if processes.birth_of(pid) == birth]
 
 
 def test_sigterm_ends_descendants_that_left_session_and_parent(tmp_path, spawned):
@@ -125,7 +115,7 @@ def test_a_killed_keeper_takes_its_command_along_and_the_rest_is_found_by_its_ma
     births = kept.kept()
     kept.process.kill()
     kept.process.wait()
-    until(lambda: len(living(births)) == 1)  # the command died with the keeper, the escaped one lives
+    wait_until(lambda: len(living(births)) == 1, "processes")  # the command died with the keeper, the escaped one lives
     found = processes.belonging(kept.removed, kept.process.pid)
     assert [process.pid for process in found] == living(births)
     assert processes.end(lambda: processes.belonging(kept.removed, kept.process.pid), 0.2, 10.0) == []
@@ -136,7 +126,7 @@ def test_processes_of_others_are_never_found(tmp_path, spawned):
     other = subprocess.Popen(["sleep", "600"], env={**os.environ, processes.MARKER: str(tmp_path / "other")})
     holder = subprocess.Popen([sys.executable, "-c", ESCAPING, tmp_path / "pids"], stdout=(tmp_path / "o").open("w"))
     spawned.extend([other, holder])
-    until(lambda: len(pids_in(tmp_path / "pids")) == 2)
+    wait_until(lambda: len(pids_in(tmp_path / "pids")) == 2, "processes")
     try:
         assert processes.belonging(tmp_path, session=1) == []
     finally:
@@ -151,7 +141,7 @@ def test_a_birth_names_one_life_of_a_pid(spawned):
     assert birth is not None
     assert processes.birth_of(sleeper.pid) == birth
     sleeper.kill()
-    until(lambda: processes.birth_of(sleeper.pid) is None)  # a zombie does not live
+    wait_until(lambda: processes.birth_of(sleeper.pid) is None, "processes")  # a zombie does not live
 
 
 def test_ps_tells_the_same_family_as_proc(spawned):

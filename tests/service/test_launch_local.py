@@ -12,44 +12,19 @@ import sys
 import time
 import uuid
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.service.control_plane_harness import wait_until
+from tests.service.test_ray_head import LIMIT_S, births_below, head_of, living, state
 from thinwire.service.launch import processes, ray_head
 from thinwire.service.launch.local import LocalLauncher
 from thinwire.service.launch.protocol import Code, LaunchState
-from thinwire.service.launch.ray_head import Head
-
-LIMIT_S = 180.0
-
-
-def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.1)
 
 
 def fresh_id() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
-
-
-def head_of(home: Path) -> Head:
-    return Head.model_validate_json((home / "ray" / "head.json").read_bytes())
-
-
-def state(launcher: LocalLauncher, submission_id: str) -> LaunchState:
-    return launcher.status(submission_id).state
-
-
-def births_below(pid: int) -> dict[int, str]:
-    return {process.pid: process.birth for process in processes.descendants(pid)}
-
-
-def living(births: dict[int, str]) -> list[int]:
-    return [pid for pid, birth in births.items() if processes.birth_of(pid) == birth]
 
 
 # One owner of a head as a process of its own, to be killed: starts, submits a long job, says so, waits.
@@ -70,7 +45,7 @@ def test_a_job_runs_and_its_status_and_log_are_told(local_launcher, tiny_job):
     submission_id = fresh_id()
     started = time.monotonic()
     local_launcher.submit(submission_id, tiny_job("echo", "hello $HOME; there"), 1, {"name": "hello"})
-    until(lambda: state(local_launcher, submission_id) is LaunchState.SUCCEEDED)
+    wait_until(lambda: state(local_launcher, submission_id) is LaunchState.SUCCEEDED, "the launcher", LIMIT_S)
     print(f"submit to succeeded {time.monotonic() - started:.1f} s")
     log = local_launcher.logs(submission_id, 0)
     assert "hello $HOME; there" in log.text
@@ -88,7 +63,11 @@ def test_ray_init_in_a_job_finds_its_cluster_and_is_let_in(local_launcher, tiny_
     )
     submission_id = fresh_id()
     local_launcher.submit(submission_id, tiny_job(sys.executable, "-c", code), 1, {})
-    until(lambda: state(local_launcher, submission_id) in (LaunchState.SUCCEEDED, LaunchState.FAILED))
+    wait_until(
+        lambda: state(local_launcher, submission_id) in (LaunchState.SUCCEEDED, LaunchState.FAILED),
+        "the launcher",
+        LIMIT_S,
+    )
     text = local_launcher.logs(submission_id, 0).text
     assert "answer 42" in text
     assert float(text.split("cpus ")[1].split()[0]) >= 8
@@ -103,13 +82,13 @@ def test_a_job_of_a_script_runs_in_its_package_with_its_environment(local_launch
     code = Code(zipped, digest, None, (), {"A_VARIABLE": "its value"})
     first, second = fresh_id(), fresh_id()
     local_launcher.submit(first, tiny_job("sh", "-c", "cat src/words.txt; echo; echo $A_VARIABLE"), 1, {}, code)
-    until(lambda: state(local_launcher, first) is LaunchState.SUCCEEDED)
+    wait_until(lambda: state(local_launcher, first) is LaunchState.SUCCEEDED, "the launcher", LIMIT_S)
     text = local_launcher.logs(first, 0).text  # into which Ray writes a line of its own, at any place
     assert text.count("words of the package") == 1
     assert "\nits value\n" in text
     zipped.write_bytes(b"Ray has it: it is not read again")
     local_launcher.submit(second, tiny_job("cat", "src/words.txt"), 1, {}, code)
-    until(lambda: state(local_launcher, second) is LaunchState.SUCCEEDED)
+    wait_until(lambda: state(local_launcher, second) is LaunchState.SUCCEEDED, "the launcher", LIMIT_S)
 
 
 @pytest.mark.ray
@@ -118,9 +97,9 @@ def test_a_second_submit_finds_the_first_and_cancel_ends_it_twice(local_launcher
     run_dir = tiny_job("sh", "-c", f"echo started >> {tmp_path}/starts; exec sleep 600")
     local_launcher.submit(submission_id, run_dir, 1, {})
     local_launcher.submit(submission_id, run_dir, 1, {})
-    until(lambda: (tmp_path / "starts").exists())
+    wait_until(lambda: (tmp_path / "starts").exists(), "the launcher", LIMIT_S)
     local_launcher.cancel(submission_id)
-    until(lambda: state(local_launcher, submission_id) is LaunchState.STOPPED)
+    wait_until(lambda: state(local_launcher, submission_id) is LaunchState.STOPPED, "the launcher", LIMIT_S)
     local_launcher.cancel(submission_id)
     local_launcher.submit(submission_id, run_dir, 1, {})
     assert state(local_launcher, submission_id) is LaunchState.STOPPED
@@ -131,7 +110,7 @@ def test_a_second_submit_finds_the_first_and_cancel_ends_it_twice(local_launcher
 def test_a_failed_job_says_why(local_launcher, tiny_job):
     submission_id = fresh_id()
     local_launcher.submit(submission_id, tiny_job("sh", "-c", "echo the reason; exit 7"), 1, {})
-    until(lambda: state(local_launcher, submission_id) is LaunchState.FAILED)
+    wait_until(lambda: state(local_launcher, submission_id) is LaunchState.FAILED, "the launcher", LIMIT_S)
     assert "the reason" in local_launcher.status(submission_id).message
 
 
@@ -204,7 +183,7 @@ def test_killing_the_owner_leaves_the_job_and_the_next_owner_adopts_restarts_and
         launcher.start()
         print(f"adopted after {time.monotonic() - started:.1f} s")
         assert head_of(home) == head
-        until(lambda: state(launcher, "long-one") is LaunchState.RUNNING)
+        wait_until(lambda: state(launcher, "long-one") is LaunchState.RUNNING, "the launcher", LIMIT_S)
 
         # The head dies by a kill of its keeper, the hardest case; a new one is started, which knows no job.
         os.kill(head.pid, signal.SIGKILL)
@@ -214,12 +193,12 @@ def test_killing_the_owner_leaves_the_job_and_the_next_owner_adopts_restarts_and
             assert seen <= {LaunchState.RUNNING, LaunchState.UNKNOWN, LaunchState.ABSENT}
             assert time.monotonic() < started + LIMIT_S, launcher.ready()
             time.sleep(0.1)
-        until(lambda: launcher.ready() is None)
+        wait_until(lambda: launcher.ready() is None, "the launcher", LIMIT_S)
         assert LaunchState.UNKNOWN in seen
         assert processes.belonging(head.temp_dir, head.pid) == []
         assert not head.temp_dir.exists()
         launcher.submit("long-one", home, 2, {})
-        until(lambda: state(launcher, "long-one") is LaunchState.RUNNING)
+        wait_until(lambda: state(launcher, "long-one") is LaunchState.RUNNING, "the launcher", LIMIT_S)
         second = head_of(home)
         below = births_below(second.pid)
         assert len(below) > 5

@@ -3,68 +3,56 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
 from thinwire.service.config import Settings
+from thinwire.service.launch.driver import ticket_of
 from thinwire.service.launch.protocol import LauncherError, LaunchState, NoLog
 from thinwire.service.launch.ray import RayLauncher
-from thinwire.service.tickets import ticket_of
+from thinwire.service.launch.ray_jobs import RayJobs
 
 TOKEN = "t" * 64
 
 
-class Cluster(BaseHTTPRequestHandler):
+URL = "http://head:8265"
+
+
+class Cluster:
     """Ray's Jobs API, as far as it goes."""
 
-    token: ClassVar[str] = TOKEN
-    jobs: ClassVar[dict[str, dict[str, Any]]] = {}
-    asked: ClassVar[list[str]] = []
+    def __init__(self) -> None:
+        self.token, self.jobs, self.asked = TOKEN, dict[str, dict[str, Any]](), list[str]()
 
-    def do_GET(self) -> None:
-        self.asked.append(self.path)
-        name = self.path.removeprefix("/api/jobs/")
-        if self.headers["Authorization"] != f"Bearer {self.token}":
-            self._answer(401, {"error": "Unauthorized"})
-        elif self.path == "/api/version":
-            self._answer(200, {"version": "4"})
-        elif name.removesuffix("/logs") not in self.jobs:
-            self._answer(404, {})
-        elif name.endswith("/logs"):
-            self._answer(200, {"logs": "first\nlast \u00e4\n"})
-        else:
-            self._answer(200, {"status": "RUNNING", "message": None})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.jobs[body["submission_id"]] = body
-        self._answer(200, {})
-
-    def _answer(self, status: int, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Silent."""
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        """To a request of the launcher."""
+        if request.headers["Authorization"] != f"Bearer {self.token}":
+            return httpx.Response(401, json={"error": "Unauthorized"})
+        if request.method == "POST":
+            body = json.loads(request.content)
+            self.jobs[body["submission_id"]] = body
+            return httpx.Response(200, json={})
+        self.asked.append(path := request.url.path)
+        name = path.removeprefix("/api/jobs/")
+        if path == "/api/version":
+            return httpx.Response(200, json={"version": "4"})
+        if name.removesuffix("/logs") not in self.jobs:
+            return httpx.Response(404, json={})
+        told = {"logs": "first\nlast \u00e4\n"} if name.endswith("/logs") else {"status": "RUNNING", "message": None}
+        return httpx.Response(200, json=told)
 
 
 @pytest.fixture
-def cluster() -> Iterator[str]:
-    Cluster.token, Cluster.jobs, Cluster.asked = TOKEN, {}, []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Cluster)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """The cluster at URL."""
+    made = Cluster()
+    transport = httpx.MockTransport(made.answer)
+    monkeypatch.setattr("thinwire.service.launch.ray.RayJobs", lambda url, token: RayJobs(url, token, transport))
+    return made
 
 
 @pytest.fixture
@@ -89,10 +77,10 @@ def started(url: str, token_file: Path, service_id: str = "aaaa") -> RayLauncher
     return launcher
 
 
-def test_a_submission_carries_a_ticket_and_no_secret(cluster: str, token_file: Path, run_dir: Path) -> None:
-    launcher = started(cluster, token_file)
+def test_a_submission_carries_a_ticket_and_no_secret(cluster: Cluster, token_file: Path, run_dir: Path) -> None:
+    launcher = started(URL, token_file)
     launcher.submit("job-1-attempt2", run_dir, 2, {"job_id": "job-1", "attempt": "2"})
-    [(name, body)] = Cluster.jobs.items()
+    [(name, body)] = cluster.jobs.items()
     assert name == "aaaa.job-1-attempt2"
     ticket = ticket_of("the-job's-own-token", 2)
     assert body["entrypoint"] == (
@@ -103,24 +91,24 @@ def test_a_submission_carries_a_ticket_and_no_secret(cluster: str, token_file: P
     assert TOKEN not in json.dumps(body)
 
 
-def test_services_of_one_cluster_do_not_see_each_other(cluster: str, token_file: Path, run_dir: Path) -> None:
-    one, other = started(cluster, token_file, "aaaa"), started(cluster, token_file, "bbbb")
+def test_services_of_one_cluster_do_not_see_each_other(cluster: Cluster, token_file: Path, run_dir: Path) -> None:
+    one, other = started(URL, token_file, "aaaa"), started(URL, token_file, "bbbb")
     one.submit("job-1", run_dir, 1, {"job_id": "job-1"})
     assert one.status("job-1").state is LaunchState.RUNNING
     assert other.status("job-1").state is LaunchState.ABSENT
     assert one.logs("job-1", 6).text == "last \u00e4\n"
     with pytest.raises(NoLog):
         other.logs("job-1", 0)
-    assert not any(path.rstrip("/") == "/api/jobs" for path in Cluster.asked)
+    assert not any(path.rstrip("/") == "/api/jobs" for path in cluster.asked)
 
 
-def test_a_token_that_was_replaced_is_read_again(cluster: str, token_file: Path) -> None:
-    launcher = started(cluster, token_file)
-    Cluster.token = "n" * 64
+def test_a_token_that_was_replaced_is_read_again(cluster: Cluster, token_file: Path) -> None:
+    launcher = started(URL, token_file)
+    cluster.token = "n" * 64
     reason = launcher.ready()
     assert reason is not None
     assert str(token_file) in reason
-    token_file.write_text(Cluster.token)
+    token_file.write_text(cluster.token)
     assert launcher.ready() is None
 
 

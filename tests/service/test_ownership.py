@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -13,23 +13,16 @@ import pytest
 from sqlalchemy import text
 
 from tests.service.control_plane_harness import SERVICE_URL, Service, spec, wait_until
-from tests.service.postgresql import postgresql
 from tests.service.test_server_process import Server, servers
 from thinwire.service.db import Database
 from thinwire.service.errors import NotOwner
-from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.launch.protocol import LauncherError, LaunchState
 from thinwire.service.main import DatabaseOwned, create_app
 from thinwire.service.ownership import Ownership
 
 __all__ = ["servers"]
-
-
-@pytest.fixture(scope="module")
-def new_database() -> Iterator[Callable[[], str]]:
-    with postgresql() as make:
-        yield make
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

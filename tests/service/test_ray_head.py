@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.service.control_plane_harness import wait_until
 from thinwire.service.launch import processes, ray_head
 from thinwire.service.launch.local import LocalLauncher, worker_command
 from thinwire.service.launch.protocol import LauncherError, LaunchState
@@ -24,19 +23,20 @@ from thinwire.workers.membership import LEASE_S
 LIMIT_S = 180.0
 
 
-def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.1)
-
-
 def head_of(home: Path) -> Head:
     return Head.model_validate_json((home / "ray" / "head.json").read_bytes())
 
 
 def state(launcher: LocalLauncher, submission_id: str) -> LaunchState:
     return launcher.status(submission_id).state
+
+
+def births_below(pid: int) -> dict[int, str]:
+    return {process.pid: process.birth for process in processes.descendants(pid)}
+
+
+def living(births: dict[int, str]) -> list[int]:
+    return [pid for pid, birth in births.items() if processes.birth_of(pid) == birth]
 
 
 def test_the_default_command_is_this_interpreter_and_survives_the_shell():
@@ -162,14 +162,6 @@ def stand_in(monkeypatch):
     return codes
 
 
-def births_below(pid: int) -> dict[int, str]:
-    return {process.pid: process.birth for process in processes.descendants(pid)}
-
-
-def living(births: dict[int, str]) -> list[int]:
-    return [pid for pid, birth in births.items() if processes.birth_of(pid) == birth]
-
-
 def test_a_lost_head_is_started_again_and_its_jobs_are_unknown_then_absent(stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr("thinwire.service.launch.local.WATCH_S", 0.1)
     launcher = LocalLauncher(tmp_path)
@@ -181,13 +173,13 @@ def test_a_lost_head_is_started_again_and_its_jobs_are_unknown_then_absent(stand
         (head_pid,) = births_below(first.pid)
         stand_in.insert(0, "raise SystemExit('no luck this time')")  # the first try to start it again fails
         os.kill(head_pid, signal.SIGKILL)
-        until(lambda: "no luck this time" in (launcher.ready() or ""))
+        wait_until(lambda: "no luck this time" in (launcher.ready() or ""), "the head", LIMIT_S)
         assert state(launcher, "any") is LaunchState.UNKNOWN
         with pytest.raises(
             LauncherError, match=r"failed and is tried again|could not .* try again"
         ):  # or it has just succeeded
             launcher.cancel("any")
-        until(lambda: launcher.ready() is None)
+        wait_until(lambda: launcher.ready() is None, "the head", LIMIT_S)
         assert state(launcher, "any") is LaunchState.ABSENT
         assert head_of(tmp_path).pid != first.pid
         assert not first.temp_dir.exists()
@@ -208,9 +200,9 @@ def test_closing_a_launcher_that_still_starts_ends_what_was_begun(stand_in, tmp_
 
     thread = threading.Thread(target=start)
     thread.start()
-    until(lambda: (tmp_path / "ray" / "head.json").exists())
+    wait_until(lambda: (tmp_path / "ray" / "head.json").exists(), "the head", LIMIT_S)
     head = head_of(tmp_path)
-    until(lambda: bool(births_below(head.pid)))
+    wait_until(lambda: bool(births_below(head.pid)), "the head", LIMIT_S)
     below = births_below(head.pid)
     launcher.close()
     thread.join(30)
@@ -244,7 +236,7 @@ def test_a_living_head_that_does_not_answer_is_replaced(stand_in, tmp_path, monk
     mute.acquire()
     mute.touch()
     keeper = mute._start_keeper()
-    until(lambda: (folder / "head.json").exists())
+    wait_until(lambda: (folder / "head.json").exists(), "the head", LIMIT_S)
     mute.release()
     launcher = LocalLauncher(tmp_path)
     launcher.start()

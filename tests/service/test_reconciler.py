@@ -10,7 +10,7 @@ import pytest
 from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.service.auth import token_hash
-from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus
 
 SUMMARY = {"state": "SUCCEEDED", "steps": 100}
@@ -70,14 +70,6 @@ def test_a_failed_job_tells_the_posted_reason_before_the_folders(service: Servic
     assert (job["state"], job["reason"]) == ("FAILED", "NonFiniteInput (step 3): the loss is nan")
 
 
-def test_a_failed_job_tells_the_folders_reason_before_the_clusters(service: Service) -> None:
-    job_id = service.running()
-    (service.run_dir(job_id) / "failure.json").write_text(json.dumps({"kind": "Other", "message": "from the folder"}))
-    service.launcher.put(job_id, LaunchState.FAILED, "stack")
-    service.turn()
-    assert service.job(job_id)["reason"] == "Other: from the folder"
-
-
 def test_a_lost_run_starts_again_as_the_next_attempt(service: Service) -> None:
     job_id = service.running()
     service.register(job_id, 0)
@@ -109,17 +101,6 @@ def test_an_answer_in_between_starts_the_count_again(service: Service) -> None:
     assert service.job(job_id)["attempt"] == 1
 
 
-def test_the_attempts_of_a_job_are_limited(service: Service) -> None:
-    job_id = service.submit(workers={"max_restarts": 1})
-    for submission in (job_id, f"{job_id}-attempt2"):
-        service.turn()
-        service.launcher.lose(submission)
-        service.turn(3)
-    job = service.job(job_id)
-    assert (job["state"], job["attempt"]) == ("FAILED", 2)
-    assert "max_restarts = 1" in job["reason"]
-
-
 def test_an_orderly_end_of_the_service_costs_no_attempt(service: Service) -> None:
     job_id = service.submit(workers={"max_restarts": 0})
     for submission in (job_id, f"{job_id}-attempt2"):
@@ -137,15 +118,6 @@ def test_an_orderly_end_of_the_service_costs_no_attempt(service: Service) -> Non
     service.launcher.lose(f"{job_id}-attempt3")
     service.turn(3)
     assert service.job(job_id)["state"] == "FAILED"
-
-
-def test_a_run_that_was_lost_after_its_end_is_not_trained_again(service: Service) -> None:
-    job_id = service.running()
-    (service.run_dir(job_id) / "summary.json").write_text(json.dumps(SUMMARY))
-    service.launcher.lose(job_id)
-    service.turn()
-    job = service.job(job_id)
-    assert (job["state"], job["attempt"], job["summary"]) == ("SUCCEEDED", 1, SUMMARY)
 
 
 def test_a_cluster_that_does_not_answer_changes_nothing(service: Service) -> None:
@@ -170,14 +142,6 @@ def test_a_cancel_is_asked_for_until_the_run_is_gone(service: Service) -> None:
     service.launcher.ignore_cancel = False
     service.turn(2)
     assert service.state(job_id) == "CANCELLED"
-
-
-def test_a_job_that_succeeded_before_the_cancel_arrived_has_succeeded(service: Service) -> None:
-    job_id = service.running()
-    service.client.post(f"/v1/jobs/{job_id}/cancel")
-    service.launcher.put(job_id, LaunchState.SUCCEEDED)
-    service.turn()
-    assert service.state(job_id) == "SUCCEEDED"
 
 
 def test_a_job_waits_for_the_launcher_and_says_so(service: Service) -> None:
@@ -359,15 +323,6 @@ def test_a_worker_that_finds_no_place_is_an_event_of_a_job_that_runs(service: Se
     service.turn()
     assert waits(service, job_id) == ["pod b: ImagePullBackOff: no such tag"]
     assert service.job(job_id)["reason"] is None
-
-
-def test_what_no_attempt_could_change_fails_at_once(service: Service) -> None:
-    job_id = service.submit(workers={"max_restarts": 3})
-    service.turn()
-    service.launcher.put(job_id, LaunchState.FAILED, "KubeRay refuses the RayJob: no head", for_good=True)
-    service.turn()
-    job = service.job(job_id)
-    assert (job["state"], job["attempt"], job["reason"]) == ("FAILED", 1, "KubeRay refuses the RayJob: no head")
 
 
 def test_the_cluster_is_told_how_many_workers_a_live_job_may_have(service: Service) -> None:

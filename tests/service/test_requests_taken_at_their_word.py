@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.service.control_plane_harness import Service, sample, spec
-from thinwire.service.jobs.models import JobRow, SampleRow
+from thinwire.service.jobs.repository import JobRow, SampleRow
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.jobs import service as jobs_service
 from thinwire.service.jobs.job_folder import JobFolder
-from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch.protocol import LaunchState
 
 ELASTIC = {"min": 2, "max": 4}
@@ -220,16 +220,6 @@ def test_two_requests_at_once_are_both_there_and_the_file_is_the_rows(
         assert [answer.status_code for answer in answers] == [200, 200]
         assert wanted(service, job_id) == {"min": 3, "max": 8, "revision": 2}
         assert [event["fields"]["revision"] for event in events(service, job_id)] == [1, 2]
-
-
-@pytest.mark.slow
-def test_one_request_from_many_clients_at_once_is_one_change(service: Service) -> None:
-    job_id = service.running(workers=ELASTIC)
-    with ThreadPoolExecutor(8) as clients:
-        answers = list(clients.map(lambda _: patch(service, job_id, max=8), range(16)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert service.job(job_id)["wanted_workers"]["revision"] == 1
-    assert len(events(service, job_id)) == 1
 
 
 def test_requests_that_cannot_both_hold_leave_one_of_them(service: Service) -> None:

@@ -1,4 +1,4 @@
-"""Who may do what. The matrix is over the application's own routes: one that is added joins it."""
+"""Who may do what. The table is over the application's own routes: one that is added joins it."""
 
 from __future__ import annotations
 
@@ -8,39 +8,42 @@ from pathlib import Path
 import pytest
 
 from tests.covering import parametrize
-from tests.service.control_plane_harness import Service, spec
+from tests.service.control_plane_harness import STORE, Service
+from thinwire.contract.people import Role
 from thinwire.service.auth import OPEN_PATHS, token_hash
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app
-from thinwire.service.people.operator_file import OperatorToken, TokenFileError
+from thinwire.service.people.tokens import OperatorToken, TokenFileError
 
-REPORTS = {
+OF_OPERATORS = {
+    ("POST", "/v1/tokens"),
+    ("GET", "/v1/tokens"),
+    ("DELETE", "/v1/tokens/{name}"),
+    ("POST", "/v1/tokens/operator/rotate"),
+    ("GET", "/v1/audit"),
+}
+OF_THE_JOB = {
     ("PUT", "/v1/jobs/{job_id}/workers/{rank}"),
     ("DELETE", "/v1/jobs/{job_id}/workers/{rank}"),
     ("POST", "/v1/jobs/{job_id}/telemetry"),
+    ("GET", "/v1/jobs/{job_id}/metrics"),
+    ("GET", "/v1/jobs/{job_id}/run"),
+    ("GET", "/v1/jobs/{job_id}/files/{name}"),
+    ("PUT", "/v1/jobs/{job_id}/files/{name}"),
+    ("GET", "/v1/jobs/{job_id}/package"),
+    ("POST", "/v1/jobs/{job_id}/log"),
 }
-OF_ITS_JOB = {
-    ("GET", "/v1/jobs/{job_id}/metrics"): 200,
-    ("GET", "/v1/jobs/{job_id}/run"): 200,
-    ("GET", "/v1/jobs/{job_id}/files/{name}"): 404,  # none is kept so far
-    ("GET", "/v1/jobs/{job_id}/package"): 404,  # it runs no script
-    ("PUT", "/v1/jobs/{job_id}/files/{name}"): 415,  # plain bytes, and this is JSON
-    ("POST", "/v1/jobs/{job_id}/log"): 415,
-}
-"""What a run that shares no folder with the service may do beside, and what the request below is answered."""
-
-
-def _routes(tmp: Path) -> list[tuple[str, str]]:
-    app = create_app(Settings(home=tmp, launcher="fake"), FakeLauncher())
-    documented = [(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item]
-    documents = [("GET", path) for path in ("/openapi.json", "/docs")]
-    return sorted({*documented, *documents})
+"""What the token of a job allows, of that job."""
+OF_THE_TICKET = {("POST", "/v1/jobs/{job_id}/claim")}
+"""What the ticket of an attempt allows, of its job, and nobody else may."""
 
 
 @pytest.fixture(scope="module")
 def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    return _routes(tmp_path_factory.mktemp("routes"))
+    app = create_app(Settings(home=tmp_path_factory.mktemp("routes"), launcher="fake"), FakeLauncher())
+    documented = [(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item]
+    return sorted({*documented, ("GET", "/openapi.json"), ("GET", "/docs")})
 
 
 def _at(path: str, job_id: str) -> str:
@@ -52,20 +55,37 @@ def _at(path: str, job_id: str) -> str:
     )
 
 
-def test_every_route_of_the_issue_is_there(routes: list[tuple[str, str]]) -> None:
-    assert set(routes) >= REPORTS | {
-        ("POST", "/v1/jobs"),
-        ("GET", "/v1/jobs"),
-        ("GET", "/v1/jobs/{job_id}"),
-        ("PATCH", "/v1/jobs/{job_id}"),
-        ("POST", "/v1/jobs/{job_id}/cancel"),
-        ("GET", "/v1/jobs/{job_id}/logs"),
-        ("GET", "/v1/jobs/{job_id}/metrics"),
-        ("GET", "/v1/metrics/targets"),
-        ("GET", "/metrics"),
-        ("GET", "/healthz"),
-        ("GET", "/readyz"),
+def _is_allowed(route: tuple[str, str], caller: Role | str) -> bool:
+    if isinstance(caller, Role):
+        needed = Role.VIEWER if route[0] == "GET" else Role.USER
+        return caller.allows(Role.OPERATOR if route in OF_OPERATORS else needed) and route not in OF_THE_TICKET
+    return (caller == "the job" and route in OF_THE_JOB) or (caller == "its ticket" and route in OF_THE_TICKET)
+
+
+def test_each_caller_may_do_what_the_table_says_and_no_more(far: Service, routes: list[tuple[str, str]]) -> None:
+    """Over every route of the application: one that is added joins, as one of people alone."""
+    assert set(routes) >= OF_OPERATORS | OF_THE_JOB | OF_THE_TICKET
+    job, other = far.running(**STORE), far.running(**STORE)
+    callers: dict[Role | str, dict[str, str]] = {
+        **{role: far.person(f"a-{role}", role) for role in Role},
+        "the job": far.job_headers(job),
+        "another job": far.job_headers(other),
+        "its ticket": far.ticket_headers(job),
+        "another ticket": far.ticket_headers(other),
     }
+    for route in routes:
+        if route[1] in OPEN_PATHS:
+            continue
+        for caller, headers in callers.items():
+            if route == ("POST", "/v1/tokens/operator/rotate") and caller is Role.OPERATOR:
+                continue
+            answer = far.client.request(route[0], _at(route[1], job), headers=headers)
+            assert (answer.status_code == 403) is not _is_allowed(route, caller), (route, caller, answer.text)
+            assert answer.status_code not in (401, 500), (route, caller)
+            if answer.status_code == 403:
+                assert answer.json()["code"] == "forbidden"
+                if isinstance(caller, Role) and route not in OF_THE_TICKET:
+                    assert f"'a-{caller}' has the role {caller}, and this takes the role" in answer.json()["message"]
 
 
 @parametrize("header", [None, "", "Bearer", "Bearer ", "Basic abc", "Bearer wrong", "Bearer na\xefve"], usual=[0, 5])
@@ -95,21 +115,6 @@ def test_nothing_is_read_of_a_request_without_a_token(service: Service) -> None:
     del service.client.headers["Authorization"]
     assert service.client.post("/v1/jobs", content=b"{").status_code == 401
     assert service.client.post("/v1/jobs", content=b" " * (2 << 20)).status_code == 401
-
-
-def test_a_jobs_token_allows_its_own_reports_and_nothing_else(service: Service, routes: list[tuple[str, str]]) -> None:
-    job_id, other = service.running(), service.running()
-    headers = service.job_headers(job_id)
-    body = {"PUT": {"address": "127.0.0.1:1", "attempt": 1, "pid": 1, "node": "n"}, "POST": {"attempt": 1}}
-    for method, path in routes:
-        if path in OPEN_PATHS:
-            continue
-        own = service.client.request(method, _at(path, job_id), json=body.get(method), headers=headers)
-        foreign = service.client.request(method, _at(path, other), json=body.get(method), headers=headers)
-        expected = 204 if (method, path) in REPORTS else OF_ITS_JOB.get((method, path), 403)
-        assert own.status_code == expected, (method, path)
-        assert foreign.status_code == 403, (method, path)
-        assert foreign.json()["code"] == "forbidden"
 
 
 def test_a_jobs_token_does_not_tell_whether_another_job_exists(service: Service) -> None:
@@ -151,7 +156,3 @@ def test_an_empty_token_file_opens_nothing(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("\n")
     with pytest.raises(TokenFileError, match="remove the file"):
         OperatorToken(tmp_path / "token")
-
-
-def test_submitting_needs_no_more_than_the_operators_token(service: Service) -> None:
-    assert service.client.post("/v1/jobs", json=spec()).status_code == 202

@@ -13,10 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.control_plane_harness import Service, TestClient, sample, wait_until
 from thinwire.service.config import Settings
-from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch.fake import FakeLauncher
-from thinwire.service.launch.protocol import LaunchState
-from thinwire.service.launch.starter import LauncherStarter
+from thinwire.service.launch.protocol import LauncherStarter, LaunchState
 from thinwire.service.main import create_app
 from thinwire.service.metrics import SERIES_OF_JOB, ServiceMetrics
 

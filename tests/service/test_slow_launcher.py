@@ -17,7 +17,7 @@ from tests.service.control_plane_harness import Service, spec, wait_until
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.jobs import calls, reconciler
 from thinwire.service.jobs.calls import Calls
-from thinwire.service.jobs.models import JobRow
+from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.launch.protocol import Code, LaunchState, LaunchStatus
 

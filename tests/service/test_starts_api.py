@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.service.control_plane_harness import Service, spec
-from thinwire.service.launch.fake import FakeLauncher
-
-STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
-
-
-@pytest.fixture
-def far(tmp_path: Path) -> Iterator[Service]:
-    """A service whose jobs run in a cluster that is not its own."""
-    launcher = FakeLauncher()
-    launcher.own_cluster = False
-    service = Service(tmp_path / "home", launcher, shared_folders=(Path("/shared"),))
-    yield service
-    service.close()
+from tests.service.control_plane_harness import STORE, Service, spec
 
 
 def put(folder: Path, step: int, *, whole: bool = True, generation: int = 7) -> None:

@@ -17,8 +17,8 @@ from tests.service.test_packages_api import sha, zipped
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.contract.reports import Failure, Sample
 from thinwire.contract.run_folder import RunFolder
+from thinwire.service.launch.driver import ticket_of
 from thinwire.service.launch.fake import FakeLauncher
-from thinwire.service.tickets import ticket_of
 from thinwire.workers import run_place
 from thinwire.workers.credentials import ClaimRefused, Credentials, claim
 from thinwire.workers.run_place import LogCopy, PackageDiffers, Place

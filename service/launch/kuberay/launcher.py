@@ -34,12 +34,12 @@ from thinwire.service.launch.kuberay.manifest import (
     read_template,
     resized,
 )
-from thinwire.service.launch.kuberay.reasons import why_waiting
-from thinwire.service.launch.kuberay.states import cluster_of, ended_at, is_over, status_of
+from thinwire.service.launch.kuberay.states import cluster_of, ended_at, is_over, status_of, why_waiting
 from thinwire.service.launch.kuberay.watched import Watched
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
     Code,
+    Launcher,
     LauncherError,
     LaunchState,
     LaunchStatus,
@@ -59,8 +59,8 @@ yet KEPT_S at least from when it was first seen: what ended while no service ran
 _POD_CLUSTER: Final = "ray.io/cluster"
 
 
-class KubeRayLauncher:
-    """Implements `protocol.Launcher` with KubeRay. Threads may share it.
+class KubeRayLauncher(Launcher):
+    """Jobs run in KubeRay.
 
     namespace: of the RayJobs; None: that of the service's pod, or of kubectl's context. template: a RayJob of your own.
     image: of head and workers, in the place of the template's.

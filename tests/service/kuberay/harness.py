@@ -10,11 +10,9 @@ from tests.kubeapi import sequences
 from tests.kubeapi.client import configuration
 from tests.kubeapi.server import KubeApi
 from tests.kubeapi.store import RAYCLUSTERS, RAYJOBS, Object
-from tests.service.control_plane_harness import Service, wait_until
+from tests.service.control_plane_harness import STORE, Service, wait_until
 from thinwire.service.launch.kuberay.kube import Kube
 from thinwire.service.launch.kuberay.launcher import KubeRayLauncher
-
-STORE = {"checkpoint": {"store": "s3://bucket/checkpoints"}}
 
 
 class Counted(KubeRayLauncher):

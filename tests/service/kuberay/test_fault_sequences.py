@@ -11,7 +11,8 @@ import pytest
 from tests.covering import parametrize
 from tests.kubeapi.server import KubeApi
 from tests.kubeapi.store import RAYJOBS
-from tests.service.kuberay.harness import STORE, OnKubernetes
+from tests.service.control_plane_harness import STORE
+from tests.service.kuberay.harness import OnKubernetes
 
 ENDS = {"job_succeeded", "job_failed", "job_cancelled"}
 STEPS = 40

@@ -17,8 +17,8 @@ from tests.kubeapi.client import write_kubeconfig
 from tests.kubeapi.faults import Fault, Request
 from tests.kubeapi.server import KubeApi
 from tests.kubeapi.store import RAYCLUSTERS, RAYJOBS, Object
-from tests.service.control_plane_harness import wait_until
-from tests.service.kuberay.harness import STORE, Counted, OnKubernetes
+from tests.service.control_plane_harness import STORE, wait_until
+from tests.service.kuberay.harness import Counted, OnKubernetes
 from thinwire.service.config import Settings
 from thinwire.service.launch.kuberay.kube import connect
 from thinwire.service.launch.protocol import LauncherError, LaunchState, NoLog
@@ -154,7 +154,7 @@ def test_a_cancel_deletes_the_rayjob_and_waits_until_kuberay_has_let_it_go(kube:
 
 
 def test_a_cancel_that_a_finalizer_keeps_says_so(kube: OnKubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.service.launch.kuberay.reasons.LET_GO_S", -1.0)
+    monkeypatch.setattr("thinwire.service.launch.kuberay.states.LET_GO_S", -1.0)
     job_id = kube.running()
     kube.keep(job_id)
     kube.service.client.post(f"/v1/jobs/{job_id}/cancel")

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire.service.launch.kuberay.manifest import LONGEST_NAME, QUEUE
-from thinwire.service.launch.kuberay.reasons import FRESH_S, LET_GO_S, SHOWN, UNSEEN_S, why_waiting
-from thinwire.service.launch.kuberay.states import is_over, status_of
+from thinwire.service.launch.kuberay.states import FRESH_S, LET_GO_S, SHOWN, UNSEEN_S, is_over, status_of, why_waiting
 from thinwire.service.launch.protocol import LaunchState
 
 NOW = 1_800_000_000.0

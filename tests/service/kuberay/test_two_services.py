@@ -12,18 +12,11 @@ from tests.kubeapi.faults import Fault
 from tests.kubeapi.server import KubeApi
 from tests.service.control_plane_harness import Service
 from tests.service.kuberay.harness import Counted, OnKubernetes
-from tests.service.postgresql import postgresql
 from thinwire.service.errors import NotOwner
 
 TOKEN = "a token of the operator's own\n"
 LEASE_S = 1.0
 SUMMARY = {"state": "SUCCEEDED", "steps": 100}
-
-
-@pytest.fixture(scope="module")
-def new_database() -> Iterator[Callable[[], str]]:
-    with postgresql() as make:
-        yield make
 
 
 class Replica(OnKubernetes):
