@@ -12,17 +12,23 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from tests.conftest import missing
-from tests.contract.test_telemetry_service import Server
 from tests.deploy.queries import OF_SCRIPTS_ALONE, WIRE_INTERFACE, of_dashboards, of_rules
 from tests.deploy.real_prometheus import Prometheus
+from tests.service.control_plane_harness import wait_until
+from tests.service.live_service import Listening
 from tests.workers.small_job import SMALL, small_spec
 from thinwire.comm import PeerLost, run_threads
 from thinwire.contract.metric_names import most_series
+from thinwire.service.config import Settings
+from thinwire.service.launch.fake import FakeLauncher
+from thinwire.service.main import create_app
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.run_place import Place
 from thinwire.workers.session.job import run_job
@@ -79,11 +85,26 @@ class Workers:
             reporter.close(timeout_s=5.0)
 
 
-class WithRay(Server):
-    """The service, and what a home has of a Ray that nobody asks here."""
+class WithRay(Listening):
+    """The service by the clock, its reconciler running, and what a home has of a Ray that nobody asks here."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        app = create_app(Settings(home=home, launcher="fake"), FakeLauncher(), service_url="http://127.0.0.1:1")
+        super().__init__(app, lifespan="on", timeout_graceful_shutdown=1)
+        app.state.plane.jobs._folders.service_url = self.url
+        (home / "ray").mkdir()
+        (home / "ray" / "auth_token").write_text("of no Ray")
 
     def ray(self) -> str:
         return "127.0.0.1:1"
+
+    def submit(self, job: dict[str, Any]) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {(self.home / 'token').read_text().strip()}"}
+        answer = httpx.post(f"{self.url}/v1/jobs", json=job, headers=headers, trust_env=False, timeout=60)
+        made: dict[str, Any] = answer.raise_for_status().json()
+        wait_until(lambda: (Path(made["run_dir"]) / "job.json").exists(), "the run folder")
+        return made
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +114,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         missing("prometheus is not installed: apt install prometheus")
     folder = tmp_path_factory.mktemp("watched")
     server = WithRay(folder / "home")
-    (server.home / "ray").mkdir()
-    (server.home / "ray" / "auth_token").write_text("of no Ray")
-    job = server.call("POST", "/v1/jobs", json={**SMALL, "steps": LONG, "workers": {"min": 2, "max": 3}})
+    job = server.submit({**SMALL, "steps": LONG, "workers": {"min": 2, "max": 3}})
     prometheus = Prometheus(program, folder, server)
     workers = Workers(Path(job["run_dir"]), job["id"])
     with pytest.MonkeyPatch.context() as environment:

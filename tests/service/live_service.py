@@ -52,7 +52,7 @@ class Listening:
     """An application that answers on a free port of loopback, from a thread. options: of uvicorn."""
 
     def __init__(self, app: Any, **options: Any) -> None:
-        self._server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, **options))
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, **{"lifespan": "off", **options}))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started, "the server listens")
