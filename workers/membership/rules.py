@@ -5,12 +5,12 @@
     the first             also waits for limits.max workers, or start_wait_s
     without any member    also waits until nobody of the present generation can commit any more (commit_lease.py)
     a member is lost      when its side ends its connection; when it hangs, or others cannot reach it (stuck.py); when
-                          it is silent for too long (silence.py)
+                          it is silent for too long (Silence in attendance.py)
     a generation is over  when a member is lost; when one has stopped on its own; when none has formed a group in form_s
     it comes back         if its connection was ended, it lives, and no other generation has closed since
     a worker is refused   if it trains something else (roster.py)
-    what hangs is named   before anything is done about it (standstill.py)
-    a change is planned   (plans.py) while all are heard of and newcomers wait, or members should leave (roster.py)
+    what hangs is named   before anything is done about it (stuck.py)
+    a change is planned   while all are heard of and newcomers wait, or members should leave (roster.py)
     a restarted server    learns the generation from the first member that comes back; others are silent after adopt_s
 
 A step takes the data of all members. So once one of them has stopped and joined, its generation commits nothing more,
@@ -24,12 +24,10 @@ from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership import roster
-from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Timing
+from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Silence, Timing
 from thinwire.workers.membership.roster import Worker
 from thinwire.workers.membership.seats import Doing, Identity, Limits, Seat, Snapshot, Standing
-from thinwire.workers.membership.silence import Silence
-from thinwire.workers.membership.standstill import Standstill
-from thinwire.workers.membership.stuck import Stuck
+from thinwire.workers.membership.stuck import Standstill, Stuck
 
 JUST_NOW = 0.12
 """Of the time after which a worker is silent: a beat or two."""

@@ -32,7 +32,7 @@ from thinwire.workers.membership.attendance import (
     Send,
     Timing,
 )
-from thinwire.workers.membership.lines import BadLine, Lines
+from thinwire.workers.membership.messages import BadLine, Lines
 from thinwire.workers.membership.rules import Rules
 from thinwire.workers.membership.seats import Limits, MembershipEvent, Snapshot
 

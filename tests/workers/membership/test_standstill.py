@@ -9,7 +9,7 @@ from tests.workers.membership.test_silence import Told
 from thinwire.service.jobs.worker_reports import LARGEST_FIELDS
 from thinwire.workers.membership import Doing, Identity, Limits
 from thinwire.workers.membership.attendance import Timing
-from thinwire.workers.membership.standstill import LONGEST, MOST_PLACES, NEWCOMER_S, PATIENT
+from thinwire.workers.membership.stuck import LONGEST, MOST_PLACES, NEWCOMER_S, PATIENT
 
 TIMING = Timing(start_wait_s=0.2)
 STUCK_S, STILL_S = TIMING.stuck_s, TIMING.still_s
