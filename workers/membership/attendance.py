@@ -48,10 +48,10 @@ class Timing:
     """How long the rules wait.
 
     beat_timeout_s: then a worker is silent. join_timeout_s: then one that is heard of, and does not come to a regroup,
-    hangs; longer than a connection lasts over which it cannot be told (messages.py). quiet_s: a server that was restarted
-    seats nobody without members for so long. return_s: a process that lives comes back in it, when its connection was
-    ended; in reset_s, when it was reset and could reach this server just before. form_s: a member may take so long for
-    its process group. lease_s: then a lease has ended.
+    hangs; longer than a connection lasts over which nothing reaches it (messages.py). quiet_s: a server that was
+    restarted seats nobody without members for so long. return_s: a process that lives comes back in it, when its
+    connection was ended; in reset_s, when it was reset and could reach this server just before. form_s: a member may
+    take so long for its process group. lease_s: then a lease has ended.
     stuck_s, still_s: without a step for so long, who is waited for is named, and the job said to stand still.
     """
 
