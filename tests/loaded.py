@@ -17,7 +17,7 @@ MODULES = (
     "torch._dynamo",
     "torch.distributed.nn.functional",
     "thinwire.workers.session.job",
-    "thinwire.workers.ranks",
+    "thinwire.workers.forming.group",
     "thinwire.workers.telemetry.report",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",

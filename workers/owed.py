@@ -6,7 +6,7 @@
     it was lost                          BROKEN_S more, whose part ever is missing: the others may have seen the loss
                                          before they began to write theirs
 
-Of whoever leaves the membership hears no more. But a worker listens at its door (forming/door.py) until its process
+Of whoever leaves the membership hears no more. But a worker listens at its door (forming/pairs.py) until its process
 ends, after its last checkpoint. So where the system at its address says that nobody listens there, it has ended. No
 answer proves nothing.
 """

@@ -124,9 +124,10 @@ def _ranks(
     """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
     from thinwire.comm import TorchGroup
     from thinwire.workers.elastic.worker_side import renew_lease, resolve, slot_of, told_to_leave
-    from thinwire.workers.forming.door import Door
+    from thinwire.workers.forming.group import ElasticRanks
+    from thinwire.workers.forming.pairs import Door
     from thinwire.workers.membership import Identity, Member
-    from thinwire.workers.ranks import ElasticRanks, FixedRanks
+    from thinwire.workers.ranks import FixedRanks
     from thinwire.workers.saving import floor_of
 
     if "elastic" not in config:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.workers.membership.members import BEAT_S, SECRET, Job, identity
-from thinwire.workers.forming.door import Door
+from thinwire.workers.forming.group import ElasticRanks
+from thinwire.workers.forming.pairs import Door
 from thinwire.workers.membership import Fenced, Member
-from thinwire.workers.ranks import ElasticRanks
 
 
 @pytest.fixture

@@ -4,11 +4,10 @@ Ray Train's own answer to a lost worker, or to another number of them, is to sto
 Train's controller, `fit()`, storage and state pages stay, over a worker group of our own (group.py):
 
     trainer.py           ElasticTrainer: what a driver calls, and what it changes of Ray Train's controller
-    group.py             the worker group: drops the dead, brings up the missing, lets the surplus leave
+    group.py             the worker group: who is gone, whom to start and whom to let go
     bring_up.py          one slot from nothing, or from a living worker, to a running train function
-    decisions.py         who is gone, whether a slot dies too often, whom to start or to let go
-    failures.py          whose is the error of a train function: the worker's, or the job's?
-    worker.py, lease.py  the worker's process: can be adopted, ends when nobody asks for it any more
+    failures.py          whose is the error of a train function: the worker's, or the job's; does a slot die too often?
+    worker.py            the worker's process: can be adopted, ends when nobody asks for it any more
     worker_side.py       what a train function asks: its slot, the membership server's address, whether to leave
     membership_actor.py  the actor that holds the membership server, the number wanted, and the janitor; the line to it
     plan.py, leftovers.py  how the job's actors and placement groups are called, found and removed

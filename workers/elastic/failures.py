@@ -24,10 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.worker_side import Failed
 
+LONGEST_MESSAGE = 4000
+"""Characters of an error."""
 FIRST_PAUSE_S, FIRST_PAUSE_OF_DEAD_S = 2.0, 0.5
 LONGEST_PAUSE_S = 300.0
 """Before the slot of a worker that was never seated, or died early, is filled again: its machine may be mended
@@ -47,6 +50,15 @@ class JobFailed(RuntimeError):
 
 class WorkerFailed(RuntimeError):
     """What Ray Train is told of a worker's error where nobody is left, and it has to start all again."""
+
+
+def own_error(status: Any) -> Failed | None:
+    """The error that a train function has ended with; None where it runs, or has ended well. status: as it counts."""
+    if status.running:
+        return None
+    if status.error is not None:
+        return Failed(type(status.error).__name__, str(status.error).strip()[-LONGEST_MESSAGE:])
+    return status.return_value if isinstance(status.return_value, Failed) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from thinwire.workers.elastic import leftovers
-from thinwire.workers.elastic.lease import Lease
 from thinwire.workers.elastic.plan import Plan
+from thinwire.workers.elastic.worker_side import Lease
 from thinwire.workers.membership import LEASE_END_S, Limits, MembershipEvent, MembershipServer, Timing
 from thinwire.workers.nodes import own_address
 

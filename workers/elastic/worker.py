@@ -19,9 +19,8 @@ from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
 
 from thinwire.workers.elastic import worker_side
-from thinwire.workers.elastic.lease import Lease, lease_expired
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.elastic.worker_side import heed_sigterm
+from thinwire.workers.elastic.worker_side import Lease, heed_sigterm, lease_expired
 
 logger = logging.getLogger(__name__)
 

@@ -31,13 +31,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinwire.comm import PeerLost, TorchGroup, prepare_nccl
+from thinwire.comm import PeerLost, SoloGroup, TorchGroup, prepare_nccl
+from thinwire.comm.calls import NOWHERE, Calls, Place
 from thinwire.comm.groups.distributed import abort_nccl
-from thinwire.workers.forming.detector import MembershipDetector
-from thinwire.workers.forming.door import Door
-from thinwire.workers.forming.pairs import Pairs, Patience
-from thinwire.workers.forming.reach import Reach
-from thinwire.workers.membership import GenerationOver, Member, Seat
+from thinwire.comm.groups.failure_detector import Lost
+from thinwire.comm.protocol import Group
+from thinwire.workers.forming.pairs import Door, Pairs, Patience
+from thinwire.workers.forming.reach import Reach, Times
+from thinwire.workers.membership import Fenced, GenerationOver, JoinTimeout, Member, Seat, Standing
+from thinwire.workers.ranks import OnWait, RunEnded, Stop, nobody_asks
+from thinwire.workers.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,9 @@ T = TypeVar("T")
 CONNECT_S = 10.0
 """For a word of the store. gloo gives a connection five times as long: so long may a thread sleep that was left."""
 LOOK_S = 0.02
-"""How often the membership's word is looked for."""
+"""Between two looks at what the membership says."""
+SEAT_LOOK_S = 1.0
+"""How often a worker that waits for its seat looks whether the run has been ended meanwhile."""
 GLOO = "membership_gloo"
 """The name of the backend."""
 LINGER_S = 30.0
@@ -206,3 +211,186 @@ def _linger(last: list[dist.ProcessGroup], running: list[dist.Work], most_s: flo
     while time.monotonic() < until and not all(work.is_completed() for work in running):
         time.sleep(0.05)
     last.clear()
+
+
+class MembershipDetector:
+    """Which ranks of a generation are gone, as the membership says: at once and alike on all.
+
+    reach: is told of waits that take long; None: nobody is.
+    """
+
+    look_s = 0.05
+
+    def __init__(self, member: Member, seat: Seat, reach: Reach | None = None) -> None:
+        self._member, self._seat, self._reach = member, seat, reach
+        self.left: str | None = None
+        self.calls = Calls()
+
+    def leave(self, reason: str) -> None:
+        """Tell the membership."""
+        self.left = reason
+        self._member.fail(reason)
+
+    def find_lost(self, answer_s: float, at: Place = NOWHERE) -> Lost:
+        """Who is gone. The membership may take `answer_s` to find out."""
+        self._member.wait_over(answer_s)
+        lost = {rank: why for rank, why in sorted(self._member.lost.items()) if rank != self._seat.rank}
+        return Lost(lost, "The job goes on with the ranks that are left. The log of the one that stopped says why")
+
+    def ended(self) -> dict[int, str]:
+        """Nobody that the membership does not tell of at once."""
+        return {}
+
+    def watch(self, at: Place = NOWHERE) -> _Look:
+        """Look at what the membership has said."""
+        return _Look(self._member, self._reach)
+
+
+class _Look:
+    """At one wait in a collective."""
+
+    def __init__(self, member: Member, reach: Reach | None) -> None:
+        self._member, self._reach = member, reach
+        self._began, self._is_long = time.monotonic(), False
+
+    @property
+    def seen(self) -> bool:
+        if self._reach is not None and not self._is_long:
+            self._is_long = time.monotonic() - self._began >= self._reach.times.waited_s
+            if self._is_long:
+                self._reach.begin()
+        return self._member.over is not None
+
+    def stop(self) -> None:
+        if self._reach is not None and self._is_long:
+            self._reach.end()
+
+
+class ElasticRanks:
+    """Members of a membership. One a process: it owns torch.distributed's default group.
+
+    door: where its peers find it, as its identity at the membership says. timeout_s: of a collective; a peer that lives
+    and does not come is found by it. patience: with peers while a group forms; times: with those that it cannot reach
+    while it waits for them. ended: has a worker ended the run?
+    floor: the highest generation that outlives the membership, in a checkpoint; the next one has a larger number.
+    """
+
+    elastic = True
+
+    def __init__(
+        self,
+        member: Member,
+        door: Door,
+        device: torch.device,
+        *,
+        timeout_s: float = 60.0,
+        patience: Patience | None = None,
+        times: Times | None = None,
+        ended: Callable[[], bool] = lambda: False,
+        floor: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._ended, self._floor = ended, floor
+        self._member, self._door, self._device, self._timeout_s = member, door, device, timeout_s
+        self._patience, self._times = patience, times
+        self._reach: Reach | None = None
+        self.on_wait: OnWait = nobody_asks
+        self.where = Whereabouts()
+        member.doing = lambda after_s: self.where.told(after_s)
+        self.seat: Seat | None = None
+        self.step = 0
+        self._group: TorchGroup | None = None
+
+    def form(self, step: int, has_state: bool, signature: dict[str, str]) -> Group:
+        """As Ranks.form."""
+        self.step = step
+        self._let_go()
+        self._group = None
+        last = self.seat
+        standing = Standing(
+            None if last is None else last.generation, None if last is None else last.rank, step, has_state
+        )
+        self.where.at("the wait for its seat")
+        self.seat = seat = self._join(standing, signature, 0 if has_state else self._read_floor())
+        logger.info(
+            "seated generation=%d rank=%d size=%d reason=%r", seat.generation, seat.rank, seat.size, seat.reason
+        )
+        self.where.at(f"the forming of generation {seat.generation}")
+        if seat.size == 1:
+            self._member.formed()
+            return SoloGroup()
+        self._reach = Reach(seat, self._door.host, partial(self._member.unreachable, seat.generation), self._times)
+        self._group = form_group(
+            seat, self._door, self._member, self._device, self._timeout_s, self._patience, self._reach
+        )
+        self._member.formed()
+        return self._group
+
+    def at_boundary(self, step: int) -> Stop | None:
+        """As Ranks.at_boundary."""
+        self.step = step
+        change = self._member.at_boundary(step)
+        if change is not None:
+            return Stop(change.leaving, change.reason)
+        self.look(step)
+        return None
+
+    def look(self, step: int) -> None:
+        """As Ranks.look. Under 10 microseconds while the lease holds."""
+        if not self._member.may_commit() and self._member.over is None:
+            self._wait_to_commit(step)
+        if self._member.over is not None and self.seat is not None:  # of one alone too: the others go on without it
+            raise (
+                MembershipDetector(self._member, self.seat)
+                .find_lost(0)
+                .error(self.seat.rank, self.seat.size, f"the steps up to {step}", self._member.over)
+            )
+
+    def leave(self) -> None:
+        """As Ranks.leave."""
+        self._member.finish()
+        self._let_go()
+
+    def fail(self, reason: str) -> None:
+        """As Ranks.fail."""
+        self._member.fail(reason)
+        self._let_go()
+
+    def may_commit(self) -> bool:
+        """As Ranks.may_commit."""
+        if self._member.fenced:
+            raise Fenced(self._member.over)
+        return self._member.may_commit()
+
+    def _let_go(self) -> None:
+        if self._reach is not None:  # before the others form their next group: else its connections hang at their doors
+            self._reach.close()
+        close_group(self._group, self._timeout_s)
+
+    def _wait_to_commit(self, step: int) -> None:
+        logger.warning("may_not_commit step=%d reason=the membership was not heard of for too long: waiting", step)
+        began = time.monotonic()
+        self.where.at("the wait for its right to commit")
+        self.on_wait(step, True)
+        while not self._member.wait_to_commit(SEAT_LOOK_S) and self._member.over is None:
+            if self._ended():
+                raise RunEnded("another worker has ended the run")
+        what = "may_commit_again" if self._member.over is None else "counted_out"
+        logger.warning("%s step=%d waited_s=%.1f", what, step, time.monotonic() - began)
+        self.on_wait(step, False)
+
+    def _read_floor(self) -> int:
+        """A place that is away for a moment ends no worker: what begins below what is there is refused later."""
+        try:
+            return self._floor()
+        except OSError as error:
+            logger.warning("generations_not_read reason=%s", error)
+            return 0
+
+    def _join(self, standing: Standing, signature: dict[str, str], floor: int) -> Seat:
+        while True:
+            if self._ended():
+                raise RunEnded("another worker has ended the run")
+            try:
+                return self._member.join(standing, SEAT_LOOK_S, signature=signature, floor=floor)
+            except JoinTimeout:  # for as long as it takes
+                continue

@@ -1,23 +1,35 @@
 """Every pair of a generation proves that it can talk, in both directions, before a process group is begun.
 
-A process group connects all with all, and where one pair cannot be had it waits for that until its time-out, and says
-an address at best. So each member first asks every other over a plain socket (door.py), all at once. When all have
+A process group connects all with all, and where one pair cannot connect it waits for that until its time-out, and names
+an address at best. So each member first asks every other over a plain socket, its door, all at once. When all have
 answered it, it says `ready` to all that have asked; when all have said `ready` to it, every pair has been tried from
-both ends, and everybody knows. Whom a member cannot reach it tells the membership, and waits for its word, or for the
-network: it goes on trying.
+both ends, and everybody knows. Whom a member cannot reach it reports to the membership, and waits for its decision, or
+for the network: it goes on trying.
+
+At the door a peer proves that it knows the job's secret and means the same generation, and has it proved to itself,
+before anything else is said. Nothing that crosses the wire reveals the secret; what is said after that can be read and
+changed by anybody on the network, as all that the process group sends.
+
+    who asks                                     who is asked
+    generation, rank, challenge            ->
+                                           <-    challenge, proof
+    proof                                  ->
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import random
+import secrets
+import socket
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.workers.forming.door import BACKLOG, Door, Stranger
 from thinwire.workers.membership import GenerationOver, Seat
 from thinwire.workers.membership.seats import worker_name
 
@@ -30,6 +42,64 @@ MAX_STRANGERS = 64
 """Who has come and has not proved who it is. One more closes one of them, by lot: those that only hang keep nobody out.
 Who is closed may come again."""
 _READY = struct.Struct("!H")
+
+
+CHALLENGE_BYTES = 16
+BACKLOG = 512
+"""Peers that have come while this worker is not forming a group: they wait in the kernel."""
+_HELLO = struct.Struct(f"!8sQI{CHALLENGE_BYTES}s")
+_MAGIC = b"thinwire"
+_PROOF_BYTES = hashlib.sha256().digest_size
+
+
+class Stranger(Exception):
+    """Who has come is no peer of this generation, or does not know the secret."""
+
+
+class Door:
+    """A port of this worker's own address, from first to last: peers learn it with the seats (seats.Identity).
+
+    host: where peers reach this worker. secret: the job's. Raises OSError where it cannot listen there.
+    """
+
+    def __init__(self, host: str, secret: str) -> None:
+        self.host, self._secret = host, secret.encode()
+        self.listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self.port: int = self.listener.getsockname()[1]
+
+    def close(self) -> None:
+        """Listen no more. May be called twice."""
+        self.listener.close()
+
+    async def ask(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, generation: int, own: int, peer: int
+    ) -> None:
+        """Prove to that peer who comes, and have it proved who is there. Raises Stranger, OSError, EOFError."""
+        mine = secrets.token_bytes(CHALLENGE_BYTES)
+        writer.write(_HELLO.pack(_MAGIC, generation, own, mine))
+        theirs = await reader.readexactly(CHALLENGE_BYTES)
+        pair = (generation, own, peer, mine + theirs)
+        if not hmac.compare_digest(await reader.readexactly(_PROOF_BYTES), self._proof(b"asked", *pair)):
+            raise Stranger("who answers at its port does not know the secret of this job")
+        writer.write(self._proof(b"asks", *pair))
+
+    async def answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, generation: int, own: int, size: int
+    ) -> int:
+        """The rank of the peer that has come, once it has proved it. Raises Stranger, OSError, EOFError."""
+        magic, of, peer, theirs = _HELLO.unpack(await reader.readexactly(_HELLO.size))
+        if magic != _MAGIC or of != generation or peer >= size or peer == own:
+            raise Stranger("it speaks of another generation, or is no worker")
+        mine = secrets.token_bytes(CHALLENGE_BYTES)
+        pair = (generation, peer, own, theirs + mine)
+        writer.write(mine + self._proof(b"asked", *pair))
+        if not hmac.compare_digest(await reader.readexactly(_PROOF_BYTES), self._proof(b"asks", *pair)):
+            raise Stranger("it does not know the secret of this job")
+        return int(peer)
+
+    def _proof(self, who: bytes, generation: int, asks: int, asked: int, challenges: bytes) -> bytes:
+        said = b"%s %d %d %d " % (who, generation, asks, asked)
+        return hmac.digest(self._secret, said + challenges, hashlib.sha256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Two threads: one reads what the server says (`Link`), one sends beats. The training loop only looks at what they left,
 under a lock that nobody holds while sending.
 
-A planned stop takes a promise (plans.py). Once this member has said yes to a step, its loop does not go past that
+A planned stop takes a promise (roster.py). Once this member has said yes to a step, its loop does not go past that
 step before it knows the outcome: confirmed, it stops there; cancelled, it goes on. If the connection ends in between,
 nobody can tell whether the others were confirmed. Then this generation is over for it when it comes to that step, as
 if a member had been lost, and it goes through join() like all the others. The same happens where the server says
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pydantic import BaseModel
 
 from thinwire.workers.membership import messages as m
-from thinwire.workers.membership.lines import BadLine, Lines
+from thinwire.workers.membership.messages import BadLine, Lines
 from thinwire.workers.membership.seats import LONGEST_REASON, Change, Doing, Identity, Seat, Standing, worker_name
 from thinwire.workers.membership.state import Ended, Fenced, JoinTimeout, NotSeated, State
 

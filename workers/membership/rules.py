@@ -5,12 +5,12 @@
     the first             also waits for limits.max workers, or start_wait_s
     without any member    also waits until nobody of the present generation can commit any more (commit_lease.py)
     a member is lost      when its side ends its connection; when it hangs, or others cannot reach it (stuck.py); when
-                          it is silent for too long (silence.py)
+                          it is silent for too long (Silence in attendance.py)
     a generation is over  when a member is lost; when one has stopped on its own; when none has formed a group in form_s
     it comes back         if its connection was ended, it lives, and no other generation has closed since
     a worker is refused   if it trains something else (roster.py)
-    what hangs is named   before anything is done about it (standstill.py)
-    a change is planned   (plans.py) while all are heard of and newcomers wait, or members should leave (roster.py)
+    what hangs is named   before anything is done about it (stuck.py)
+    a change is planned   while all are heard of and newcomers wait, or members should leave (roster.py)
     a restarted server    learns the generation from the first member that comes back; others are silent after adopt_s
 
 A step takes the data of all members. So once one of them has stopped and joined, its generation commits nothing more,
@@ -24,12 +24,11 @@ from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership import roster
-from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Timing
+from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Silence, Timing
+from thinwire.workers.membership.messages import FromMember
 from thinwire.workers.membership.roster import Worker
-from thinwire.workers.membership.seats import Doing, Identity, Limits, Seat, Snapshot, Standing
-from thinwire.workers.membership.silence import Silence
-from thinwire.workers.membership.standstill import Standstill
-from thinwire.workers.membership.stuck import Stuck
+from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot
+from thinwire.workers.membership.stuck import Standstill, Stuck
 
 JUST_NOW = 0.12
 """Of the time after which a worker is silent: a beat or two."""
@@ -94,7 +93,7 @@ class Rules:
         worker.connected, worker.awaited, worker.reset = True, False, None
         attendance.say("connected", slot=identity.slot, id=identity.id, host=identity.host, pid=identity.pid)
         attendance.send(identity.id, m.Welcome())
-        self._hear(identity.id, None, 0.0, now)
+        self._hear(worker, now)
         if worker.rank is not None:
             self._refuse_doubles(worker, now)
             attendance.cancel()  # it may not have read what it was to answer
@@ -102,35 +101,52 @@ class Rules:
         self._settle(now)
         return None
 
-    def join(
-        self,
-        id: str,
-        after: int,
-        standing: Standing,
-        now: float,
-        *,
-        signature: dict[str, str] | None = None,
-        floor: int = 0,
-    ) -> None:
-        """A worker is ready for the generation that follows `after`. signature, floor: as in messages.Join."""
+    def heard(self, id: str, message: FromMember, now: float) -> None:
+        """What a worker says that has come, as in messages.py."""
+        worker = self._attendance.workers[id]
+        if not isinstance(message, m.Goodbye):
+            self._hear(worker, now)
+        match message:
+            case m.Join():
+                self._join(worker, message, now)
+            case m.Formed():
+                self._formed(worker, message.generation)
+            case m.Unreachable():
+                self._unreachable(worker, message, now)
+            case m.Beat():
+                self._note_step(worker, message.step, message.seconds)
+                worker.doing = message.doing
+                self._attendance.send(id, m.Heard(number=message.number))
+            case m.Answer():
+                self._note_step(worker, message.step)
+                self._answer(worker, message, now)
+            case m.Notice():
+                self._notice(worker, message.reason, now)
+            case m.Goodbye(clean=True):
+                self._finished(worker, message.reason, now)
+            case m.Goodbye():
+                self._attendance.effects.append(Close(id))
+                self._attendance.lose(worker, f"it failed: {message.reason}", "failed", now, commits_until=now)
+                self._settle(now)
+
+    def _join(self, worker: Worker, message: m.Join, now: float) -> None:
         attendance, present = self._attendance, self._attendance.present
-        worker = attendance.workers[id]
-        self._hear(id, None, 0.0, now)
-        self._highest = max(self._highest, floor)
-        if worker.rank is not None and after < present.generation:  # it has not yet read that it is seated
+        id, standing = worker.identity.id, message.standing
+        self._highest = max(self._highest, message.floor)
+        if worker.rank is not None and message.after < present.generation:  # it has not yet read that it is seated
             attendance.send(id, present.seating(worker.rank))
             return
-        worker.signature = signature
+        worker.signature = message.signature
         if attendance.members():
-            why = roster.signature_difference(signature, self._signature)
+            why = roster.signature_difference(worker.signature, self._signature)
         else:
-            why = roster.differs_from_known(signature, self._known)
+            why = roster.differs_from_known(worker.signature, self._known)
         if why:
             attendance.refuse(worker, why, now)
             self._settle(now)
             return
         if worker.rank is not None:
-            self._signature = self._signature or signature  # a server that was restarted learns it from members
+            self._signature = self._signature or worker.signature  # a server that was restarted learns it from members
         worker.standing, worker.joined_at = standing, now
         worker.step = max(worker.step, standing.step)
         attendance.say("joined", slot=worker.identity.slot, id=id, step=standing.step, rank=worker.rank)
@@ -146,73 +162,48 @@ class Rules:
                 attendance.dismiss(worker, attendance.unwanted[id])
         self._settle(now)
 
-    def formed(self, id: str, generation: int, now: float) -> None:
-        """A member has the process group of that generation."""
-        self._hear(id, None, 0.0, now)
-        worker = self._attendance.workers[id]
+    def _formed(self, worker: Worker, generation: int) -> None:
         if worker.rank is not None and generation == self._attendance.present.generation and not worker.formed:
             worker.formed = True
             self._stuck.forget_reports()  # each pair is proved before anybody has the group: they can talk again
 
-    def unreachable(self, id: str, generation: int, ranks: dict[int, str], now: float) -> None:
-        """A member cannot talk to these ranks of that generation."""
-        self._hear(id, None, 0.0, now)
-        attendance, rank = self._attendance, self._attendance.workers[id].rank
-        if rank is None or generation != attendance.present.generation:
+    def _unreachable(self, worker: Worker, message: m.Unreachable, now: float) -> None:
+        if worker.rank is None or message.generation != self._attendance.present.generation:
             return  # it speaks of a generation that is over
-        self._stuck.report(rank, ranks, now)
+        self._stuck.report(worker.rank, message.ranks, now)
 
-    def beat(
-        self, id: str, number: int, step: int | None, seconds: float, now: float, *, doing: Doing | None = None
-    ) -> None:
-        """A worker lives, and is at that step of the present generation. doing: as in messages.Beat."""
-        self._hear(id, step, seconds, now)
-        self._attendance.workers[id].doing = doing
-        self._attendance.send(id, m.Heard(number=number))
-
-    def answer(self, id: str, number: int, *, yes: bool, step: int | None, now: float) -> None:
-        """A member said yes or no to a proposal."""
-        self._hear(id, step, 0.0, now)
+    def _answer(self, worker: Worker, message: m.Answer, now: float) -> None:
         attendance, plan = self._attendance, self._attendance.plans.open
-        if plan is None or plan.number != number:
+        if plan is None or plan.number != message.number:
             return
-        if not yes:
+        if not message.yes:
             attendance.cancel()
-            attendance.plans.refused(now, stepping=step is not None)
-        elif attendance.plans.vote(id, number) is not None:
+            attendance.plans.refused(now, stepping=message.step is not None)
+        elif attendance.plans.vote(worker.identity.id, message.number) is not None:
             attendance.plans.reset()
             attendance.present.planned, attendance.present.planned_step = plan.reason, plan.step
             attendance.unwanted |= plan.leaving
             attendance.present.leaving = frozenset(plan.leaving)
             attendance.say("confirmed", step=plan.step, reason=plan.reason)
-            attendance.tell(m.Confirm(number=number))
+            attendance.tell(m.Confirm(number=message.number))
         self._settle(now)
 
-    def notice(self, id: str, reason: str, now: float) -> None:
-        """A worker has been told to go: as if it were dismissed."""
-        self._hear(id, None, 0.0, now)
-        worker = self._attendance.workers[id]
+    def _notice(self, worker: Worker, reason: str, now: float) -> None:
+        id = worker.identity.id
         if id not in self._attendance.unwanted:
             self._attendance.say("notice", slot=worker.identity.slot, id=id, rank=worker.rank, why=reason)
         self._let_go(worker, reason, now)
         self._settle(now)
 
-    def finished_by(self, id: str, reason: str, now: float) -> None:
-        """A worker leaves at a clean end."""
-        attendance = self._attendance
-        worker, leaving = attendance.workers[id], id in attendance.present.leaving
+    def _finished(self, worker: Worker, reason: str, now: float) -> None:
+        attendance, id = self._attendance, worker.identity.id
+        leaving = id in attendance.present.leaving
         attendance.remove(worker, m.Refusal(verdict="fenced", why=f"it has said goodbye: {reason}"))
         attendance.effects.append(Close(id))
         attendance.say("left", slot=worker.identity.slot, id=id, rank=worker.rank, reason=reason)
         if worker.rank is not None:
             attendance.cancel()
             attendance.present.at_end = attendance.present.at_end or not leaving
-        self._settle(now)
-
-    def failed_by(self, id: str, reason: str, now: float) -> None:
-        """A worker leaves for an error of its own."""
-        self._attendance.effects.append(Close(id))
-        self._attendance.lose(self._attendance.workers[id], f"it failed: {reason}", "failed", now, commits_until=now)
         self._settle(now)
 
     # What the server finds
@@ -352,16 +343,18 @@ class Rules:
 
     # Who is not heard of, and who does not come
 
-    def _hear(self, id: str, step: int | None, seconds: float, now: float) -> None:
-        attendance, worker = self._attendance, self._attendance.workers[id]
+    def _hear(self, worker: Worker, now: float) -> None:
         self._silence.heard(now)
         worker.heard_at = now
+        if worker.rank is not None:
+            self._attendance.present.furthest = max(self._attendance.present.furthest, worker.step)
+
+    def _note_step(self, worker: Worker, step: int | None, seconds: float = 0.0) -> None:
         worker.step = max(worker.step, step or 0)
         worker.has_state = worker.has_state or step is not None
         worker.longest_step_s = max(worker.longest_step_s, seconds)
-        if worker.rank is None:
-            return
-        attendance.present.furthest = max(attendance.present.furthest, worker.step)
+        if worker.rank is not None:
+            self._attendance.present.furthest = max(self._attendance.present.furthest, worker.step)
 
     def _refuse_doubles(self, worker: Worker, now: float) -> None:
         """It is there again, and while it was silent a new process may have come for its slot."""

@@ -32,7 +32,7 @@ from thinwire.workers.membership.attendance import (
     Send,
     Timing,
 )
-from thinwire.workers.membership.lines import BadLine, Lines
+from thinwire.workers.membership.messages import BadLine, Lines
 from thinwire.workers.membership.rules import Rules
 from thinwire.workers.membership.seats import Limits, MembershipEvent, Snapshot
 
@@ -231,28 +231,9 @@ class MembershipServer:
             outbox = self._outboxes.get(id)
             if outbox is None or outbox.lines is not lines:
                 return  # it was fenced, dismissed or has said goodbye, and does not know it yet
-            now = time.monotonic()
-            match message:
-                case m.Beat():
-                    self._rules.beat(id, message.number, message.step, message.seconds, now, doing=message.doing)
-                case m.Join():
-                    self._rules.join(
-                        id, message.after, message.standing, now, signature=message.signature, floor=message.floor
-                    )
-                case m.Formed():
-                    self._rules.formed(id, message.generation, now)
-                case m.Unreachable():
-                    self._rules.unreachable(id, message.generation, message.ranks, now)
-                case m.Answer():
-                    self._rules.answer(id, message.number, yes=message.yes, step=message.step, now=now)
-                case m.Notice():
-                    self._rules.notice(id, message.reason, now)
-                case m.Goodbye(clean=True):
-                    self._rules.finished_by(id, message.reason, now)
-                case m.Goodbye():
-                    self._rules.failed_by(id, message.reason, now)
-                case m.Hello():
-                    raise BadLine("a second hello came on one connection: open another")
+            if isinstance(message, m.Hello):
+                raise BadLine("a second hello came on one connection: open another")
+            self._rules.heard(id, message, time.monotonic())
             self._do()
 
     def _forget(self, id: str | None, lines: Lines, why: str, how: Callable[[str, str, float], None]) -> None:

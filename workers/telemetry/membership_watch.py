@@ -51,7 +51,7 @@ KINDS = {
     "stands_still": EventKind.STALLED,
 }
 """Of what happens at the membership: others have gone on without members that had committed steps, or without any; a
-worker is waited for, or the whole job stands still (standstill.py)."""
+worker is waited for, or the whole job stands still (membership/stuck.py)."""
 
 
 def happened(snapshot: dict[str, Any]) -> list[Event]:

@@ -20,7 +20,7 @@ import time
 
 from thinwire.contract.reports import Event, EventKind
 from thinwire.workers.membership import Doing
-from thinwire.workers.membership.standstill import LONGEST, NEWCOMER_S
+from thinwire.workers.membership.stuck import LONGEST, NEWCOMER_S
 from thinwire.workers.ranks import Ranks
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.whereabouts import START, Whereabouts

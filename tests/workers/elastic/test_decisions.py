@@ -14,8 +14,8 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
-from thinwire.workers.elastic import decisions
-from thinwire.workers.elastic.decisions import Decision, decide
+from thinwire.workers.elastic import group
+from thinwire.workers.elastic.group import Decision, decide
 from thinwire.workers.elastic.membership_actor import Gone, Headcount
 
 
@@ -28,33 +28,33 @@ def failed(error):
 
 
 def test_a_dead_actor_and_one_that_hangs_are_gone():
-    reader = decisions.Health(leave_s=30.0)
+    reader = group.Health(leave_s=30.0)
     assert "ActorDiedError" in reader.read(unit(), failed(ActorDiedError()), None)[1].why
     hangs = WorkerStatus(running=True, error=WorkerHealthCheckTimeoutError("hanging for 600 s"))
     assert "hanging" in reader.read(unit(), hangs, None)[1].why
 
 
 def test_an_unreachable_worker_counts_as_running_for_a_while(monkeypatch):
-    reader, status = decisions.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
+    reader, status = group.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
     counted, why = reader.read(unit(), status, None)
     assert counted.running
     assert counted.error is None
     assert why is None
-    monkeypatch.setattr(decisions, "UNAVAILABLE_S", -1.0)
+    monkeypatch.setattr(group, "UNAVAILABLE_S", -1.0)
     assert "unreachable" in reader.read(unit(), status, None)[1].why
 
 
 def test_a_member_that_ray_does_not_reach_may_train_while_this_host_is_cut_off(monkeypatch):
-    reader, status = decisions.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
+    reader, status = group.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
     seated = Headcount(target=2, generation=1, seated=frozenset({1}), gone={})
-    monkeypatch.setattr(decisions, "UNAVAILABLE_S", -1.0)
+    monkeypatch.setattr(group, "UNAVAILABLE_S", -1.0)
     assert reader.read(unit(), status, seated)[1] is None
-    monkeypatch.setattr(decisions, "MEMBER_UNAVAILABLE_S", -1.0)
+    monkeypatch.setattr(group, "MEMBER_UNAVAILABLE_S", -1.0)
     assert "unreachable" in reader.read(unit(), status, seated)[1].why
 
 
 def test_a_worker_that_neither_ray_nor_the_membership_reaches_is_gone_and_so_may_its_node_be():
-    reader, status = decisions.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
+    reader, status = group.Health(leave_s=30.0), failed(ActorUnavailableError("network", None))
     headcount = Headcount(
         target=2, generation=1, seated=frozenset({0}), gone={1: Gone(0.1, "lost: its connection ended")}
     )
@@ -64,7 +64,7 @@ def test_a_worker_that_neither_ray_nor_the_membership_reaches_is_gone_and_so_may
 
 
 def test_a_worker_that_does_not_answer_is_gone_once_the_membership_has_counted_it_out_and_its_node_is_in_doubt():
-    reader, status = decisions.Health(leave_s=30.0), WorkerStatus(running=True)
+    reader, status = group.Health(leave_s=30.0), WorkerStatus(running=True)
     out = Headcount(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(1.0, "fenced: not heard of for 10 s")})
     assert reader.read(unit(), status, out, unanswered_s=9.0)[1] is None
     loss = reader.read(unit(), status, out, unanswered_s=11.0)[1]
@@ -81,13 +81,13 @@ def test_a_worker_that_does_not_answer_is_gone_once_the_membership_has_counted_i
 
 def test_an_exception_of_the_train_function_is_not_death():
     status = WorkerStatus(running=False, error=ValueError("a bug"))
-    assert decisions.Health(leave_s=30.0).read(unit(), status, None) == (status, None)
+    assert group.Health(leave_s=30.0).read(unit(), status, None) == (status, None)
 
 
 @pytest.mark.parametrize(("since_s", "age_s", "gone"), [(31.0, 100.0, True), (5.0, 100.0, False), (31.0, 20.0, False)])
 def test_a_process_that_goes_on_long_after_it_was_counted_out_must_go(since_s, age_s, gone):
     headcount = Headcount(target=2, generation=1, seated=frozenset({0}), gone={1: Gone(since_s, "fenced: it hangs")})
-    _, loss = decisions.Health(leave_s=30.0).read(unit(age_s), WorkerStatus(running=True), headcount)
+    _, loss = group.Health(leave_s=30.0).read(unit(age_s), WorkerStatus(running=True), headcount)
     assert (loss is not None) is gone
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.workers.membership.members import SECRET, Job
 from thinwire.workers import worker
 from thinwire.workers.elastic import worker_side
-from thinwire.workers.elastic.lease import Lease
+from thinwire.workers.elastic.worker_side import Lease
 
 
 def test_a_lease_expires_only_when_nobody_renews_it():

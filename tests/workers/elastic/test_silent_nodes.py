@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from thinwire.workers.elastic.silent_nodes import SilentNodes
+from thinwire.workers.elastic.bring_up import SilentNodes
 
 
 def node(name, port, alive=True):

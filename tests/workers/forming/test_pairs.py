@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from thinwire.workers.forming.door import Door
-from thinwire.workers.forming.pairs import Pairs, Patience
+from thinwire.workers.forming.pairs import Door, Pairs, Patience
 from thinwire.workers.membership import GenerationOver, Identity, Seat, Seated, Standing
 
 SECRET = "sixteen-characters-or-more"

@@ -101,11 +101,11 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     import thinwire
     from thinwire.workers.checkpoints import CheckpointStore
     from thinwire.workers.elastic.worker_side import heed_sigterm, told_to_leave
-    from thinwire.workers.forming.door import Door
-    from thinwire.workers.forming.pairs import Patience
+    from thinwire.workers.forming.group import ElasticRanks
+    from thinwire.workers.forming.pairs import Door, Patience
     from thinwire.workers.membership import state
     from thinwire.workers.membership.commit_lease import CommitLease
-    from thinwire.workers.ranks import ElasticRanks, RunEnded
+    from thinwire.workers.ranks import RunEnded
     from thinwire.workers.saving import floor_of
     from thinwire.workers.session.body import Bodies
     from thinwire.workers.session.course import Course

@@ -13,8 +13,9 @@ from thinwire.comm import PeerLost, SoloGroup
 from thinwire.contract.reports import EventKind
 from thinwire.optim import Adam
 from thinwire.workers.data.feed import MapFeed
+from thinwire.workers.forming.group import ElasticRanks
 from thinwire.workers.membership.messages import Refusal
-from thinwire.workers.ranks import ElasticRanks, FixedRanks
+from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.course import Course
 from thinwire.workers.session.job import run_job
 from thinwire.workers.session.registered import Registered

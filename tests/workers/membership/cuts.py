@@ -1,21 +1,24 @@
 """Members and a server on a network that can be cut, on a clock of its own. No sockets, no threads, no waiting.
 
 Each member is the real one without its threads (state.py), the server is its rules. A step is committed where all
-members of a generation reach one another and each may commit.
+members of a generation reach one another and each may commit. Every seat is held against the laws when it is given.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
-from thinwire.workers.membership import Identity, Limits, Standing
+from thinwire.workers.membership import Identity, Limits, Seat, Standing
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.attendance import Close, Happened, Keep, Send, Timing
+from thinwire.workers.membership.commit_lease import CommitLease
 from thinwire.workers.membership.rules import Rules
-from thinwire.workers.membership.state import State
+from thinwire.workers.membership.state import Ended, State
 
 TICK_S = 0.25
-BEAT_S = 1.0
+BEATS = 0.1
+"""Of the time after which a worker is silent."""
 GIVEN_UP_S = 10.0
 """After which both systems end a connection over which nothing comes through."""
 TIMING = Timing(start_wait_s=2.0)
@@ -28,6 +31,7 @@ class Node:
         self.identity = Identity(f"id{len(net.nodes)}", slot, f"host{slot}", 100 + slot)
         self.state = State(self.identity, lambda: net.now)
         self.state.signature, self.state.floor = signature, floor
+        self.state.lease = CommitLease((net.timing.lease_s - 1.0) / 1.05)
         self.inbox: deque[m.FromServer] = deque()
         self.side = 0
         self.alive, self.stopped, self.connected, self.forms = True, False, False, True
@@ -48,6 +52,7 @@ class Node:
     def trains(self) -> bool:
         state = self.state
         stops = state.ended is not None or state.over is not None or state.standing is not None
+        stops = stops or self.step >= state.stop_at
         return self.alive and not self.stopped and not stops and state.seat is not None and state.formed
 
     def run(self) -> None:
@@ -70,6 +75,7 @@ class Node:
                 refusal = self.net.rules.hello(self.identity, state.seat, self.net.now)
                 self.inbox.clear()
                 if refusal is not None:
+                    self.net.refused.setdefault(self.id, refusal)
                     state.heard(refusal)
                     return
                 self.connected = True
@@ -80,40 +86,55 @@ class Node:
             if self.id not in self.net.open:
                 self.connected = False
                 state.cut()
-        if self.net.now - self.beat_at >= BEAT_S:
+        if self.net.now - self.beat_at >= BEATS * self.net.timing.beat_timeout_s:
             self.beat_at = self.net.now
-            if self.trains:
-                state.step = self.step
             self.say(state.beat())
         if state.seat is not None and not state.formed and state.standing is None and self.forms:
             state.formed = True
             self.say(m.Formed(generation=state.seat.generation))
+        if state.standing is None and state.over is None and self.step >= state.stop_at:
+            self.stop()
         if not self.hangs and state.standing is None and (state.seat is None or state.over is not None):
-            seat = state.seat
-            state.standing = Standing(
-                *((seat.generation, seat.rank) if seat else (None, None)), self.step, seat is not None
-            )
-            self.say(state.join(state.standing))
+            self.join()
+
+    def stop(self) -> None:
+        """At the step to which it said yes."""
+        state, promise = self.state, self.state.promise
+        assert promise is not None
+        assert state.seat is not None
+        if promise.cut:
+            state.over = "nobody can tell whether the others were confirmed"
+        elif promise.confirmed:
+            at = self.net.stops.setdefault((state.seat.generation, promise.proposal.number), self.step)
+            assert at == self.step, "members stop at two steps"
+            if promise.proposal.leaving:
+                self.finish()
+            elif not self.hangs:
+                self.join()
+
+    def finish(self) -> None:
+        """Leave at a clean end."""
+        self.say(m.Goodbye(reason="finished", clean=True))
+        with self.state.changed:
+            self.state.left = True
+            self.state.end(Ended("it has left"))
+        self.net.kill(self)
+
+    def join(self) -> None:
+        state, seat = self.state, self.state.seat
+        state.promise, state.stop_at = None, math.inf
+        state.standing = Standing(
+            *((seat.generation, seat.rank) if seat else (None, None)), self.step, seat is not None
+        )
+        self.say(state.join(state.standing))
 
     def say(self, *messages: m.FromMember) -> None:
         if self.side != self.net.server_side:
             return
-        rules, now, id = self.net.rules, self.net.now, self.id
         for message in messages:
-            if not self.connected or id not in self.net.open:
+            if not self.connected or self.id not in self.net.open:
                 return
-            match message:
-                case m.Beat():
-                    rules.beat(id, message.number, message.step, message.seconds, now)
-                case m.Join():
-                    told = {"signature": message.signature, "floor": message.floor}
-                    rules.join(id, message.after, message.standing, now, **told)
-                case m.Formed():
-                    rules.formed(id, message.generation, now)
-                case m.Unreachable():
-                    rules.unreachable(id, message.generation, message.ranks, now)
-                case m.Answer():
-                    rules.answer(id, message.number, yes=message.yes, step=message.step, now=now)
+            self.net.rules.heard(self.id, message, self.net.now)
             self.net.deliver()
 
 
@@ -130,6 +151,9 @@ class Net:
         self.events: list[Happened] = []
         self.kept: list[Keep] = []
         self.open: set[str] = set()  # connections, at the server
+        self.refused: dict[str, m.Refusal] = {}
+        self.seats: dict[int, tuple[str, ...]] = {}
+        self.stops: dict[tuple[int, int], int] = {}  # by generation and proposal
 
     def add(self, *slots: int, signature: dict[str, str] | None = None, floor: int = 0) -> list[Node]:
         new = []
@@ -200,6 +224,10 @@ class Net:
         for effect in self.rules.take():
             match effect:
                 case Send(to, message):
+                    if isinstance(message, m.Seating):
+                        self._check(message.seat, to)
+                    elif isinstance(message, m.Refusal):
+                        self.refused.setdefault(to, message)
                     if to in self.open:
                         by_id[to].inbox.append(message)
                 case Close(id):
@@ -208,6 +236,16 @@ class Net:
                     self.events.append(effect)
                 case Keep():
                     self.kept.append(effect)
+
+    def _check(self, seat: Seat, to: str) -> None:
+        """The laws of a seat."""
+        ids = tuple(member.identity.id for member in seat.members)
+        slots = {member.identity.slot for member in seat.members}
+        assert ids == self.seats.setdefault(seat.generation, ids), "two generations have one number"
+        assert ids[seat.rank] == to, "ranks are places in the list of members"
+        assert len(slots) == len(set(ids)) == seat.size, "a member has two seats, or two fill one slot"
+        assert seat.lost == tuple(sorted(seat.lost, key=lambda gone: gone.rank))
+        assert not {gone.id for gone in seat.lost} & set(ids), "a lost member is seated"
 
     def _train(self) -> None:
         groups: dict[tuple[int, int], list[Node]] = {}
@@ -220,7 +258,8 @@ class Net:
             assert seat is not None
             if len(nodes) == seat.size:
                 whole.append(generation)
+                step = max(node.step for node in nodes) + 1  # whoever is new is given the state
                 for node in nodes:
-                    node.step += 1
+                    node.step = node.state.step = step
                 self.commits.append((self.now, generation, tuple(node.slot for node in nodes)))
         assert len(whole) <= 1, f"generations {whole} commit at once"

@@ -5,7 +5,7 @@ import pytest
 from tests.workers.membership.cuts import Net
 from thinwire.workers.membership import Standing
 from thinwire.workers.membership.commit_lease import LEASE_S
-from thinwire.workers.membership.messages import Unreachable
+from thinwire.workers.membership.messages import Join, Unreachable
 from thinwire.workers.membership.state import Fenced, Refused
 
 
@@ -512,7 +512,7 @@ def test_of_two_that_differ_from_the_first_the_lowest_slot_is_right_and_members_
 def test_a_floor_does_not_lower_a_number():
     net = Net(1, 1)
     (a,) = net.formed(1)
-    net.rules.join(a.id, 1, Standing(1, 0, 5, True), net.now, floor=0)
+    net.rules.heard(a.id, Join(after=1, standing=Standing(1, 0, 5, True)), net.now)
     net.run(1.0)
     assert a.generation == 2
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.workers.membership.test_silence import Told
+from tests.workers.membership.test_rules import Told
 from thinwire.service.jobs.worker_reports import LARGEST_FIELDS
 from thinwire.workers.membership import Doing, Identity, Limits
 from thinwire.workers.membership.attendance import Timing
-from thinwire.workers.membership.standstill import LONGEST, MOST_PLACES, NEWCOMER_S, PATIENT
+from thinwire.workers.membership.messages import Formed
+from thinwire.workers.membership.stuck import LONGEST, MOST_PLACES, NEWCOMER_S, PATIENT
 
 TIMING = Timing(start_wait_s=0.2)
 STUCK_S, STILL_S = TIMING.stuck_s, TIMING.still_s
@@ -32,7 +33,7 @@ class Job(Told):
         self.rules.tick(0.5)
         self.take()
         for id, seat in self.seats.items():
-            self.rules.formed(id, seat.generation, 0.5)
+            self.say(id, Formed(generation=seat.generation), 0.5)
         self.now = 1.0
         self.pass_on(1.0)
 
@@ -41,7 +42,7 @@ class Job(Told):
         while self.now < until:
             for slot, doing in enumerate(self.doing):
                 if slot not in silent and f"w{slot}" not in self.refusals:
-                    self.rules.beat(f"w{slot}", 1, self.step, self.longest_s, self.now, doing=doing)
+                    self.beat(f"w{slot}", self.now, self.step, self.longest_s, doing)
             self.now += 1.0
             self.rules.tick(self.now)
             self.take()
@@ -156,7 +157,7 @@ def test_a_newcomer_that_never_asks_for_its_seat_is_named():
     doing = Doing("its start, before it asks for a seat", 9.0, stack=("fetch (train.py:3)",))
     while job.now < came + NEWCOMER_S + 20:
         job.step += 1
-        job.rules.beat("late", 1, None, 0.0, job.now, doing=doing)
+        job.beat("late", job.now, None, 0.0, doing)
         job.pass_on(job.now + 1.0)
     (one,) = job.said("waited_for")
     assert one["told"].startswith("worker 1 (no rank, box7, pid 7) has not come to its seat for 30")

@@ -15,7 +15,7 @@ from tests.workers.membership.simulator.clockwork import Call, Clockwork
 from tests.workers.membership.simulator.machines import Machine, Process
 
 USER_TIMEOUT_S = 10.0
-"""TCP_USER_TIMEOUT of both sides (lines.py)."""
+"""TCP_USER_TIMEOUT of both sides (messages.py)."""
 _END = object()
 
 

@@ -6,10 +6,9 @@ from tests.workers.membership.simulator.checkpoints import Checkpoint, Store
 from tests.workers.membership.simulator.group import Group
 from tests.workers.membership.simulator.job import Settings
 from tests.workers.membership.simulator.worker import Worker
-from thinwire.workers.membership.attendance import Timing
+from thinwire.workers.membership.attendance import Silence, Timing
 from thinwire.workers.membership.rules import Rules
 from thinwire.workers.membership.seats import Limits
-from thinwire.workers.membership.silence import Silence
 
 
 class Counted(Silence):

@@ -59,25 +59,8 @@ class Server(Process):
     def _hear(self, id: str, side: Side, message: Any) -> None:
         if id not in self._outboxes or self._outboxes[id][1] is not side:
             return
-        rules, now = self.rules, self.now()
         self._job.laws.server_heard(id)
-        match message:
-            case m.Beat():
-                rules.beat(id, message.number, message.step, message.seconds, now)
-            case m.Join():
-                rules.join(id, message.after, message.standing, now, signature=message.signature, floor=message.floor)
-            case m.Formed():
-                rules.formed(id, message.generation, now)
-            case m.Unreachable():
-                rules.unreachable(id, message.generation, message.ranks, now)
-            case m.Answer():
-                rules.answer(id, message.number, yes=message.yes, step=message.step, now=now)
-            case m.Notice():
-                rules.notice(id, message.reason, now)
-            case m.Goodbye(clean=True):
-                rules.finished_by(id, message.reason, now)
-            case m.Goodbye():
-                rules.failed_by(id, message.reason, now)
+        self.rules.heard(id, message, self.now())
         self.do_effects()
 
     def _gone(self, id: str, side: Side, why: str, how: How) -> None:
