@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from thinwire.comm import run_threads
-from thinwire.comm.groups.pending import Blocking
+from thinwire.comm.groups.blocking import Blocking
 from thinwire.comm.protocol import Group
 
 T = TypeVar("T")

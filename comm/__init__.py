@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from thinwire.comm.errors import CallMismatch, CommError, NonFiniteInput, PeerLost, WireMismatch
     from thinwire.comm.exchange.memory import ErrorMemory
     from thinwire.comm.exchange.reducer import Reducer
-    from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
+    from thinwire.comm.groups.blocking import SoloGroup
+    from thinwire.comm.groups.distributed import TorchGroup
     from thinwire.comm.groups.nccl import prepare_nccl
     from thinwire.comm.groups.threads import ThreadGroup, run_threads
     from thinwire.comm.keeps import Keeps
@@ -45,7 +46,8 @@ _MODULES = {
     "errors": ("CallMismatch", "CommError", "NonFiniteInput", "PeerLost", "WireMismatch"),
     "exchange.memory": ("ErrorMemory",),
     "exchange.reducer": ("Reducer",),
-    "groups.distributed": ("SoloGroup", "TorchGroup"),
+    "groups.blocking": ("SoloGroup",),
+    "groups.distributed": ("TorchGroup",),
     "groups.nccl": ("prepare_nccl",),
     "groups.threads": ("ThreadGroup", "run_threads"),
     "keeps": ("Keeps",),

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from thinwire.comm.errors import CallMismatch
-from thinwire.comm.groups.texts import texts_if_they_differ
+from thinwire.comm.groups.texts import in_words, texts_if_they_differ
 from thinwire.comm.protocol import Group
 from thinwire.comm.signals import deferred
 
@@ -50,7 +50,7 @@ RECENT = 64
 """How many collectives a rank remembers: the source of a broadcast is done before its peers, and goes on."""
 NOWHERE = Place(0, 0, "", 0)
 COMMUNICATORS = 6
-"""Two of the group, and of each kind of part of it (comm.groups.parts)."""
+"""Two of the group, and of each kind of part of it (comm.groups.nodes)."""
 
 
 class Calls:
@@ -132,7 +132,7 @@ def mismatch(where: Mapping[int, str], remedies: Iterable[str] = ()) -> CallMism
     sides: dict[str, list[int]] = {}
     for rank, told in sorted(where.items()):
         sides.setdefault(told, []).append(rank)
-    who = "; ".join(f"{_ranks(ranks)} in {told}" for told, ranks in sides.items())
+    who = "; ".join(f"{in_words(ranks, 'is', 'are')} in {told}" for told, ranks in sides.items())
     todo = "".join(f" {remedy[0].upper()}{remedy[1:]}." for remedy in dict.fromkeys(remedies) if remedy)
     return CallMismatch(
         f"{who}: every rank must make the same calls in the same order, and these wait for each other for ever.{todo} "
@@ -156,9 +156,3 @@ def refuse_other_calls(
     if len(set(calls)) > 1:
         raise mismatch(dict(enumerate(calls)), remedies)
     return list(mores)
-
-
-def _ranks(ranks: list[int]) -> str:
-    """In words: rank 3 is; ranks 0, 1, 2 are."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown} is" if len(ranks) == 1 else f"ranks {shown} are"

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.reducer import Reducer, flat_reducer, lone_reducer, node_first_reducer
-from thinwire.comm.groups.distributed import SoloGroup, TorchGroup
+from thinwire.comm.groups.blocking import SoloGroup
+from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.groups.nodes import Nodes, Topology, nodes_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.layout import DEFAULT_BUCKET, VectorLayout
@@ -83,11 +84,6 @@ def _nodes(group: Group, like: Tensor, codec: Codec, full: FullWire) -> Nodes | 
     if full == "int8":
         return "full exchanges in 8 bits keep errors of whole vectors on every rank"
     return nodes_of(group, like.device)
-
-
-def has_process_group() -> bool:
-    """Has torch.distributed been initialised, so that DistributedDataParallel can be in the process?"""
-    return dist.is_available() and dist.is_initialized()
 
 
 def given_or_default(group: Group | None) -> Group:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 Span = tuple[int, int]
@@ -58,10 +58,16 @@ class VectorLayout:
             raise ValueError(f"segments {self.segments} leave a gap or overlap")
 
     @classmethod
+    def of(cls, sizes: Sequence[int]) -> VectorLayout:
+        """Tensors of so many elements, one after another, each a segment by itself."""
+        ends = [0, *accumulate(round_up(size, BYTE) for size in sizes)]
+        live = tuple((start, start + size) for start, size in zip(ends, sizes, strict=False))
+        return cls(ends[-1], live, tuple(pairwise(ends)))
+
+    @classmethod
     def single(cls, num_live: int) -> VectorLayout:
         """One tensor of `num_live` elements, one segment."""
-        numel = round_up(num_live, BYTE)
-        return cls(numel, ((0, num_live),), ((0, numel),))
+        return cls.of([num_live])
 
     @property
     def num_live(self) -> int:

@@ -6,7 +6,7 @@ from collections import deque
 
 from torch import Tensor
 
-from thinwire.comm.groups.pending import Blocking
+from thinwire.comm.groups.blocking import Blocking
 from thinwire.comm.protocol import Stats
 
 

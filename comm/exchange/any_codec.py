@@ -17,24 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.codecs.int8 import Int8Codec
-from thinwire.comm.exchange.coder import Coder, Given
+from thinwire.comm.exchange.coder import Coder, Given, Values
 from thinwire.comm.exchange.memory import ErrorMemory, Errors, Place, Served, Whole
 from thinwire.comm.kernels.blocks import HEADER_BYTES
 from thinwire.comm.kernels.choose import int8_launcher
 from thinwire.comm.kernels.cuda.int8 import CudaInt8
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.layout import Bucket, Buckets, round_up
-from thinwire.comm.protocol import Codec, Group, LeavingRow, Pending, Reader, RowCodec
+from thinwire.comm.protocol import Codec, Group, LeavingRow, Pending, RowCodec
 from thinwire.comm.signals import deferred
 
 
 class CodecRows:
-    """The rows of one bucket on one rank. sent, collected, gathered: a row each; served: one.
+    """The rows of one bucket on one rank. sent, collected: one for each rank; served: one.
 
     left_c: what encoding what this rank serves leaves out; without error memory what it serves. Becomes error memory.
     """
@@ -47,7 +48,7 @@ class CodecRows:
         self.codec = self.codecs[rank]
         row_bytes = HEADER_BYTES + round_up(max(one.wire_bytes for one in self.codecs), HEADER_BYTES)
         self.sent_nB = torch.zeros((size, row_bytes), dtype=torch.uint8, device=like.device)
-        self.collected_nB, self.gathered_nB = torch.zeros_like(self.sent_nB), torch.zeros_like(self.sent_nB)
+        self.collected_nB = torch.zeros_like(self.sent_nB)
         self.served_B = torch.zeros_like(self.sent_nB[0])
         self.left_c = torch.zeros(self.own.stop - self.own.start, dtype=like.dtype, device=like.device)
 
@@ -157,8 +158,11 @@ class CodecCoder(Coder):
             for bucket in buckets
         ]
         self._rows: list[CodecRows] = []
+        self._received: list[list[Tensor]] = []
+        """Sets of gathered rows, of each bucket uint8[n, B]: one, or two that take turns as results do."""
         self._memory: ErrorMemory | None = None
         self._errors: Errors | None = None
+        self._decoded: list[Values] = []
         self._left: list[Tensor] = []
         """Of each bucket, what its encoding leaves out; becomes error memory, whose place it takes."""
 
@@ -175,8 +179,11 @@ class CodecCoder(Coder):
         if not self._rows:
             rank, size = self._group.rank, self._group.size
             self._rows = [rows_of(one, self.buckets, self._codec, rank, size, self.like) for one in self.buckets]
-        if self.keeps_results and not self.results:
-            self.results = [Decoded(self._rows, self.buckets, self.like) for _ in range(2)]
+            sets = 2 if self.keeps_results else 1
+            self._received = [[torch.zeros_like(one.sent_nB) for one in self._rows] for _ in range(sets)]
+            if self.keeps_results:
+                self._decoded = [Values(partial(self._decode, received)) for received in self._received]
+                self.results = self._decoded
         self._memory, self._errors = memory, None
         if memory is not None:
             self._errors = memory.kept_errors() if self.keeps_results else memory.errors()
@@ -187,7 +194,7 @@ class CodecCoder(Coder):
     def release(self) -> None:
         """Let go of wire memory; results stay."""
         if not self.results:
-            self._rows, self._left = [], []
+            self._rows, self._received, self._left = [], [], []
 
     def encode(self, k: int, given: Given, formed_b: Tensor | None) -> None:
         """A row for each rank."""
@@ -229,7 +236,7 @@ class CodecCoder(Coder):
         """x <- the result."""
         if given.vector_N is not None:
             rows = self._rows[k]
-            rows.decode_(rows.gathered_nB, given.vector_N[rows.span])
+            rows.decode_(self._gathered(k), given.vector_N[rows.span])
 
     def finite(self) -> Tensor:
         """Could every server write all of its rows?"""
@@ -246,7 +253,7 @@ class CodecCoder(Coder):
             self._exchange_errors(self._memory)
         self._memory = self._errors = None
         if self.keeps_results:
-            self._decoded(self.turn).changed()  # nobody reads it any more: its floats are not kept
+            self._decoded[self.turn].forget()  # nobody reads it any more: its floats are not kept
 
     def remember(self) -> object | None:
         """What was left out is still here."""
@@ -272,53 +279,23 @@ class CodecCoder(Coder):
         """Nothing was written but a result that nobody has."""
         self._memory = self._errors = None
         if self.keeps_results:
-            self._decoded(1 - self.turn).changed()
+            self._decoded[1 - self.turn].forget()
 
     def _gathered(self, k: int) -> Tensor:
-        if not self.keeps_results:
-            return self._rows[k].gathered_nB
-        return self._decoded(1 - self.turn).rows[k]
+        """Of the exchange under way."""
+        return self._received[-1 - self.turn][k]
 
-    def _decoded(self, slot: int) -> Decoded:
-        found = self.results[slot]
-        assert isinstance(found, Decoded)
-        return found
+    def _decode(self, received: Sequence[Tensor]) -> Tensor:
+        out_N = self.like.new_zeros(self.buckets.layout.numel)
+        for rows, rows_nB in zip(self._rows, received, strict=True):
+            rows.decode_(rows_nB, out_N[rows.span])
+        return out_N
 
     def _exchange_errors(self, memory: ErrorMemory) -> None:
         before = memory.swap_errors(Errors(self._left, [rows.left_c for rows in self._rows]))
         self._left = list(before.worker)
         for rows, left_c in zip(self._rows, before.server, strict=True):
             rows.left_c = left_c
-
-
-class Decoded:
-    """Received rows of any codec, as a Result: decoded before they are read. rows: of each bucket uint8[n, B]."""
-
-    def __init__(self, rows: Sequence[CodecRows], buckets: Buckets, like: Tensor) -> None:
-        self.rows = [torch.zeros_like(one.gathered_nB) for one in rows]
-        self._codecs, self._buckets, self._like = rows, buckets, like
-        self._values_N: Tensor | None = None
-
-    def changed(self) -> None:
-        """The rows are received anew, or nobody reads them any more."""
-        self._values_N = None
-
-    def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
-        """out <- elements [start, stop) of the result, 0 where dead."""
-        out_N.copy_(self._values()[start:stop])
-
-    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
-        """Hand elements [start, stop) to the reader, as floats."""
-        values_N = self._values()
-        at = slice(start, values_N.numel() if stop is None else stop)
-        reader.values(at, values_N[at])
-
-    def _values(self) -> Tensor:
-        if self._values_N is None:
-            self._values_N = self._like.new_zeros(self._buckets.layout.numel)
-            for codecs, rows_nB in zip(self._codecs, self.rows, strict=True):
-                codecs.decode_(rows_nB, self._values_N[codecs.span])
-        return self._values_N
 
 
 def leaving(codec: RowCodec) -> LeavingRow:

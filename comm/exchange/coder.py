@@ -3,9 +3,9 @@
     coder        file            what crosses                                       error memory
     SignCoder    sign.py         a sign a value, a scale a block; fused kernels     kept sums, written in place
     CodecCoder   any_codec.py    rows of any Codec                                  errors, swapped at the end
-    SumCoder     sums.py         the values, in a sum of all ranks or by node       none is needed
     NodeCoder    node_first.py   exact inside a box, a SignCoder between boxes      that of the SignCoder, of slices
-    AloneCoder   alone.py        nothing: there is one rank                         is given out
+    SumCoder     in_full.py      the values, in a sum of all ranks or by node       none is needed
+    AloneCoder   in_full.py      nothing: there is one rank                         is given out
 
 A new way to write vectors in fewer bytes is a Codec (docs/adding.md). Only a new order of collectives is a Coder.
 """
@@ -26,7 +26,7 @@ from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import Buckets, VectorLayout
-from thinwire.comm.protocol import Pending, Result
+from thinwire.comm.protocol import Pending, Reader, Result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +63,8 @@ class Given:
     """What a bucket was launched with. vector: x. weight: of x against the last result; None: x itself.
 
     runs: what was read in place of parts of x. start: what stood for the last result. factor: of each live run, where
-    what was sent is so many times that. form: what makes x, where it is no vector. Without both nothing was given: the
-    bucket was abandoned or refused.
+    what was sent is so many times that. form: what makes x, where it is no vector. usable: False where the rows that
+    were sent say that they are not, and every rank undoes the exchange.
     """
 
     vector_N: Tensor | None
@@ -73,19 +73,48 @@ class Given:
     start_N: Tensor | None = None
     factor_r: Tensor | None = None
     form: Callable[[slice], Tensor] | None = None
+    usable: bool = True
 
     @property
-    def is_nothing(self) -> bool:
-        """Was the bucket sent as unusable?"""
-        return self.vector_N is None and self.form is None and self.weight is None
+    def is_empty(self) -> bool:
+        """Did this rank give nothing? Then its error memory was not written."""
+        return self.vector_N is None and self.form is None
 
 
-NOTHING = Given(None)
-"""Of a bucket that holds nothing: it was refused, or the exchange was abandoned."""
-ABSENT = Given(None, weight=0.0)
-"""Of a bucket in which this rank gives nothing, and takes part."""
+ABSENT = Given(None)
+"""This rank gives nothing and takes part: its rows are zeros."""
+UNUSABLE = Given(None, usable=False)
+"""The bucket was refused, or the exchange abandoned."""
 GIVEN_AGAIN = object()
 """What is remembered of an exchange that redone() makes anew of what it was given."""
+
+
+class Values:
+    """A float vector, as a Result. make: gives it when it is first read, and again after forget()."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
+        self._made_N: Tensor | None = None
+
+    @property
+    def values_N(self) -> Tensor:
+        """All of it, 0 where dead."""
+        if self._made_N is None:
+            self._made_N = self._make()
+        return self._made_N
+
+    def forget(self) -> None:
+        """What it is made from has changed, or nobody reads it any more."""
+        self._made_N = None
+
+    def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
+        """out <- elements [start, stop) of the result."""
+        out_N.copy_(self.values_N[start:stop])
+
+    def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
+        """Hand elements [start, stop) to the reader, as floats."""
+        at = slice(start, self.values_N.numel() if stop is None else stop)
+        reader.values(at, self.values_N[at])
 
 
 class Coder(ABC):
@@ -149,7 +178,7 @@ class Coder(ABC):
         """Start the first collectives of bucket k. Raises: PeerLost."""
 
     def fuse(self, k: int) -> Tensor | None:
-        """What makes what this rank serves unusable, spoilt; None where nothing would come of it (side.py)."""
+        """What makes what this rank serves unusable, spoilt; None where nothing would come of it (pipeline.py)."""
         return None
 
     @abstractmethod

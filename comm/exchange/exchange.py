@@ -30,7 +30,7 @@ from torch import Tensor
 
 from thinwire.comm.calls import calls_of, interrupted
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
-from thinwire.comm.exchange.coder import ABSENT, GIVEN_AGAIN, NOTHING, Coder, Given
+from thinwire.comm.exchange.coder import ABSENT, GIVEN_AGAIN, UNUSABLE, Coder, Given
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.pipeline import Pipeline
 from thinwire.comm.protocol import Group, Leavable, Pending, Result, Stats
@@ -288,7 +288,7 @@ class Exchange:
 
     def _send_nothing(self, k: int, flag: int) -> None:
         self._coder.refuse(k, flag)
-        self._given.append(NOTHING)
+        self._given.append(UNUSABLE)
         self._send(k)
 
     def _send(self, k: int) -> None:
@@ -385,7 +385,7 @@ class Exchange:
                 memory.torn = "what was collected may be garbage of collectives that were aborted"
             self._close()
             return
-        if len(given) == num_served == len(self.buckets) and not any(one.is_nothing for one in given):
+        if len(given) == num_served == len(self.buckets) and all(one.usable for one in given):
             remembered = self._coder.remember()
             self._lost = None if remembered is None else (memory, given, remembered)
         self._num_served = num_served

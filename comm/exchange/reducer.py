@@ -16,19 +16,17 @@ from torch import Tensor
 from thinwire.comm.codecs.bf16 import Bf16Codec
 from thinwire.comm.codecs.int8 import Int8Codec
 from thinwire.comm.codecs.sign import SignCodec
-from thinwire.comm.exchange.alone import AloneCoder
 from thinwire.comm.exchange.any_codec import CodecCoder
 from thinwire.comm.exchange.coder import Coder
 from thinwire.comm.exchange.exchange import Exchange, Mean
 from thinwire.comm.exchange.fidelity import Fidelity
+from thinwire.comm.exchange.in_full import AloneCoder, SumCoder
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.node_first import NodeCoder
-from thinwire.comm.exchange.pipeline import InlinePipeline, Pipeline
-from thinwire.comm.exchange.side import pipeline_for, staged
+from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for, staged
 from thinwire.comm.exchange.sign import SignCoder
-from thinwire.comm.exchange.sums import SumCoder
-from thinwire.comm.groups.fingerprint import agree, exchange_facts
 from thinwire.comm.groups.nodes import Nodes
+from thinwire.comm.groups.texts import agree, exchange_facts
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.choose import warm_up_int8
 from thinwire.comm.layout import BYTE, DEFAULT_BUCKET, Buckets, VectorLayout
@@ -243,7 +241,7 @@ def node_first_reducer(
     def means(wire: FullWire) -> Mean:
         if wire == "fp32":
             return Mean(whole, SumCoder(whole, buckets, like, nodes), staged(whole, like, len(buckets)))
-        return Mean(whole, _coded(wire, whole, second, buckets, like), InlinePipeline())
+        return Mean(whole, _coded(wire, whole, second, buckets, like), Pipeline())
 
     coder = NodeCoder(nodes, buckets, codec, like, threads=threads)
     return Reducer(whole, coder, staged(whole, like, len(buckets)), means, full=full, topology=topology)
@@ -264,9 +262,9 @@ def lone_reducer(
     buckets = Buckets.cut(layout, bucket_elements, cuts)
 
     def means(wire: FullWire) -> Mean:
-        return Mean(group, AloneCoder(group, buckets, like, keeps_results=False), InlinePipeline())
+        return Mean(group, AloneCoder(group, buckets, like, keeps_results=False), Pipeline())
 
-    return Reducer(group, AloneCoder(group, buckets, like, keeps_results=True), InlinePipeline(), means)
+    return Reducer(group, AloneCoder(group, buckets, like, keeps_results=True), Pipeline(), means)
 
 
 def _coded(wire: FullWire, group: Group, second: Group, buckets: Buckets, like: Tensor) -> CodecCoder:

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.codecs.sign import SignCodec
-from thinwire.comm.exchange.coder import ABSENT, GIVEN_AGAIN, Coder, Given
+from thinwire.comm.exchange.coder import GIVEN_AGAIN, Coder, Given
 from thinwire.comm.exchange.fidelity import Fidelity, fidelity_of
 from thinwire.comm.exchange.memory import SERVER, WORKER, ErrorMemory, Kept, Place, Served, Where, Whole, noise_for
-from thinwire.comm.exchange.outliers import Outliers
-from thinwire.comm.exchange.rebuild import add_rebuilt_, left_squares
+from thinwire.comm.exchange.rebuild import Outliers, add_rebuilt_, left_squares
 from thinwire.comm.exchange.rows import BucketRows, Crossing, Cut, Received
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels import bf16
@@ -194,7 +193,7 @@ class SignCoder(Coder):
         undone = None if remembered is GIVEN_AGAIN else memory.swap(remembered)  # type: ignore[arg-type]
         if undone is None:
             for k, one in enumerate(given):
-                if one is not ABSENT:
+                if not one.is_empty:
                     self.encode(k, one, self.form(k, one))
                 self.serve(k, one)
         before = [kept.copy() for kept in memory.replica]
@@ -281,7 +280,7 @@ class SignCoder(Coder):
                 mean_c = self._mean(rows)
                 _take_back(memory.server[k], mean_c, rows.served, rows.own_table, self._server_noise(rows.own.start))
         for k, one in enumerate(given):
-            if not one.is_nothing and one is not ABSENT:
+            if not one.is_empty:
                 rows = self._rows[k]
                 _take_back(memory.worker[k], self.formed(k, one), rows.sent, rows.table, self._worker_noise(rows))
 

@@ -1,4 +1,4 @@
-"""Groups of processes: TorchGroup over torch.distributed (NCCL, gloo), and SoloGroup, a group of one.
+"""Groups of processes: TorchGroup over torch.distributed (NCCL, gloo).
 
 Bytes are counted here, where a collective is started.
 """
@@ -29,8 +29,7 @@ from thinwire.comm.calls import NOWHERE, ON_THE_WIRE, Calls, Place, interrupted
 from thinwire.comm.errors import CallMismatch, CommError, PeerLost
 from thinwire.comm.groups.failure_detector import FailureDetector, Seen, StoreDetector
 from thinwire.comm.groups.nccl import Communicators, ends_the_process, has_failed, is_nccl
-from thinwire.comm.groups.parts import Part, PartStats
-from thinwire.comm.groups.pending import Blocking
+from thinwire.comm.groups.nodes import Part, PartStats
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.groups.watching import Gate, poll
 from thinwire.comm.protocol import Stats
@@ -180,7 +179,7 @@ class TorchGroup:
         return self._second
 
     def part(self, part: Part, ranks: Sequence[int]) -> TorchGroup:
-        """The group of these ranks (comm.groups.parts): a process group with the same backend and time-out.
+        """The group of these ranks (comm.groups.nodes): a process group with the same backend and time-out.
 
         Collective among them at its first call for a process group. The ranks of all parts tell one another who is
         gone. Raises: PeerLost.
@@ -404,33 +403,6 @@ def _done_within(work: dist.Work, seconds: float) -> bool:
             return True
         return False
     return True
-
-
-class SoloGroup(Blocking):
-    """One rank without a process group: every collective is the identity and sends nothing."""
-
-    rank = 0
-    size = 1
-
-    def __init__(self) -> None:
-        self.stats = Stats()
-
-    def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
-        """out <- in."""
-        out_nB.copy_(in_nB)
-
-    def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:
-        """out[0] <- in."""
-        out_nB.view(-1).copy_(in_B.view(-1))
-
-    def mean_(self, x: Tensor) -> None:
-        """X is its own mean."""
-
-    def sum_(self, x: Tensor) -> None:
-        """X is its own sum."""
-
-    def broadcast_(self, x: Tensor, src: int = 0) -> None:
-        """X is already everywhere."""
 
 
 def _pass_on(out: Tensor, given: Tensor, of: list[int], to: list[int], process_group: dist.ProcessGroup) -> dist.Work:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from thinwire.comm.calls import Calls, calls_of
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.groups.parts import Part, Parting
+from thinwire.comm.groups.nodes import Part, Parting
 from thinwire.comm.groups.watching import Gate, await_device, before_abort, hold
 from thinwire.comm.protocol import Group, Leavable, Pending, Stats
 from thinwire.comm.wire.link_classes import Box, Boxed

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from thinwire.comm.calls import NOWHERE, Calls, Place, interrupted, mismatch
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.groups.parts import Part, PartStats
-from thinwire.comm.groups.pending import Blocking
+from thinwire.comm.groups.blocking import Blocking
+from thinwire.comm.groups.nodes import Part, PartStats
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.protocol import Stats
 from thinwire.comm.signals import armed
@@ -101,7 +101,7 @@ class ThreadGroup(Blocking):
         return [cls(rank, size, meeting, box=told[rank]) for rank in range(size)]
 
     def part(self, part: Part, ranks: Sequence[int]) -> ThreadGroup:
-        """The group of these ranks: comm.groups.parts."""
+        """The group of these ranks: comm.groups.nodes."""
         if part not in self._parts:
             meeting = self._meeting.part(ranks)
             made = ThreadGroup(ranks.index(self.rank), len(ranks), meeting, box=self.box, whole=self)

@@ -15,8 +15,7 @@ from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda.kernels import CudaKernels, source
 from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.comm.kernels.fused_reference import PLAIN, Kernels
-from thinwire.comm.kernels.largest import larger_than
-from thinwire.comm.kernels.left_out import left_out_
+from thinwire.comm.kernels.kept import larger_than, left_out_
 from thinwire.comm.layout import BYTE, VectorLayout
 
 logger = logging.getLogger(__name__)
@@ -142,11 +141,11 @@ def _on_cpu(threads: int) -> Kernels:
 
 
 def _narrow_on_cpu(x_c: Tensor, noise: Noise, out_c: Tensor) -> None:
-    from thinwire.comm.kernels import cpu_loops  # not at the top: as above
+    from thinwire.comm.kernels import cpu  # not at the top: as above
 
     if x_c.dtype != torch.float32 or x_c.shape != out_c.shape or x_c.numel() % BYTE or not x_c.is_contiguous():
         raise ValueError(
             f"{x_c.dtype}{list(x_c.shape)} into {out_c.dtype}{list(out_c.shape)}: must be a contiguous vector of "
             "torch.float32, a multiple of 8 long, into one of torch.bfloat16 of the same length"
         )
-    cpu_loops.narrow(x_c.numpy(), noise, out_c.view(torch.uint16).numpy())
+    cpu.narrow(x_c.numpy(), noise, out_c.view(torch.uint16).numpy())

@@ -6,20 +6,17 @@ u_i = orthogonalised(m_i);  x <- x - lr * (mean of signs of u_i + e_i)      a ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.comm import default_reducer
-from thinwire.comm.layout import BYTE, VectorLayout, round_up
-from thinwire.comm.protocol import Group
+from thinwire.comm import Group, VectorLayout, default_reducer
 
 
-def local(x: Tensor) -> Tensor:
+def local(x: Tensor | None) -> Tensor:
     """The part of a tensor that is here, in its own memory."""
+    assert x is not None
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -35,74 +32,48 @@ def orthogonalised(m: Tensor) -> Tensor:
 class PerMatrix(torch.optim.Optimizer):
     """gives: does this rank take part in this round? A matrix is sent as soon as backward has made its gradient."""
 
-    def __init__(
-        self, params: Iterable[Tensor], group: Group, gives: Callable[[int], bool], lr: float = 0.02, beta: float = 0.9
-    ) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
+    def __init__(self, params: Iterable[Tensor], group: Group, gives: Callable[[int], bool], lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
         self.params = [param for each in self.param_groups for param in each["params"]]
-        sizes = [local(param).numel() for param in self.params]
-        ends = [0, *accumulate(round_up(size, BYTE) for size in sizes)]
-        live = tuple((start, start + size) for start, size in zip(ends, sizes, strict=False))
-        layout = VectorLayout(ends[-1], live, tuple(pairwise(ends)))
         self.momenta = [torch.zeros_like(local(param)) for param in self.params]
-        self.connect(group, layout)
-        self._gives, self.rounds, self._ready = gives, 0, set[int]()
+        self.layout = VectorLayout.of([m.numel() for m in self.momenta])
+        self.gives, self.round, self._ready = gives, 0, set[int]()
+        self.connect(group)
         for i, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(lambda _, i=i: self._launch([i]))
 
-    def connect(self, group: Group, layout: VectorLayout, residual_N: Tensor | None = None) -> None:
-        """Go on with these ranks; residual: R of the ranks of before."""
-        most = max(stop - start for start, stop in layout.segments)  # a matrix is a bucket
-        cuts = [start for start, _ in layout.segments]
-        self.reduce = default_reducer(group, layout, self.momenta[0], bucket_elements=most, cuts=cuts)
+    def connect(self, group: Group) -> None:
+        """Go on with these ranks, a bucket for each matrix. After a change of ranks restore R: memory.restore(R)."""
+        like, whole, cuts = self.momenta[0], self.layout.numel, [start for start, _ in self.layout.segments]
+        self.reduce = default_reducer(group, self.layout, like, bucket_elements=whole, cuts=cuts)
         self.memory = self.reduce.new_memory()
-        if residual_N is not None:
-            self.memory.restore(residual_N)
 
     def step(self) -> None:  # type: ignore[override]
         """Send what hooks have not, and move. Collective. Raises: as Exchange.finish; then nothing has moved."""
         self._launch(range(len(self.params)))
         self.reduce.finish()
-        gave, out_N = self._gives(self.rounds), self._flat(lambda i: torch.zeros_like(self.momenta[i]))
-        self.reduce.result.decode_(out_N)
-        unsent_N = None if gave else self._flat(self._update)
+        self.reduce.result.decode_(out_N := self.momenta[0].new_zeros(self.layout.numel))
+        unsent_N = None if self.gives(self.round) else torch.cat([self._update(i) for i in range(len(self.params))])
         self.reduce.commit()
         if unsent_N is not None:
             self.memory.add_(unsent_N)
-        for i, (param, (start, stop)) in enumerate(zip(self.params, self.reduce.buckets.layout.live, strict=True)):
-            self.momenta[i].copy_(self._momentum(i))
-            local(param.detach()).sub_(out_N[start:stop].view_as(self.momenta[i]), alpha=self.defaults["lr"])
-        self.rounds, self._ready = self.rounds + 1, set()
+        for param, m, (start, stop) in zip(self.params, self.momenta, self.layout.live, strict=True):
+            m.lerp_(local(param.grad), 0.1)
+            local(param.detach()).sub_(out_N[start:stop].view_as(m), alpha=self.defaults["lr"])
+        self.round, self._ready = self.round + 1, set()
 
-    @torch.no_grad()
     def _launch(self, made: Iterable[int]) -> None:
-        """Launch, in order, the buckets of which all is made: the last matrix first, as backward makes them."""
+        """Launch the buckets of which all is made, in order: the last matrix first, as backward makes them."""
         self._ready |= set(made)
         if not self.reduce.is_open:
             self.reduce.begin(self.memory)
-        while (k := self.reduce.num_launched) < len(self.params):
-            i = len(self.params) - 1 - k
-            if i not in self._ready:
-                return
-            if self._gives(self.rounds):
-                self.reduce.launch_formed(k, partial(self._formed, i))
+        while (i := len(self.params) - 1 - (k := self.reduce.num_launched)) in self._ready:
+            if self.gives(self.round):
+                self.reduce.launch_formed(k, lambda _, i=i: self._update(i))
             else:
                 self.reduce.launch_absent(k)
 
-    def _formed(self, i: int, at: slice) -> Tensor:
-        return self._padded(self._update(i), at)
-
-    def _momentum(self, i: int) -> Tensor:
-        grad = self.params[i].grad
-        assert grad is not None
-        return torch.lerp(self.momenta[i], local(grad), 1 - self.defaults["beta"])
-
     def _update(self, i: int) -> Tensor:
-        return orthogonalised(self._momentum(i))
-
-    def _padded(self, u: Tensor, at: slice) -> Tensor:
-        return torch.nn.functional.pad(u.reshape(-1), (0, at.stop - at.start - u.numel()))
-
-    def _flat(self, of: Callable[[int], Tensor]) -> Tensor:
-        layout = self.reduce.buckets.layout
-        return torch.cat([self._padded(of(i), slice(*span)) for i, span in enumerate(layout.segments)])
+        u = orthogonalised(torch.lerp(self.momenta[i], local(self.params[i].grad), 0.1)).reshape(-1)
+        start, stop = self.layout.segments[i]
+        return torch.nn.functional.pad(u, (0, stop - start - u.numel()))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.comm.calls import calls_of
 from thinwire.comm.errors import CommError
-from thinwire.comm.groups.fingerprint import codec_text
+from thinwire.comm.groups.texts import codec_text
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.buffers import Buffers

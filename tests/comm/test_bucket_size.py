@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from thinwire.comm.bucket_size import LINK_BYTES, REPEATS, Timing, fit, measure
-from thinwire.comm.groups.distributed import SoloGroup
+from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.groups.threads import ThreadGroup, run_threads
 from thinwire.comm.wire.network import Cost, Network
 

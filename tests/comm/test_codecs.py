@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.comm.codecs import REGISTRY, SignCodec
+from tests.comm.exchange.test_plain import CODECS
+from thinwire.comm.codecs import SignCodec
 from thinwire.comm.kernels.reference import pack_signs, unpack_signs
 from thinwire.comm.layout import VectorLayout
 
@@ -67,28 +68,28 @@ def test_a_scale_that_does_not_exist_is_refused():
         SignCodec(scale="l3")
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", CODECS)
 def test_zeros_decode_to_zeros(name):
     layout = VectorLayout.single(100)
-    out, finite, _ = roundtrip(REGISTRY[name](), torch.zeros(layout.numel), layout)
+    out, finite, _ = roundtrip(CODECS[name], torch.zeros(layout.numel), layout)
     assert finite
     assert not out.any()
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_reported(name, bad):
     layout = VectorLayout.single(100)
     x = torch.randn(layout.numel)
     x[100:] = 0
     x[57] = bad
-    assert not roundtrip(REGISTRY[name](), x, layout)[1]
+    assert not roundtrip(CODECS[name], x, layout)[1]
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", CODECS)
 def test_an_empty_chunk_encodes_to_nothing(name):
     layout = VectorLayout.single(16)
-    row = REGISTRY[name]().row(layout, 16, 16, torch.zeros(1))
+    row = CODECS[name].row(layout, 16, 16, torch.zeros(1))
     assert row.wire_bytes == 0
     assert bool(row.encode(torch.zeros(0), torch.zeros(8, dtype=torch.uint8)))
     row.decode(torch.zeros(8, dtype=torch.uint8), torch.zeros(0))

@@ -40,10 +40,10 @@ def exchanged(rows, x_N, error_c, size):
     own = rows.chunks.index(rows.own)
     rows.collected_nB.copy_(rows.sent_nB[own])
     rows.serve(error_c)
-    rows.gathered_nB.copy_(rows.sent_nB)
-    rows.gathered_nB[own] = rows.served_B
+    gathered_nB = rows.sent_nB.clone()
+    gathered_nB[own] = rows.served_B
     out_N = torch.zeros_like(x_N)
-    rows.decode_(rows.gathered_nB, out_N)
+    rows.decode_(gathered_nB, out_N)
     return {"sent": rows.sent_nB, "served": rows.served_B, "left": left_N, "server": rows.left_c, "out": out_N}
 
 

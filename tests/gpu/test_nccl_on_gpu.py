@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 from tests.comm.streams.ranks import exchange, inputs_of, reducer_of
 from thinwire.comm import PeerLost, TorchGroup, prepare_nccl, run_threads
-from thinwire.comm.exchange.side import SidePipeline
+from thinwire.comm.exchange.pipeline import SidePipeline
 from thinwire.comm.groups.nccl import SETTINGS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

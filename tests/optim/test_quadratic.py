@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.comm.exchange.plain import plain
+from tests.comm.exchange.plain import Dense, plain
 from thinwire.comm import run_threads
-from thinwire.comm.codecs import DenseCodec
 from thinwire.optim import OneBitAdam
 
 NUM, WARMUP, STEPS = 512, 100, 500
@@ -27,7 +26,7 @@ class Exact(OneBitAdam):
     """Compresses nothing: what is left is Adam under a frozen variance."""
 
     def make_reducer(self, group, keeps=None):
-        return plain(group, self.space.layout, DenseCodec(), self.space.p_N)
+        return plain(group, self.space.layout, Dense(), self.space.p_N)
 
 
 class Forgetful(OneBitAdam):

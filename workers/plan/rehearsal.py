@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from thinwire.comm.groups.mirrored import MirroredGroup
+from thinwire.comm.groups.blocking import MirroredGroup
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.spec import TrainSpec

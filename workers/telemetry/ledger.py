@@ -17,7 +17,7 @@ otherwise; the bytes of a ring are the same.
     mean, sum       ring, rank r to r - 1: reduce-scatter and all-gather in segments of 1 MiB or less, 2 a rank or more
     broadcast       binomial tree from the source
 
-A kind that begins with `box` or `peers` is that collective in every part of the group (comm.groups.parts): among the
+A kind that begins with `box` or `peers` is that collective in every part of the group (comm.groups.nodes): among the
 ranks of each box, or among those of one number in all boxes.
 
 One message from A to B over gloo, in frames that begin at the Ethernet header (no preamble, checksum, gap):
@@ -37,7 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
-from thinwire.comm.groups.parts import Part
+from thinwire.comm.groups.nodes import Part
 from thinwire.comm.protocol import Call, Stats
 from thinwire.comm.wire.link_classes import Boxes, LinkClass
 

@@ -9,7 +9,7 @@ from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
-from thinwire.comm.groups.pending import Blocking
+from thinwire.comm.groups.blocking import Blocking
 
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 BETA1 = 0.9

@@ -13,8 +13,8 @@ from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.errors import Refused
+from thinwire.comm.exchange.node_first import Slices
 from thinwire.comm.exchange.reducer import flat_reducer, node_first_reducer
-from thinwire.comm.exchange.slices import Slices
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.groups.nodes import nodes_of
 from thinwire.comm.kernels.blocks import spread

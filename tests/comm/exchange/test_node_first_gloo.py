@@ -32,7 +32,7 @@ for turn, ranks in enumerate(rounds[:-1]):
     outs.append(m.clone())
 torch.save((outs, memory.residual(), memory.worker_N, memory.server_c), f"{folder}/{rank}.pt")
 net = network(seed=rank)
-optimizer = OneBitAdam(net.parameters(), group=group, warmup=3, topology="node_first", bucket_elements=64, overlap=True)
+optimizer = OneBitAdam.sized(64)(net.parameters(), group=group, warmup=3, topology="node_first", overlap=True)
 train(net, optimizer, 8, rank)
 overlapped = optimizer.stats()["overlapped"]
 say("trained", json.dumps([optimizer.reduce.topology, optimizer.space.p_N.tolist(), overlapped["in_backward"]]))

@@ -7,8 +7,8 @@ from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.covering import every_value
 from thinwire.comm import Keeps, run_threads
-from thinwire.comm.exchange.outliers import ONE_IN, PERIOD
-from thinwire.comm.kernels.largest import larger_than, reference
+from thinwire.comm.exchange.rebuild import ONE_IN, PERIOD
+from thinwire.comm.kernels.kept import larger_than, larger_than_in_torch
 
 
 @every_value({"size": (2, 3, 4, 8), "bucket_elements": (64, 200, LAYOUT.numel)}, only=(0, 2))
@@ -78,7 +78,7 @@ def test_the_loop_that_looks_for_large_errors_is_its_reference(dtype):
         for rows, kept in zip(reducer._coder._rows, memory.server, strict=True):
             for bound, most in ((0.0, 10_000), (0.5, 10_000), (0.1, 7), (1e9, 5)):
                 given = kept.sum_c, kept.scale_b, rows.own_table, bound, most
-                assert all(map(torch.equal, larger_than(*given), reference(*given)))
+                assert all(map(torch.equal, larger_than(*given), larger_than_in_torch(*given)))
         return True
 
     assert run_threads(2, work) == [True, True]

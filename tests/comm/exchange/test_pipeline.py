@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from thinwire.comm.exchange.pipeline import InlinePipeline, ThreadPipeline
+from thinwire.comm.exchange.pipeline import Pipeline, ThreadPipeline
 
-PIPELINES = {"at once": InlinePipeline, "behind": lambda: InlinePipeline(lag=2), "thread": ThreadPipeline}
+PIPELINES = {"at once": Pipeline, "behind": lambda: Pipeline(lag=2), "thread": ThreadPipeline}
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -42,7 +42,7 @@ def test_after_an_error_nothing_runs_until_drain_has_handed_it_over(name):
 
 
 def test_a_caller_behind_runs_a_stage_when_more_than_its_lag_wait():
-    pipeline, seen = InlinePipeline(lag=1), []
+    pipeline, seen = Pipeline(lag=1), []
     pipeline.submit(seen.append, 0)
     assert seen == []
     pipeline.submit(seen.append, 1)

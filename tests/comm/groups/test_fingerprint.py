@@ -8,9 +8,9 @@ import torch
 
 from tests.comm.exchange.plain import plain
 from thinwire.comm import PeerLost, SoloGroup, WireMismatch, run_threads
-from thinwire.comm.codecs import DenseCodec, SignCodec
-from thinwire.comm.groups import fingerprint
-from thinwire.comm.groups.fingerprint import FACTS_BYTES, agree, exchange_facts
+from thinwire.comm.codecs import Bf16Codec, SignCodec
+from thinwire.comm.groups import texts
+from thinwire.comm.groups.texts import FACTS_BYTES, agree, exchange_facts
 from thinwire.comm.layout import Buckets, VectorLayout
 
 LAYOUT = VectorLayout(24, ((0, 13), (16, 24)), ((0, 16), (16, 24)))
@@ -42,7 +42,7 @@ def test_ranks_that_agree_are_told_nothing_and_send_one_text(size):
     ("facts", "others", "told"),
     [
         (exchange_facts(LAYOUT, SignCodec()), exchange_facts(LAYOUT, SignCodec(64, "l1")), "codec sign:64:l1"),
-        (exchange_facts(LAYOUT, SignCodec()), exchange_facts(LAYOUT, DenseCodec()), "codec dense"),
+        (exchange_facts(LAYOUT, SignCodec()), exchange_facts(LAYOUT, Bf16Codec()), "codec bf16"),
         (exchange_facts(LAYOUT, SignCodec()), exchange_facts(VectorLayout.single(9), SignCodec()), "elements 16"),
         (exchange_facts(LAYOUT, SignCodec()), exchange_facts(VectorLayout.single(24), SignCodec()), "live elements 24"),
         (
@@ -76,23 +76,23 @@ def test_dtype_wire_version_and_package_version_are_facts_too(monkeypatch):
         "rank 1 has dtype float64" in messages(2, lambda _: {}, lambda r: torch.zeros(1).to([None, torch.double][r]))[0]
     )
     facts = iter([1, 2])
-    monkeypatch.setattr(fingerprint, "_package_version", lambda: f"0.{next(facts)}")
+    monkeypatch.setattr(texts, "_package_version", lambda: f"0.{next(facts)}")
     assert "thinwire version 0." in messages(2, lambda _: {})[0]
-    monkeypatch.setattr(fingerprint, "_package_version", lambda: "1")
+    monkeypatch.setattr(texts, "_package_version", lambda: "1")
 
     class Wire(int):
         def __str__(self):
             return str(next(versions))
 
     versions = iter([7, 8])
-    monkeypatch.setattr(fingerprint, "WIRE_VERSION", Wire())
+    monkeypatch.setattr(texts, "WIRE_VERSION", Wire())
     assert {"wire version 7" in m and "wire version 8" in m for m in messages(2, lambda _: {})} == {True}
 
 
 def test_the_kind_of_device_is_a_fact():
     told = [{"device": "cpu"}, {"device": "cuda"}]
     with pytest.raises(WireMismatch, match="rank 0 has device cpu, rank 1 has device cuda"):
-        fingerprint.refuse_differing(told)
+        texts.refuse_differing(told)
 
 
 def test_long_values_that_differ_at_their_end_only_are_told_apart():

@@ -5,7 +5,7 @@ import torch
 
 from tests.optim.constructing import construct
 from thinwire.comm import run_threads
-from thinwire.comm.groups.mirrored import MirroredGroup
+from thinwire.comm.groups.blocking import MirroredGroup
 from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 STEPS = 4

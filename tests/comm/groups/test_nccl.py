@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.comm.gloo_ranks import said, start
 from thinwire.comm import PeerLost, TorchGroup, prepare_nccl
 from thinwire.comm.calls import Calls
-from thinwire.comm.exchange import side
+from thinwire.comm.exchange import pipeline as pipelines
 from thinwire.comm.groups import nccl
 from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.groups.nccl import SETTINGS, Communicators, ends_the_process
@@ -251,18 +251,18 @@ def test_a_process_group_that_would_end_the_process_says_so_once(alone, monkeypa
 
 def test_a_gate_that_stays_open_is_known_to_be(monkeypatch):
     """A GPU that does not answer: nobody can tell what was served, and nothing of it counts."""
-    monkeypatch.setattr(side, "CLOSE_S", 0.01)
-    monkeypatch.setattr(side, "DRAIN_S", 0.01)
-    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: False), torch.zeros(1), 3)
+    monkeypatch.setattr(pipelines, "CLOSE_S", 0.01)
+    monkeypatch.setattr(pipelines, "DRAIN_S", 0.01)
+    pipeline = pipelines.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: False), torch.zeros(1), 3)
     assert pipeline.admitted(3) is None
     assert not pipeline.gate.is_closed
 
 
 def test_a_gate_that_was_closed_too_late_stays_open(monkeypatch):
     """One queue for all streams: the gate comes behind what was aborted, and all that was served of it is garbage."""
-    monkeypatch.setattr(side, "CLOSE_S", 0.01)
+    monkeypatch.setattr(pipelines, "CLOSE_S", 0.01)
     ended = []
-    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: bool(ended)), torch.zeros(1), 3)
+    pipeline = pipelines.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: bool(ended)), torch.zeros(1), 3)
     pipeline.gate.close()
     ended.append("the kernels, by the abort")
     assert pipeline.admitted(3) is None
@@ -270,14 +270,14 @@ def test_a_gate_that_was_closed_too_late_stays_open(monkeypatch):
 
 def test_a_group_closes_the_gate_of_a_pipeline_before_it_aborts(alone):
     group = alone(seen=False)
-    pipeline = side.SidePipeline(group, streams_whose_events(lambda: True), torch.zeros(1), 3)
+    pipeline = pipelines.SidePipeline(group, streams_whose_events(lambda: True), torch.zeros(1), 3)
     group.leave("it was told to")
     assert pipeline.gate.is_closed
 
 
 def test_what_is_spoilt_and_what_is_told_of_it_come_from_one_look_at_the_gate():
     """It may close between the two."""
-    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: True), torch.zeros(1), 3)
+    pipeline = pipelines.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: True), torch.zeros(1), 3)
 
     class Closing(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -294,7 +294,7 @@ def test_what_is_spoilt_and_what_is_told_of_it_come_from_one_look_at_the_gate():
 
 def test_a_bucket_is_served_when_the_next_one_is_sent():
     """So that no bucket's encoding is queued behind the collective of the one before."""
-    pipeline = side.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: True), torch.zeros(1), 3)
+    pipeline = pipelines.SidePipeline(SimpleNamespace(), streams_whose_events(lambda: True), torch.zeros(1), 3)
     served = []
     pipeline.submit(served.append, 0)
     assert served == []

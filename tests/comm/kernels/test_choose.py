@@ -41,14 +41,12 @@ def test_without_what_launches_kernels_on_a_gpu_plain_torch_runs_and_the_log_say
 
 
 def test_warming_up_leaves_nothing_to_compile():
-    from thinwire.comm.kernels import cpu_loops
+    from thinwire.comm.kernels import cpu
 
     warm_up(torch.float32)
     warm_up(torch.float32, torch.bfloat16)
     warm_up(torch.bfloat16)
-    compiled = [
-        f for f in vars(cpu_loops).values() if hasattr(f, "nopython_signatures") and not f.__name__.startswith("_")
-    ]
+    compiled = [f for f in vars(cpu).values() if hasattr(f, "nopython_signatures") and not f.__name__.startswith("_")]
     assert len(compiled) == 9
     before = [len(f.nopython_signatures) for f in compiled]
     assert min(before) >= 1
@@ -76,13 +74,13 @@ print(not x.any())
         check=True,
     )
     assert done.stdout.strip() == "True"
-    assert list(tmp_path.rglob("cpu_loops.decode*.nbi"))
+    assert list(tmp_path.rglob("cpu.decode*.nbi"))
 
 
 def test_without_any_folder_for_the_cache_kernels_are_compiled_all_the_same(monkeypatch, caplog):
     from numba.core import caching
 
-    from thinwire.comm.kernels.cpu_loops import compiled
+    from thinwire.comm.kernels.compiled import compiled
 
     def add(a, b):
         return a + b

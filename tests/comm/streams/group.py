@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.comm.streams.device import Died, LateEvent, LateStream, World
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.groups.parts import Part
+from thinwire.comm.groups.nodes import Part
 from thinwire.comm.groups.watching import poll
 from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import named_box

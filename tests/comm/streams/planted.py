@@ -10,7 +10,7 @@ import pytest
 from thinwire.comm.exchange import pipeline
 from thinwire.comm.exchange.exchange import Exchange
 from thinwire.comm.exchange.node_first import NodeCoder
-from thinwire.comm.exchange.side import DeviceGate, SidePipeline
+from thinwire.comm.exchange.pipeline import DeviceGate, SidePipeline
 
 
 def no_event_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:

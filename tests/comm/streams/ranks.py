@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.comm.streams.device import Device, Died, LateKernels, World
 from tests.comm.streams.group import LateGroup
 from thinwire.comm.codecs.sign import SignCodec
-from thinwire.comm.exchange import node_first, side, sign
+from thinwire.comm.exchange import node_first, pipeline, sign
 from thinwire.comm.exchange.reducer import Reducer, flat_reducer, node_first_reducer
 from thinwire.comm.groups.nodes import nodes_of
 from thinwire.comm.keeps import Keeps
@@ -32,14 +32,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = LateKernels(CpuKernels(), lambda: here.device)
     monkeypatch.setattr(sign, "kernels_for", lambda *_: kernels)
     monkeypatch.setattr(node_first, "kernels_for", lambda *_: kernels)
-    monkeypatch.setattr(side, "streams_for", lambda _: here.device)
-    make = side.DeviceGate.__init__
+    monkeypatch.setattr(pipeline, "streams_for", lambda _: here.device)
+    make = pipeline.DeviceGate.__init__
 
-    def make_gate(self: side.DeviceGate, *given: Any) -> None:
+    def make_gate(self: pipeline.DeviceGate, *given: Any) -> None:
         make(self, *given)
         here.device.meant.add(self.closed.data_ptr())
 
-    monkeypatch.setattr(side.DeviceGate, "__init__", make_gate)
+    monkeypatch.setattr(pipeline.DeviceGate, "__init__", make_gate)
     over = BlockTable.over  # the host's own work, on memory of the host
     monkeypatch.setattr(BlockTable, "over", lambda *given: _on_the_host(lambda: over(*given)))
 

@@ -12,7 +12,7 @@ from tests.optim.constructing import construct
 from tests.optim.engine.test_overlap import NETS, WARMUP, backward, groups_of, make, train
 from tests.optim.reference.written_out import bits
 from thinwire.comm import run_threads
-from thinwire.comm.groups.pending import Blocking
+from thinwire.comm.groups.blocking import Blocking
 from thinwire.comm.protocol import Stats
 from thinwire.optim import OneBitAdam, OneBitLamb
 from thinwire.optim.engine.exchanges import fused_momentum

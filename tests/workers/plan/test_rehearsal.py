@@ -13,7 +13,7 @@ import torch
 
 from tests.workers.plan.rehearsed import rehearsed
 from tests.workers.small_job import small_spec
-from thinwire.comm.groups.mirrored import MirroredGroup
+from thinwire.comm.groups.blocking import MirroredGroup
 from thinwire.comm.wire.network import Network
 from thinwire.comm.wire.step_time import Transport, dense_32, one_bit
 from thinwire.contract.plan import Link, PlanFailed, PlanRequest

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.workers.small_job import small_spec
-from thinwire.comm.groups.mirrored import MirroredGroup
+from thinwire.comm.groups.blocking import MirroredGroup
 from thinwire.comm.wire.network import Exchange
 from thinwire.optim.engine.schedule import Wire, is_variance_step
 from thinwire.workers.hyper import OPTIMIZERS, hyperparameters, learning_rate

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.workers.small_job import run_small, small_spec
-from thinwire.comm.groups.mirrored import MirroredGroup
+from thinwire.comm.groups.blocking import MirroredGroup
 from thinwire.comm.wire.network import all_reduce
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
