@@ -13,8 +13,9 @@ from thinwire.contract import hyperparameters
 from thinwire.contract.hyperparameters import BETAS, EPS, LR, MOMENTUM, WEIGHT_DECAY
 from thinwire.optim import adam_math, lamb_math
 from thinwire.optim.engine.ages import Age
+from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults, check_group
-from thinwire.optim.engine.optimizer import FlatOptimizer, State
+from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.saving import GRADIENT_ERROR
 from thinwire.optim.engine.schedule import StepPlan, dense_plan

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Literal, Unpack, get_args
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
 from thinwire.optim import adam_math
@@ -25,11 +27,13 @@ from thinwire.optim.engine.momentum import Momentum
 from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.kernels.descend import Descent
+from thinwire.optim.kernels import updates
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 
 Narrow = Literal["variance", "error_memory"]
 """What may be kept in bfloat16: the variance once it is frozen, and what compression leaves out."""
+PIECE = 1 << 20
+"""Elements for which there is scratch, where a pass is a chain of operations."""
 
 
 @dataclass(slots=True)
@@ -54,6 +58,35 @@ class OneBitAdamState:
     def holder(self, name: str) -> Momentum:
         """What holds a vector that is not a field: m."""
         return self.momentum
+
+
+class Descent:
+    """x <- x - lr (m / (sqrt v + eps) + wd x) along a received m, in one pass over what was received. A Reader.
+
+    p: float[N], modified where it is read. v: float[N].  Source: Tang et al. 2021, Alg. 1, l. 13.
+
+    The root of v is taken anew in each step. It could be kept in place of v, but v is saved, and goes on in a second
+    warm-up: two values of it have one root, so that it could not be had back. The pass waits for memory anyway.
+    """
+
+    def __init__(self, p_N: Tensor, v_N: Tensor, h: AdamHyper) -> None:
+        self._p_N, self._v_N = p_N, v_N
+        self._lr, self._decay, self._eps = h.lr, h.lr * h.weight_decay, h.eps
+
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
+        """m as rows of signs."""
+        updates.descend_(self._p_N[at], self._v_N[at], rows, self._lr, self._decay, self._eps, table)
+
+    def values(self, at: slice, values: Tensor) -> None:
+        """m as floats, 0 where dead."""
+        for start in range(at.start, at.stop, PIECE):
+            part = slice(start, min(start + PIECE, at.stop))
+            step = torch.sqrt(self._v_N[part].to(self._p_N.dtype)).add_(self._eps).reciprocal_()
+            step.mul_(values[start - at.start : part.stop - at.start]).mul_(self._lr)
+            p = self._p_N[part]
+            if self._decay:
+                p.mul_(1 - self._decay)
+            p.sub_(step)
 
 
 class OneBitAdam(FreezingOptimizer[OneBitAdamState]):

@@ -18,7 +18,7 @@ c_avg r_l:
     compressed           x_l <- x_l - lr q_l c_l u_l,  q_l how many times longer one bit has made u_l;  r_l is 1
 
 There v_fresh has no use, and its place is that of the sum of all gradients since the last refresh, which v takes in
-where most gradients are zero (optim.variance.sums).
+where most gradients are zero (optim.lamb_math).
 
 k_l brings the layers to one size before they share scales. Deviations from the paper, with their reasons:
 docs/algorithms.md.
@@ -43,10 +43,8 @@ from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Momentum, OverFactors
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.kernels.heard import Bounds, Heard
-from thinwire.optim.kernels.lamb import descent_of, fits
+from thinwire.optim.kernels.lamb import Bounds, Heard, descent_of, fits
 from thinwire.optim.lamb_math import BOUNDS, LambBounds, TensorSegments, tensor_segments
-from thinwire.optim.variance import sums
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART
 
@@ -69,7 +67,7 @@ class OneBitLambState:
     """Exchanged times k, so that where it is in received rows it is what they say over k."""
     v_N: Replicated
     fresh_v_N: Replicated
-    """Infinite where v was floored: such an element has no part in the maximum r_l. A of optim.variance.sums where the
+    """Infinite where v was floored: such an element has no part in the maximum r_l. A of optim.lamb_math where the
     trust ratio is followed."""
     coeff_T: Replicated
     """c_avg: the average trust ratio of the warm-up."""
@@ -295,15 +293,16 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         descend_(space.p_N, s, now, before, pairs, self.bounds, follow=self.refreshes)
 
     def _take_sum(self, groups: Sequence[AdamHyper]) -> Tensor | None:
-        """In a refresh: the root of what v is to take in, where that is not g^2; and A (optim.variance.sums).
+        """In a refresh: the root of what v is to take in, where that is not g^2; and A (optim.lamb_math).
 
         Collective where most of g is zero. Raises: PeerLost, NonFiniteInput, and then nothing has changed.
         """
         s, g_N, live = self.vectors, self.space.g_N, self.space.layout.live
-        zeros_t, residual_N = sums.zeros_of(g_N, live), None
-        if sums.are_most_zero(zeros_t, live):
+        zeros_t, residual_N = lamb_math.zeros_of(g_N, live), None
+        if lamb_math.are_most_zero(zeros_t, live):
             wire: FullWire = "int8" if self.topology == "flat" else "bf16"
-            residual_N = sums.brought_together(self.reduce, s.momentum_error, self.group.size, wire)
+            residual_N = s.momentum_error.share(self.group.size).mul_(self.group.size)
+            self.reduce.full_(residual_N, wire)  # R, bit-identical on every rank
             self.as_momentum_(residual_N)
         for h in groups:
             s.fresh_v_N[h.span].add_(g_N[h.span], alpha=1 - h.beta1)
@@ -315,7 +314,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         torch.neg(residual_N, out=s.fresh_v_N)
         since, now = self.saved.get(SUMMED_FROM), self.num_steps + 1
         self.saved[SUMMED_FROM] = now
-        return None if since is None else sums.root_mean_square(sum_N, g_N, now - since, zeros_t, live)
+        return None if since is None else lamb_math.root_mean_square(sum_N, g_N, now - since, zeros_t, live)
 
     def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
         """Keep the coefficients, corrected for their start at 0, and find k. What was floored once has no part in r."""
@@ -347,8 +346,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         if self.full_exchange != "int8":
             return None
         live = self.space.layout.live
-        zeros_t = sums.zeros_of(self.space.g_N, live)
-        if not sums.are_most_zero(zeros_t, live, HALF):
+        zeros_t = lamb_math.zeros_of(self.space.g_N, live)
+        if not lamb_math.are_most_zero(zeros_t, live, HALF):
             return None
         return "more than half of the gradient is zero: a variance of rare rows that is kept would lengthen all steps"
 

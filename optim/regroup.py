@@ -33,7 +33,7 @@ from thinwire.comm.calls import calls_of
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
-from thinwire.optim.engine import changing, saving, state_dicts
+from thinwire.optim.engine import changing, saving
 from thinwire.optim.engine.giving import (
     GradientAsRoom,
     Room,
@@ -151,7 +151,7 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
     optimizer.overlap.refuse_between("hand_over")
     with optimizer.calling(f"hand_over() after step {optimizer.num_steps}"):
         if error_memories(optimizer.vectors):
-            state_dicts.refuse_to_be_alone(optimizer)
+            optimizer.refuse_to_be_alone()
         optimizer.prepare_to_hand_over()
         with gradient_as_room(optimizer) as gradient:
             bring_together(optimizer, gradient.take)

@@ -40,7 +40,6 @@ from thinwire.optim.engine import schedule as plans
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum, whole_sum
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.schedule import BY_DEFAULT, StepPlan, Wire, ZeroOneSchedule
-from thinwire.optim.engine.state_dicts import refuse_to_be_alone
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
@@ -321,7 +320,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             self._sync_in_full(torch.empty_like(self.space.p_N) if u_N is None else u_N)
 
     def _sync_in_full(self, u_N: Tensor) -> None:
-        refuse_to_be_alone(self)
+        self.refuse_to_be_alone()
         s = self.vectors
         try:
             m_N = self._round_means(u_N)

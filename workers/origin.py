@@ -21,7 +21,7 @@ from torch import Tensor
 from thinwire.comm import PeerLost
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.start import Start
-from thinwire.optim.engine.state_dicts import agree_on_load
+from thinwire.optim.engine.shares import agree_on_load
 from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.given import Given, StartRefused, fill, opened, refuse_misfits

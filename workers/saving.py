@@ -32,7 +32,7 @@ from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim.engine import tensor_states
 from thinwire.optim.engine.optimizer import FlatOptimizer
-from thinwire.optim.engine.state_dicts import agree_on_load
+from thinwire.optim.engine.shares import agree_on_load
 from thinwire.workers.checkpoints import (
     AttemptSuperseded,
     CheckpointId,

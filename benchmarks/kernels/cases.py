@@ -16,7 +16,6 @@ from thinwire.comm.kernels.choose import kernels_for
 from thinwire.comm.kernels.fused_reference import PLAIN, Kernels
 from thinwire.comm.layout import DEFAULT_BLOCK, Partition, VectorLayout
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.descend import in_torch_
 
 CPU = torch.device("cpu")
 CORES = os.cpu_count() or 1
@@ -47,7 +46,7 @@ def cases(numel: int) -> list[Case]:
     chain = Chain(numel, NUM_ROWS, random)
     for kernel in ("encode_sum", "encode_lerp", "serve", "decode", "descend"):
         found += [Case(kernel, "chain", threads, getattr(chain, kernel)) for threads in _thread_counts()]
-    plain = buffers.calls(PLAIN, in_torch_)
+    plain = buffers.calls(PLAIN, updates.descend_in_torch_)
     found += [Case(kernel, "reference", 1, call, slow=True) for kernel, call in plain.items()]
     return sorted(found, key=lambda case: case.threads)  # changing torch's threads costs time: once a round
 

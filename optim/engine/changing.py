@@ -1,10 +1,18 @@
 """The parameters of an optimizer change: some are frozen, unfrozen or added, on all ranks or by mistake on some.
 
-What happens to the vectors when other parameters are trained is in relayout.py. Here is when, and that all ranks do it.
+    requires_grad_(False), requires_grad_(True), add_param_group      seen at the next step(), on every rank
+    all ranks:   refuse the exchange of this step, for a rank that has seen no change waits in it
+                 compare what is to be trained; WireMismatch where ranks differ, and nothing has changed
+                 R of the error memory, brought together as for a checkpoint
+                 new flat vectors and a new exchange, for those that are trained
+    each:        all states are taken out of the old vectors and put into the new (tensor_states.py)
+
+So a frozen parameter is in no exchange, no momentum and no decay, as in torch.optim, where it has no gradient.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,38 +21,54 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.calls import calls_of
-from thinwire.comm.errors import CommError
+from thinwire.comm.errors import CommError, Refused
 from thinwire.comm.groups.texts import codec_text
 from thinwire.comm.protocol import Group
+from thinwire.optim.engine import tensor_states
 from thinwire.optim.engine.ages import Age
+from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.buffers import Buffers
+from thinwire.optim.engine.exchanges import refusal
 from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.loss_scaling import is_scaled
 from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.parameters import compute_dtype, describe, is_trained, refuse_other_models, send_frozen_
-from thinwire.optim.engine.protocol import OptimizerLike
-from thinwire.optim.engine.relayout import lay_out_anew, trained_ids
 from thinwire.optim.engine.replicas import settings
-from thinwire.optim.engine.state import show_state
+from thinwire.optim.engine.schedule import StepPlan, Wire
+from thinwire.optim.engine.state import error_memories, show_state
+
+logger = logging.getLogger(__name__)
 
 
-def is_laid_out(optimizer: OptimizerLike) -> bool:
+def trained_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
+    """The parameters that are trained now, group by group: compared at each step with those that are laid out."""
+    return [[id(param) for param in group["params"] if is_trained(param)] for group in param_groups]
+
+
+def laid_out_ids(param_groups: list[dict[str, Any]], space: FlatSpace) -> list[list[int]]:
+    """The parameters that are laid out, group by group: those of trained_ids() when the space was made."""
+    inside = {id(tensor.param) for tensor in space.tensors}
+    return [[id(param) for param in group["params"] if id(param) in inside] for group in param_groups]
+
+
+def is_laid_out(optimizer: Algorithm[Any]) -> bool:
     """Are the parameters that are trained now those that the flat vectors are of?"""
     return trained_ids(optimizer.param_groups) == optimizer.laid_out
 
 
-def others(optimizer: OptimizerLike) -> list[Tensor]:
+def others(optimizer: Algorithm[Any]) -> list[Tensor]:
     """The parameters that are not in the flat vectors: frozen, or to join at the next step."""
     inside = {id(tensor.param) for tensor in optimizer.space.tensors}
     return [param for group in optimizer.param_groups for param in group["params"] if id(param) not in inside]
 
 
-def send_frozen(optimizer: OptimizerLike, groups: Sequence[dict[str, Any]]) -> None:
+def send_frozen(optimizer: Algorithm[Any], groups: Sequence[dict[str, Any]]) -> None:
     """The frozen parameters of these groups <- rank 0's. Collective."""
     for param in (param for group in groups for param in group["params"] if not is_trained(param)):
         send_frozen_(optimizer.group, param, optimizer.space.p_N.device)
 
 
-def refuse_mismatch(optimizer: OptimizerLike, call: str, more: Sequence[str] = ()) -> None:
+def refuse_mismatch(optimizer: Algorithm[Any], call: str, more: Sequence[str] = ()) -> None:
     """Compare over all ranks what is trained, and how. Collective. Raises: as parameters.refuse_other_models."""
     sizes = f"codec {codec_text(optimizer.codec)} and buckets of {optimizer.bucket_elements}"
     every = [param for group in optimizer.param_groups for param in group["params"]]
@@ -62,7 +86,7 @@ def refuse_mismatch(optimizer: OptimizerLike, call: str, more: Sequence[str] = (
     refuse_other_models(optimizer.group, f"an optimizer's {call}", lines, device)
 
 
-def lay_out(optimizer: OptimizerLike, call: str) -> None:
+def lay_out(optimizer: Algorithm[Any], call: str) -> None:
     """Space, exchange and state for the groups as they are. Collective. Raises before any parameter is touched."""
     for param_group in optimizer.param_groups:
         optimizer.check_group(param_group)
@@ -79,7 +103,7 @@ def lay_out(optimizer: OptimizerLike, call: str) -> None:
     optimizer.equalise_buffers()
 
 
-def add_group(optimizer: OptimizerLike, param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:
+def add_group(optimizer: Algorithm[Any], param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:
     """Lay out vectors and exchange anew, with one group more. add: torch.optim's. Collective.
 
     Raises: ValueError, PeerLost, WireMismatch; then the groups are as before.
@@ -102,7 +126,7 @@ def add_group(optimizer: OptimizerLike, param_group: dict[str, Any], add: Callab
         raise
 
 
-def connect(optimizer: OptimizerLike, group: Group, bucket_elements: int) -> None:
+def connect(optimizer: Algorithm[Any], group: Group, bucket_elements: int) -> None:
     """Exchange with other ranks from here on, with empty vectors: for optim.regroup, which fills them. Collective.
 
     Raises: PeerLost, WireMismatch; then everything is as before.
@@ -120,7 +144,7 @@ def connect(optimizer: OptimizerLike, group: Group, bucket_elements: int) -> Non
 
 
 @contextmanager
-def awaiting_vectors(optimizer: OptimizerLike) -> Iterator[None]:
+def awaiting_vectors(optimizer: Algorithm[Any]) -> Iterator[None]:
     """Inside, replicated vectors of a new state are to be replaced before they are written (new_vector)."""
     optimizer.awaits_vectors = True
     try:
@@ -129,14 +153,101 @@ def awaiting_vectors(optimizer: OptimizerLike) -> Iterator[None]:
         optimizer.awaits_vectors = False
 
 
-def go_on_with_trained(optimizer: OptimizerLike, call: str) -> None:
-    """Go on with the parameters that are trained now. Collective. Raises: as relayout.lay_out_anew."""
+def follow_changes(optimizer: Algorithm[Any]) -> None:
+    """Where other parameters are trained than in the step before, go on with those. Collective where they are.
+
+    Raises: PeerLost; WireMismatch where they changed on some ranks only, or otherwise; ValueError.
+    """
+    # What has begun to be sent is a step of the old ones.
+    if not is_laid_out(optimizer) and optimizer.overlap.exchange is None:
+        optimizer.overlap.abandon()
+        _refuse_step(optimizer, optimizer.plan(optimizer.num_steps + 1))
+        go_on_with_trained(optimizer, "step()")
+    if optimizer.has_misfits:
+        optimizer.take_in()
+        optimizer.has_misfits = False
+
+
+def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
+    """Take no part in what ranks that go on as before exchange in this step: they find out why, and all raise.
+
+    In a step without communication they do so at the next sync, where this rank waits for them.
+    """
+    if optimizer.group.size == 1:
+        return
+    optimizer.scaled = is_scaled(optimizer)
+    memories = list(error_memories(optimizer.vectors).values())
+    memory = memories[0] if plan.gradient is not Wire.FULL and memories else None
+    optimizer.begin_beside(plan)
+    if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL:
+        optimizer.send_beside()
+    try:
+        optimizer.overlap.complete(lambda: refusal(optimizer.reduce, memory, optimizer.mean_wire), optimizer.send_due)
+    except Refused:
+        return
+    raise RuntimeError("an exchange that this rank refused was finished: a defect of thinwire; please report it")
+
+
+def go_on_with_trained(optimizer: Algorithm[Any], call: str) -> None:
+    """Go on with the parameters that are trained now. Collective. Raises: as _lay_out_anew."""
     refuse_mismatch(optimizer, call)
     compute_dtype(optimizer.param_groups)
-    lay_out_anew(optimizer)
+    _lay_out_anew(optimizer)
 
 
-def show(optimizer: OptimizerLike) -> None:
+@torch.no_grad()
+def _lay_out_anew(optimizer: Algorithm[Any]) -> None:
+    """Vectors and exchange for the parameters that are trained now, with the state that each has. Collective.
+
+    All ranks have agreed on them. Values of those that join are rank 0's.
+    Raises: PeerLost, WireMismatch, ValueError; then parameters, state and R are as before the call, but that 0/1 Adam
+    has ended its round.
+    """
+    old = optimizer.space
+    old.take_changes()
+    laid_out = {tensor.param for tensor in old.tensors}
+    trained = [param for group in optimizer.param_groups for param in group["params"] if is_trained(param)]
+    joining = [param for param in trained if param not in laid_out]
+    optimizer.prepare_to_save()
+    found = tensor_states.live(optimizer, {name: m.residual() for name, m in error_memories(optimizer.vectors).items()})
+    saved, evidence, overlap, buffers = optimizer.saved, optimizer.evidence, optimizer.overlap, optimizer.buffers
+    before = dict(vars(optimizer))
+    try:
+        optimizer.space = FlatSpace(optimizer.param_groups)
+        optimizer.ages = [Age()] * len(optimizer.space.tensors)
+        space = optimizer.space
+        for tensor, view in zip(space.tensors, space.views(space.p_N), strict=True):
+            if tensor.param not in laid_out:
+                optimizer.group.broadcast_(view)
+        optimizer.connect_space()
+    except (CommError, ValueError):
+        vars(optimizer).update(before)
+        old.take_changes()
+        old.gather_gradients()
+        raise
+
+    # From here on nothing can fail for want of a peer.
+    overlap.close()
+    optimizer.saved, optimizer.evidence, optimizer.buffers = optimizer.grown(saved), evidence, buffers
+    residuals = tensor_states.put_(optimizer, found)
+    space.meet_masters(tensor_states.masters_of(found))
+    now = {tensor.param for tensor in space.tensors}
+    leaving = [i for i, tensor in enumerate(old.tensors) if tensor.param not in now]
+    for i in leaving:
+        old.release(i)
+    optimizer.resumed()
+    optimizer.relaid(residuals)
+    logger.info(
+        "laid_out_anew step=%d frozen=%d joined=%d trained=%d elements=%d",
+        optimizer.num_steps + 1,
+        len(leaving),
+        len(joining),
+        len(space.tensors),
+        space.layout.num_live,
+    )
+
+
+def show(optimizer: Algorithm[Any]) -> None:
     """Let `state` show vectors and step counts as they are laid out now, and what was set aside."""
     steps = optimizer.num_steps
     optimizer.shown_steps = {

@@ -7,21 +7,46 @@ Each is opened when it is made, launched in order 0 to K - 1 by hooks or by step
     fused_momentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam; k times it: 1-bit LAMB
 
 What the compressed ones leave is the reducer's result: read it, then commit.
+
+A bucket can be sent while backward still runs, when its gradients are final (Overlap):
+
+    backward   |...layer 3...|...layer 2...|...layer 1...|  step()
+    hooks            bucket 0      bucket 1     bucket 2    finish, update
+
+A hook on each parameter says when its gradient is final. A bucket is launched when those of all its parameters are,
+and strictly after the bucket before it, so that every rank sends in the same order whatever its timing. What no hook
+has launched (parameters without a gradient, algorithms that cannot send early) is launched in step().
+
+A hook cannot know whether step() follows. So overlap is asked for, no_sync() surrounds every backward but the last,
+and a backward whose step() never comes is undone when zero_grad() is called. All ranks must do so alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of dynamo at once
+from torch.utils.hooks import RemovableHandle
 
+from thinwire.comm.errors import CommError, PeerLost
+from thinwire.comm.exchange.exchange import leave
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.kernels.choose import reads_narrow
-from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import FullWire
+from thinwire.comm.layout import Span, VectorLayout
+from thinwire.comm.protocol import FullWire, Group
+from thinwire.comm.signals import deferred
+from thinwire.optim.engine.flat import FlatSpace
+
+logger = logging.getLogger(__name__)
 
 
 class Carrier(Protocol):
@@ -142,3 +167,271 @@ def refusal(reduce: Reducer, memory: ErrorMemory | None, wire: FullWire) -> Exch
         return Exchange(means, means.launch_refused)
     reduce.begin(memory)
     return Exchange(reduce, reduce.launch_refused)
+
+
+@dataclass(slots=True)
+class _Round:
+    """From the first hook of a backward to its step(). exchange: None where nothing goes early.
+
+    ready: of each tensor, has backward made its gradient? taken: is it where the exchange reads it? arrived: those
+    that are ready and not taken; they are at the next launch, together.
+    """
+
+    exchange: Exchange | None
+    ready: list[bool]
+    taken: list[bool]
+    missing_K: list[int]
+    arrived: list[int] = field(default_factory=list)
+    num_launched: int = 0
+    left: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each that is taken: where its gradient was left in memory, and its version; another one in step() says that it
+    was written since."""
+
+
+_owners: dict[int, weakref.ref[Overlap]] = {}
+"""By the id of a parameter the Overlap that its hooks belong to, weakly: a new optimizer takes the parameters over.
+
+By id, because torch swaps no tensor that a weak reference is kept of (torch.utils.swap_tensors). An Overlap holds its
+parameters, so no other tensor gets an id before the entry is dead.
+"""
+
+
+class Overlap:
+    """The buckets of one optimizer's gradients, and the hooks that launch them.
+
+    spans: the buckets, in order of launch. begin: what the next step exchanges, or why that cannot go before step();
+    called by the first hook of a backward, held weakly. hooks: whether there are any; without them all is launched in
+    step().
+    """
+
+    def __init__(
+        self, space: FlatSpace, spans: Sequence[Span], begin: Callable[[], Exchange | str], *, hooks: bool
+    ) -> None:
+        self._in_backward = self._in_step = 0
+        self._waits_for: str | None = None
+        self._space = space
+        self._begin = weakref.WeakMethod(begin)  # an optimizer is to go when it is dropped, and its hooks with it
+        self.num_buckets = len(spans)
+        self._buckets = [
+            [k for k, (start, stop) in enumerate(spans) if start < tensor.stop and tensor.start < stop]
+            for tensor in space.tensors
+        ]
+        self._round: _Round | None = None
+        self._suspended = 0
+        self._handles: list[RemovableHandle] = []
+        for tensor in space.tensors:
+            owner = _owners.pop(id(tensor.param), lambda: None)()
+            if owner is not None:
+                owner.close()
+        if hooks:
+            self._watch()
+
+    @property
+    def is_open(self) -> bool:
+        """Has a backward run that step() has not followed yet?"""
+        return self._round is not None
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What hooks have begun to send; None where nothing went early."""
+        return None if self._round is None else self._round.exchange
+
+    @property
+    def taken(self) -> Sequence[bool]:
+        """Of each tensor: is its gradient where the exchange reads it already, and perhaps sent?"""
+        return () if self._round is None else self._round.taken
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, a backward only adds to the gradients."""
+        self._suspended += 1
+        try:
+            yield
+        finally:
+            self._suspended -= 1
+
+    def told(self) -> dict[str, Any]:
+        """Of the last step: buckets that were launched in backward and in step(), and what the latter waited for."""
+        return {
+            "buckets": self.num_buckets,
+            "in_backward": self._in_backward,
+            "in_step": self._in_step,
+            "waits_for": self._waits_for,
+        }
+
+    @property
+    def has_launched(self) -> bool:
+        """Has backward sent a bucket of the next step, whose place in g the mean may have taken?"""
+        return self._round is not None and self._round.num_launched > 0
+
+    def refuse_between(self, call: str) -> None:
+        """Raises: RuntimeError where backward has begun to send and step() has not followed."""
+        if self.exchange is not None:
+            raise RuntimeError(
+                f"{call}() between backward and step(): gradients are on their way. Call it after step(), or after "
+                "zero_grad() to drop them"
+            )
+
+    def refuse_written(self) -> None:
+        """Raises: RuntimeError where gradients have been written since hooks took them."""
+        here = self._round
+        if here is None:
+            return
+        if any(_identity(self._space.tensors[i].param.grad) != known for i, known in here.left.items()):
+            raise RuntimeError(
+                "gradients were written between backward and step(), and with overlap they may have been sent before: "
+                "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
+            )
+
+    def complete(self, begin: Callable[[], Exchange], beside: Callable[[], None]) -> None:
+        """Launch what hooks have not, and wait for all. begin: makes the exchange where no hook has.
+
+        beside: what else all ranks send, when the last bucket is launched. A peer that is lost in it does not undo the
+        step, for others may have all of the exchange by then: finish() decides, and the next call tells of the peer.
+        Raises: PeerLost, NonFiniteInput, and what else beside raises; then it is undone.
+        """
+        here, self._round = self._round, None
+        exchange, num_launched = None, 0
+        if here is not None:
+            exchange, num_launched = here.exchange, here.num_launched
+        exchange = exchange or begin()
+        for k in range(num_launched, self.num_buckets):
+            exchange.launch(k)
+        try:
+            beside()
+        except PeerLost as error:
+            logger.warning("peer_lost_beside_exchange reason=%s", error)
+        except (CommError, ValueError):
+            exchange.abandon()
+            raise
+        exchange.finish()
+        self._in_backward, self._in_step = num_launched, self.num_buckets - num_launched
+
+    def abandon(self) -> None:
+        """Undo what hooks have sent, if anything. Collective where a backward has begun to send; all ranks alike.
+
+        Raises: PeerLost.
+        """
+        here, self._round = self._round, None
+        if here is not None and here.exchange is not None:
+            here.exchange.abandon()
+
+    def undo(self, error: BaseException, reduce: Reducer, group: Group) -> None:
+        """After this error of a step: undo what hooks have sent, with the others, and then what is open, without them.
+
+        After one that step() does not name, such as a signal's, this rank has left: the others are to wait no more.
+        """
+        if not isinstance(error, CommError | ValueError | RuntimeError | TypeError):
+            leave(group, error)
+        try:
+            self.abandon()
+        except PeerLost as lost:
+            logger.warning("peer_lost_while_undoing reason=%s", lost)  # a consequence, or told by the next call
+        finally:
+            reduce.forget()
+
+    def close(self) -> None:
+        """Remove the hooks: the parameters have another optimizer now."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch(self) -> None:
+        mine = weakref.ref(self)  # hooks live as long as the parameter
+        weakref.finalize(self, _forget, [id(tensor.param) for tensor in self._space.tensors], mine).atexit = False
+        for index, tensor in enumerate(self._space.tensors):
+            self._handles += [
+                tensor.param.register_hook(partial(_before, mine, index)),  # type: ignore[no-untyped-call]
+                tensor.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(_after, mine, index)
+                ),
+            ]
+            _owners[id(tensor.param)] = mine
+
+    def _refuse_second(self, here: _Round, index: int) -> None:
+        if not any(t.param.grad is not None for t, ready in zip(self._space.tensors, here.ready, strict=True) if ready):
+            self.abandon()  # model.zero_grad() instead of the optimizer's: that batch was skipped
+            return
+        raise RuntimeError(
+            f"{self._space.tensors[index].label}: a second backward reached it before step(), and its gradient may "
+            "have been sent: call backward inside `with optimizer.no_sync():` for all micro-steps but the last, or "
+            "optimizer.zero_grad() to skip a batch, on every rank; reentrant checkpointing needs overlap=False"
+        )
+
+    def _after_accumulation(self, index: int) -> None:
+        if self._suspended:
+            return
+        here = self._round or self._open()
+        here.ready[index] = True
+        here.arrived.append(index)
+        for k in self._buckets[index]:
+            here.missing_K[k] -= 1
+        if here.exchange is None:
+            self._take_arrived(here)  # at once, so that backward's memory is free for the next
+        elif not here.missing_K[here.num_launched]:
+            self._launch_ready(here, here.exchange)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _open(self) -> _Round:
+        begin = self._begin()
+        missing_K = [0] * self.num_buckets
+        for buckets in self._buckets:
+            for k in buckets:
+                missing_K[k] += 1
+        nothing = [False] * len(self._space.tensors)
+        self._round = _Round(None, nothing, nothing.copy(), missing_K)
+        found = "the optimizer is gone" if begin is None else begin()
+        waits_for = found if isinstance(found, str) else None
+        if waits_for is not None and waits_for != self._waits_for:
+            logger.info("not_overlapped reason=%s", waits_for)
+        self._waits_for = waits_for
+        self._round.exchange = None if isinstance(found, str) else found
+        return self._round
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def _launch_ready(self, here: _Round, exchange: Exchange) -> None:
+        with deferred():
+            while here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
+                self._take_arrived(here)
+                exchange.launch(here.num_launched)
+                here.num_launched += 1
+
+    def _take_arrived(self, here: _Round) -> None:
+        """Read the gradients that have arrived where they are, where the exchange can; bring the others into g_N."""
+        others, tensors = [], self._space.tensors
+        for index in here.arrived:
+            grad = tensors[index].param.grad
+            if here.exchange is None or grad is None or not here.exchange.keeps(index, grad):
+                others.append(index)
+        self._space.take_gradients(others)
+        for index in here.arrived:
+            here.left[index] = _identity(tensors[index].param.grad)
+            here.taken[index] = True
+        here.arrived.clear()
+
+
+def _identity(grad: Tensor | None) -> tuple[int, int]:
+    """Changes when the gradient's memory is replaced or written."""
+    return (0, 0) if grad is None else (grad.data_ptr(), grad._version)
+
+
+def _forget(params: list[int], owner: weakref.ref[Overlap]) -> None:
+    for param in params:
+        if _owners.get(param) is owner:
+            del _owners[param]
+
+
+def _before(owner: weakref.ref[Overlap], index: int, grad: Tensor) -> None:
+    overlap = owner()
+    if overlap is not None:
+        here = overlap._round
+        if here is not None and here.ready[index]:
+            overlap._refuse_second(here, index)
+
+
+def _after(owner: weakref.ref[Overlap], index: int, param: Tensor) -> None:
+    overlap = owner()
+    if overlap is not None:
+        overlap._after_accumulation(index)

@@ -1,17 +1,22 @@
-"""The torch.optim.Optimizer shell that all algorithms share: flat vectors, groups, steps, saving. No algorithm here.
+"""The torch.optim.Optimizer that all algorithms share: flat vectors, groups, steps, saving. No algorithm here.
 
-An algorithm gives three things: its state (`make_state`), what a step does (`plan`) and the step (`update`).
+A step goes from the gradients that backward left to a state that all ranks share:
+
+    changes followed    parameters frozen, unfrozen or added since the last step (changing.py)
+    gradients gathered  into g_N, unscaled, and clipped where each rank's own is used
+    beside              buffers and comparisons, in the same order on every rank
+    update              the algorithm's: exchange, then modify; or nothing has changed
+
+Hooks of backward may have begun to send what this step exchanges (exchanges.py).
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -19,81 +24,41 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of
-from thinwire.comm.codecs import SignCodec
-from thinwire.comm.default import default_reducer, given_or_default
-from thinwire.comm.errors import CommError
-from thinwire.comm.exchange.memory import ErrorMemory
-from thinwire.comm.exchange.reducer import Reducer
+from thinwire.comm.default import given_or_default, refuse_late_process_group
+from thinwire.comm.errors import NonFiniteInput, PeerLost, Refused
 from thinwire.comm.groups.nodes import Topology
-from thinwire.comm.keeps import Keeps
-from thinwire.comm.protocol import Codec, FullWire, Group
-from thinwire.contract.hyperparameters import ADAM
-from thinwire.optim.engine import changing, saving, state_dicts, stepping
-from thinwire.optim.engine.ages import Age, runs_of
+from thinwire.optim.engine import changing, saving, shares
+from thinwire.optim.engine.ages import Age
+from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.buffers import Buffers
-from thinwire.optim.engine.exchanges import Exchange, mean_gradient
+from thinwire.optim.engine.exchanges import Exchange, Overlap
 from thinwire.optim.engine.first_step import FirstStep
-from thinwire.optim.engine.flat import FlatSpace
-from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
-from thinwire.optim.engine.loss_scaling import forget_scaler
+from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, tell_scaler, unscale_
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, bucket_of, refuse_wrapped
-from thinwire.optim.engine.orphans import listed
-from thinwire.optim.engine.overlap import Overlap
+from thinwire.optim.engine.orphans import listed, refuse_edited, refuse_orphans
 from thinwire.optim.engine.parameters import without_gradient
-from thinwire.optim.engine.relayout import laid_out_ids
 from thinwire.optim.engine.replicas import Replicas
-from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
+from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
-from thinwire.optim.engine.state import TensorState, bytes_per_parameter, is_field, put, replicated, sizes
+from thinwire.optim.engine.state import TensorState, bytes_per_parameter, error_memories
 
 logger = logging.getLogger(__name__)
 
-State = TypeVar("State")
-"""An algorithm's vectors: a dataclass whose fields declare their Kind."""
+SAVE_EVERYWHERE = "call state_dict() on every rank and write what it returns on one, or rank_state_dict() on one alone"
 
 
-class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
+class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     """An optimizer whose parameters, gradients and state are flat vectors.
 
     params: parameters, (name, parameter) pairs, or groups of either. float64, or float32 mixed with bfloat16 and
     float16, which get a master in float32 (optim.engine.flat). Those that require no gradient are frozen: they are left
-    out of every step. Which do is looked at in each step() (optim.engine.relayout).
+    out of every step. Which do is looked at in each step() (optim.engine.changing).
     group, max_grad_norm, non_finite, overlap, model, full_exchange, topology: as in CheckedOptions
     (optim.engine.options).
 
     Attributes for readers: group (the ranks), space (FlatSpace), reduce (Reducer), vectors (the algorithm's state),
-    num_steps, frozen_at, ages and runs (what the moments of each tensor have seen), frozen_states (of those frozen),
-    saved (the algorithm's own small values: plain numbers and lists, part of the state_dict), evidence (what it found,
-    such as elements floored at the freeze; saved, and shown in stats()), begun (what `saved` was at first), handed_over
-    (R of each error memory by name, from when it was taken to the next step at which all hold the same).
+    num_steps, frozen_at, and the others that Algorithm names.
     """
-
-    space: FlatSpace
-
-    bucket_elements: int = 0
-    """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of all, from 4 Mi to 64 Mi. See sized()."""
-
-    codec: ClassVar[Codec] = SignCodec()
-    """How what is compressed is written."""
-
-    narrow: tuple[str, ...] = ()
-    """Which of "variance" and "error_memory" are kept in bfloat16: 1-bit Adam's argument."""
-
-    shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
-    """What torch.optim calls the vectors that `state` shows, by field."""
-
-    fresh: ClassVar[Mapping[str, float]] = {}
-    """What a tensor that was never trained begins with, by field, where that is not 0."""
-
-    undone: Callable[[CommError], None] | None = None
-    """Who is told of a step that was lost, in place of the caller of step() and zero_grad() (stepping.heeded)."""
-
-    error_lost: dict[str, float] | None = None
-    """What the last regroup() after a death has lost of the error memory; None before one."""
-
-    keeps: Keeps = Keeps.NOTHING
-    """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
-    memory away. The same on every rank."""
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler: see optim/engine/loss_scaling.py
 
@@ -138,236 +103,28 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
             )
         return type(cls.__name__, (cls,), {"bucket_elements": bucket_elements, "__doc__": cls.__doc__})
 
-    @abstractmethod
-    def make_state(self) -> State:
-        """The algorithm's vectors, a dataclass whose fields declare their Kind."""
-
-    def begin(self) -> None:
-        """Set what a fresh run begins with in `saved` and `evidence`; space, reduce and vectors are new."""
-
-    @abstractmethod
-    def plan(self, step: int) -> StepPlan:
-        """What step `step` (from 1) does, from what a checkpoint holds, the settings and the learning rates."""
-
-    @abstractmethod
-    def update(self, plan: StepPlan, groups: Sequence[Any]) -> None:
-        """Do it: modify parameters and vectors, or raise a CommError and leave them as they were.
-
-        num_steps is still that of the step before. The gradient is this rank's own; where the plan has Wire.FULL the
-        algorithm calls mean_gradient_ for the common one.
-        """
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse hyperparameters out of range. Raises: ValueError naming the field, its value and what is allowed."""
-        check_group(group, ADAM)
-
-    def check_saved(self, saved: dict[str, Any]) -> None:
-        """Refuse loaded values that the algorithm cannot go on from. Raises: ValueError."""
-
-    def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> Any:
-        """The hyperparameters of a group as they are now, with a slice that it owns and what that has seen."""
-        beta1, beta2 = group["betas"]
-        return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], seen)
-
-    def hypers(self, step: int) -> list[Any]:
-        """The hyperparameters of now in step `step`, of every run of tensors of equal age; what `update` is given."""
-        return [self.hyper(self.param_groups[run.group], run.span, run.seen(step)) for run in self.runs]
-
-    def note_evidence(self) -> None:
-        """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
-
-    def new_vector(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros, float[N], for a replicated vector; where another takes its place at once, in memory of one of them."""
-        p_N = self.space.p_N
-        made = p_N.new_zeros(1 if self.awaits_vectors else p_N.numel(), dtype=dtype)
-        return made.expand_as(p_N) if self.awaits_vectors else made
-
-    def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
-        """Of a replicated vector, by field, where the variance was frozen then. That of the parameters for most."""
-        return self.space.p_N.dtype
-
-    def fit_vectors(self) -> None:
-        """Have replicated vectors of the type that they are in now, where `frozen_at` was set from outside: zeros."""
-        for name in sizes(self.vectors, 0):
-            if is_field(self.vectors, name):
-                vector, dtype = getattr(self.vectors, name), self.dtype_of(name, self.frozen_at)
-                if vector.dtype != dtype:
-                    put(self.vectors, name, torch.zeros_like(vector, dtype=dtype))
-
-    @property
-    def num_updates(self) -> int:
-        """Updates that the variance has had: what Age.unseen is counted in."""
-        return self.num_steps
-
-    def set_ages(self, ages: Sequence[Age]) -> None:
-        """Keep the age of each tensor, and find the runs of equal ones."""
-        self.ages = list(ages)
-        self.runs = runs_of(self.space.tensors, self.space.spans, self.ages)
-
-    def misfits(self) -> bool:
-        """Is there a tensor whose moments are not those of the phase that the run is in? The same on every rank."""
-        return False
-
-    def take_in(self) -> None:
-        """Bring tensors that do not fit to the phase of the run, before its next step. Collective.
-
-        Raises: PeerLost, and then nothing has changed.
-        """
-
-    def relaid(self, residuals: dict[str, Tensor]) -> None:
-        """After the vectors were laid out anew: what to do with R of each error memory, which holds it. Local."""
-        self.handed_over = residuals
-
-    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """`saved` as it goes on after groups were added: lists with a value a group are as long as at a beginning."""
-        longer = {k: v for k, v in self.begun.items() if isinstance(v, list) and len(v) > len(saved.get(k, v))}
-        return {**saved, **{key: [*saved[key], *value[len(saved[key]) :]] for key, value in longer.items()}}
-
     def resumed(self) -> None:
-        """After vectors, ages and saved values were set from outside: derive what follows from them. Local."""
+        """As Algorithm.resumed."""
         self.set_ages(self.ages)
         self.has_misfits = self.misfits()
         changing.show(self)
 
-    def choose_full_exchange(self, given: FullWire | None) -> FullWire:
-        """How the mean gradient is sent. Raises: ValueError where it cannot be sent as was asked."""
-        every = [param for group in self.param_groups for param in group["params"]]
-        return given or ("bf16" if all(param.dtype == torch.bfloat16 for param in every) else "fp32")
-
-    def make_reducer(self, group: Group) -> Reducer:
-        """What exchanges the vectors of self.space. Collective."""
-        return default_reducer(
-            group,
-            self.space.layout,
-            self.space.p_N,
-            codec=self.codec,
-            bucket_elements=self.bucket_elements,
-            cuts=self.space.cuts,
-            keeps=self.kept_of_others,
-            full=self.full_exchange,
-            # Where ranks have come or gone boxes may differ.
-            topology="auto" if self.topology == "node_first" and hasattr(self, "reduce") else self.topology,
-            sums=torch.bfloat16 if "error_memory" in self.narrow else None,
-        )
-
-    @property
-    def kept_of_others(self) -> Keeps:
-        """What ranks keep of each other's error memory: nothing where there is none, or it is of gradients."""
-        return Keeps.NOTHING
-
-    @property
-    def gradient_memory(self) -> ErrorMemory | None:
-        """What 8 bits leave out of the next mean gradient, in units of it; None where nothing is kept."""
-        return None
-
-    @property
-    def mean_wire(self) -> FullWire:
-        """How the mean gradient of the next step is sent, where it is.
-
-        In place of 8 bits 16 where no error memory is of gradients: what is exchanged then goes into a variance that is
-        seldom updated. That wants the size of small values too, and would find an error of long ago in a memory.
-        """
-        return "bf16" if self.full_exchange == "int8" and self.gradient_memory is None else self.full_exchange
-
-    def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
-        """The name of the error memory whose R in this state_dict is that of gradients; None where there is none."""
-        return None
-
-    def groups_in(self, at: slice) -> list[tuple[slice, dict[str, Any]]]:
-        """The parts of these elements of the flat vectors, each with the parameter group that owns it."""
-        spans = zip(self.param_groups, self.space.spans, strict=True)
-        parts = [(slice(max(at.start, span.start), min(at.stop, span.stop)), group) for group, span in spans]
-        return [(part, group) for part, group in parts if part.start < part.stop]
-
-    def gradient_weight(self, group: dict[str, Any]) -> float:
-        """What a gradient counts in the momentum of this group: 1 - beta1."""
-        return float(1 - group["betas"][0])
-
-    def gradient_weights(self) -> Tensor:
-        """The same of every element: float[N], 0 where none is."""
-        return self.space.spread([self.gradient_weight(group) for group in self.param_groups])
-
-    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
-        """part <- this rank's part of R in the unit of ranks that have made a step more, which it is given. Local.
-
-        plain, vectors: their plain_state() and replicated vectors. For most algorithms the unit is the same.
-        """
-
-    def before_gradients(self) -> None:
-        """First in a step that gathers gradients: look at what must not have changed since the last. Local."""
-
-    def after_step(self) -> None:
-        """Last in a step that was taken, or left out. Local."""
-
     def send_beside(self) -> None:
-        """First in a step that sends: buffers, at times what ranks hold. Collective. Raises: as equalise_buffers."""
+        """As Algorithm.send_beside."""
         self.equalise_buffers()
         self._replicas.compare(self)
 
     def prepare_to_save(self) -> None:
-        """Bring rank-local state into one that can be saved. Collective. Raises: PeerLost.
-
-        ValueError where ranks have loaded shares that do not belong together (rank_state_dict).
-        """
+        """As Algorithm.prepare_to_save."""
         self.note_evidence()
-        state_dicts.agree_on_load(self)
-
-    def prepare_to_hand_over(self) -> None:
-        """As prepare_to_save(); gradients may be written. Collective. Raises: as prepare_to_save."""
-        self.prepare_to_save()
-
-    def own_state(self) -> dict[str, Any]:
-        """What this rank alone holds since the last sync, as rank_state_dict() saves it: copies. For most nothing."""
-        return {}
-
-    def check_own(self, own: dict[str, Any]) -> None:
-        """Refuse what own_state() cannot have given. Raises: ValueError."""
-        if own:
-            raise ValueError(f"state_dict has own {sorted(own)}, and this optimizer has nothing of one rank alone")
-
-    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
-        """Hold what own_state() gave; where it is not in_round, as if the round had ended there. Local."""
-
-    @property
-    def common_parameters(self) -> Tensor:
-        """The parameters of step common_steps, float[N], the same on every rank; not a copy."""
-        return self.space.p_N
-
-    def common_vectors(self) -> dict[str, Tensor]:
-        """What all ranks hold alike now, the parameters among it; not copies."""
-        return {"parameters": self.space.p_N, **replicated(self.vectors)}
-
-    def end_round_as(self, src: int) -> None:
-        """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""
-
-    def begin_exchange(self, plan: StepPlan) -> Exchange:
-        """What this plan exchanges, opened; the mean gradient for most algorithms."""
-        return self.begin_mean()
-
-    def begin_mean(self) -> Exchange:
-        """The mean gradient, opened."""
-        return mean_gradient(self.reduce, self.space.g_N, self.gradient_memory, self.mean_wire)
-
-    def waits_for(self, plan: StepPlan) -> str | None:
-        """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
-        if self.group.size == 1:
-            return "one rank sends nothing"
-        if self.loaded is not None:
-            return "the first step after a load finds out whether the ranks have loaded what belongs together"
-        if self.scaled is None:
-            return "the first step finds out whether a GradScaler calls it"
-        if self.scaled:
-            return "a GradScaler's gradients are divided by their scale in step()"
-        if plan.gradient is Wire.LOCAL and self.max_grad_norm is not None:
-            return "max_grad_norm needs the whole gradient before the first bucket can be encoded"
-        return None
+        shares.agree_on_load(self)
 
     def mean_gradient_(self) -> None:
         """g <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput.
 
         RuntimeError where this is the second step in a row without a gradient, here and as it seems on all ranks.
         """
-        self.overlap.complete(self.begin_mean, partial(stepping.send_due, self))
+        self.overlap.complete(self.begin_mean, self.send_due)
         if self.steps_without_gradient > 1 and not self.space.g_N.any():
             raise RuntimeError(without_gradient(self.num_steps + 1, "any rank"))
         self.first.look_at_mean(self.space.g_N)
@@ -375,32 +132,11 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
 
     def exchange_(self, plan: StepPlan) -> None:
         """What this plan exchanges, all of it: reduce.result has it until commit. Raises: PeerLost, NonFiniteInput."""
-        self.overlap.complete(lambda: self.begin_exchange(plan), partial(stepping.send_due, self))
-
-    @property
-    def num_steps(self) -> int:
-        """Steps taken, those that were left out not counted; state[p]["step"] is the same number as a tensor."""
-        return self._num_steps
-
-    @num_steps.setter
-    def num_steps(self, value: int) -> None:
-        self._num_steps = value
-        for missed, count in self.shown_steps.items():
-            count.fill_(value - missed)
+        self.overlap.complete(lambda: self.begin_exchange(plan), self.send_due)
 
     def set_global_batch(self, size: int) -> bool:
         """Say how many samples a step has over all ranks. Returns whether a warm-up begins again; here none does."""
         return False
-
-    @property
-    def phase(self) -> Phase:
-        """The phase of the next step."""
-        return self.plan(self.num_steps + 1).phase
-
-    @property
-    def skips_non_finite(self) -> bool:
-        """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
-        return self.non_finite == "skip" or bool(self.scaled)
 
     @property
     def saves(self) -> Saves:
@@ -415,11 +151,6 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if value not in ("together", "rank"):
             raise ValueError(f'saves = {value!r}: must be "together" or "rank"')
         self._saves: Saves = value
-
-    @property
-    def at_sync(self) -> bool:
-        """Do all ranks hold the same parameters now? A loop evaluates where they do, which then costs no byte."""
-        return self.num_steps == self.common_steps
 
     @_disable_dynamo  # torch.compile of a step runs this as it is: to trace it would take minutes, for nothing
     @torch.no_grad()
@@ -436,14 +167,92 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with stepping.heeded(self):
+        with self._reports_undone():
             try:
                 with self.calling(f"step() {self.num_steps + 1}"):
-                    stepping.step(self)
+                    self._step()
+                    self.after_step()
             except BaseException:
                 forget_scaler(self)
                 raise
         return loss
+
+    def _step(self) -> None:
+        """Raises: as step(), and then parameters, state and step count are as before the call."""
+        refuse_late_process_group(self.group)
+        refuse_edited(self.state, self.param_groups, self.listed)
+        shares.agree_on_load(self)
+        changing.follow_changes(self)
+        space, overlap = self.space, self.overlap
+        try:
+            self._gather_gradients()
+            plan = self.plan(self.num_steps + 1)
+            self.reduce.draw = self.num_steps
+            self.begin_beside(plan)
+            self.first.look(plan, space.g_N, self.mean_wire, has_sent=overlap.has_launched)
+            if plan.gradient is Wire.LOCAL:
+                space.shorten_gradient(self.max_grad_norm)
+            self.update(plan, self.hypers(self.num_steps + 1))
+        except NonFiniteInput as error:
+            overlap.abandon()
+            space.clear_dead()
+            if isinstance(error, Refused):
+                changing.refuse_mismatch(self, "step()")  # raises, for they have changed there and not here
+            if not self.skips_non_finite:
+                raise
+            self.steps_skipped += 1
+            logger.warning("step_skipped step=%d ranks=%s", self.num_steps + 1, list(error.ranks))
+            self._tell_scaler(left_out=True)
+            return
+        except BaseException as error:
+            overlap.undo(error, self.reduce, self.group)
+            raise
+        overlap.abandon()  # of a local step: nothing of it was sent
+        self.num_steps += 1
+        if self.at_sync:
+            self.handed_over = None
+        space.write_back()
+        self._tell_scaler(left_out=False)
+
+    def _gather_gradients(self) -> None:
+        """Bring together what step() is given. Raises: ValueError, RuntimeError."""
+        self.before_gradients()
+        space, overlap = self.space, self.overlap
+        space.take_changes()
+        self.scaled = scaled = is_scaled(self)
+        if scaled and overlap.exchange is not None:
+            raise RuntimeError(
+                "a GradScaler calls step() for the first time after gradients have been sent as they were, scaled: "
+                "this step is left out; call zero_grad() and go on, they will be sent in step() from here on"
+            )
+        if not scaled:
+            overlap.refuse_written()
+        self.steps_without_gradient = self.steps_without_gradient + 1 if space.is_untouched else 0
+        if self.steps_without_gradient in (1, 10, 100):
+            logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self.group.rank}"))
+        space.gather_gradients(overlap.taken)
+        refuse_orphans([space.tensors[i] for i in space.quiet], self.state)
+        unscale_(space.g_N, self)
+
+    def _tell_scaler(self, *, left_out: bool) -> None:
+        """With what it is owed: between two steps all have found a gradient not to be finite, and no scaler knows."""
+        if is_scaled(self):
+            left_out, self.owes_scaler = left_out or self.owes_scaler, False
+            tell_scaler(self, left_out=left_out)
+
+    @contextmanager
+    def _reports_undone(self) -> Iterator[None]:
+        """A step that is undone inside, for want of a peer or of a finite gradient, is reported to self.undone.
+
+        So a loop that outlives its peers (workers/session) has its body run to the end also where a step in it was
+        lost. Raises: what is raised inside, where there is nobody to report to, and all other errors.
+        """
+        try:
+            yield
+        except (PeerLost, NonFiniteInput) as error:
+            if self.undone is None:
+                raise
+            self.undone(error)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, a backward only adds to gradients: for all micro-steps but the last. Only overlap needs it."""
@@ -459,14 +268,17 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         collective that all ranks call. Parameters and state are as before that backward, error memory to rounding.
         Raises: PeerLost.
         """
-        stepping.clear_gradients(self, set_to_none)
-
-    def equalise_buffers(self) -> None:
-        """Buffers of model= <- rank 0's. Collective where there are any; every step that sends something does it.
-
-        Raises: PeerLost, WireMismatch, ValueError where they are others than rank 0's; then none is written.
-        """
-        self.buffers.equalise_(self.group, self.space.p_N.device)
+        if self.overlap.exchange is not None:
+            with self._reports_undone(), self.calling(f"zero_grad() after step {self.num_steps}"):
+                self.overlap.abandon()
+        else:
+            self.overlap.abandon()
+        for param in changing.others(self):
+            param.grad = None
+        if self.overlaps and set_to_none:
+            self.space.drop_gradients()
+        else:
+            self.space.zero_gradients(set_to_none)
 
     def refresh_master(self) -> None:
         """Take bfloat16 and float16 parameters that were written through `param.data` into their float32 masters.
@@ -526,7 +338,14 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         """
         if self.saves == "rank":
             return self.rank_state_dict()
-        return state_dicts.together(self)
+
+        def prepare() -> None:
+            if error_memories(self.vectors):  # else all of it is local
+                self.refuse_to_be_alone()
+            self.prepare_to_save()
+
+        with self.calling(f"state_dict() after step {self.num_steps}", SAVE_EVERYWHERE):
+            return self._saved("state_dict", prepare, saving.collect)
 
     def rank_state_dict(self) -> dict[str, Any]:
         """This rank's share of state_dict(), without a word to the others. Local: any rank may call it at any step.
@@ -539,7 +358,21 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         of rank 0 alone may be loaded by every rank of any number of them: whole but for R, which is said in the log.
         Raises: RuntimeError where gradients are on their way (overlap).
         """
-        return state_dicts.of_rank(self)
+        return self._saved("rank_state_dict", self.note_evidence, saving.collect_share)
+
+    def _saved(
+        self, call: str, prepare: Callable[[], None], collect: Callable[[Algorithm[Any]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        self.overlap.refuse_between(call)
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self.space.take_changes()
+        prepare()
+        self.space.write_back()
+        state_dict = collect(self)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -549,31 +382,20 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         ranks have loaded what belongs together, and raises a ValueError on all of them where not.
         Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
         """
-        state_dicts.load(self, state_dict)
-
-    @property
-    def common_steps(self) -> int:
-        """The last step at which all ranks held the same parameters."""
-        return self.num_steps
-
-    def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
-        """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls."""
-        return self.calls.within(f"{type(self).__name__}.{call}", remedy)
-
-    def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
-        """Of parameters (parameters_N) and replicated vectors those that a sync in full of the ranks that take part
-
-        would change here; new, nothing is modified. group: in which these num_ranks are, and perhaps others, who give
-        nothing. Collective where ranks hold something of their own. Raises: PeerLost.
-        """
-        return {}
+        self.overlap.refuse_between("load_state_dict")
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        self.loaded = saving.apply(self, state_dict)
+        self.resumed()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def plain_state(self) -> dict[str, Any]:
         """All of state_dict() that is not a vector, as after settled(). Numbers, texts, lists and dicts."""
         return saving.plain(self)
 
     def connect_space(self) -> None:
-        """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
+        """As Algorithm.connect_space."""
         self.set_ages(self.ages)
         self.reduce = self.make_reducer(self.group)
         self.saved: dict[str, Any] = {}
@@ -583,8 +405,14 @@ class FlatOptimizer(torch.optim.Optimizer, Generic[State]):
         self.vectors: Any = self.make_state()
         self.begin()
         self.begun = copy.deepcopy(self.saved)
-        self.laid_out = laid_out_ids(self.param_groups, self.space)
+        self.laid_out = changing.laid_out_ids(self.param_groups, self.space)
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
 
     def _begin_early(self) -> Exchange | str:
-        return stepping.begin_early(self)
+        """What hooks of the backward that begins now may send, or why they may not."""
+        refuse_edited(self.state, self.param_groups, self.listed)
+        if self.has_misfits or not changing.is_laid_out(self):
+            return "other parameters are trained than in the step before: step() lays them out anew"
+        plan = self.plan(self.num_steps + 1)
+        self.reduce.draw = self.num_steps
+        return self.waits_for(plan) or self.begin_exchange(plan)

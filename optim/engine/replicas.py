@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.comm.groups.texts import texts_if_they_differ
-from thinwire.optim.engine.protocol import OptimizerLike
+from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.shares import digest
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Replicas:
         self._compared: int | None = None
         self._said = False
 
-    def compare(self, optimizer: OptimizerLike) -> None:
+    def compare(self, optimizer: Algorithm[Any]) -> None:
         """Where it is time: say once, on rank 0, what differs. Collective. Raises: PeerLost."""
         now = optimizer.common_steps // EVERY
         if self._compared is None:
@@ -54,7 +54,7 @@ class Replicas:
             logger.warning("replicas_differ step=%d: %s: %s", optimizer.common_steps, told, TO_DO)
 
 
-def settings(optimizer: OptimizerLike) -> dict[str, Any]:
+def settings(optimizer: Algorithm[Any]) -> dict[str, Any]:
     """What every rank must step with alike, by name: plain numbers and lists."""
     found: dict[str, Any] = {
         "max_grad_norm": optimizer.max_grad_norm,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.engine import checking, shares
+from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import as_python
 from thinwire.optim.engine.places import places
-from thinwire.optim.engine.protocol import OptimizerLike
 from thinwire.optim.engine.share import Loaded, Share, is_share
 from thinwire.optim.engine.state import MASTER, TensorState, error_memories, replicated, sizes
 from thinwire.optim.engine.tensor_states import (
@@ -78,7 +78,7 @@ class SavedGroup(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.items())  # what torch.load takes with weights_only
 
 
-def collect(optimizer: OptimizerLike) -> dict[str, Any]:
+def collect(optimizer: Algorithm[Any]) -> dict[str, Any]:
     """All but the parameters, copied. Collective. Error memory is brought together as R, from which the run goes on.
 
     Raises: PeerLost; then nothing has changed.
@@ -92,7 +92,7 @@ def collect(optimizer: OptimizerLike) -> dict[str, Any]:
     }
 
 
-def collect_share(optimizer: OptimizerLike) -> dict[str, Any]:
+def collect_share(optimizer: Algorithm[Any]) -> dict[str, Any]:
     """The same of this rank alone: in place of R its own share of the error memory. Local; nothing has changed."""
     more, nothing = frozen_states(optimizer), optimizer.space.p_N.new_empty(0)
     residuals = {name: joined(nothing, name, more) for name in error_memories(optimizer.vectors)}
@@ -104,7 +104,7 @@ def collect_share(optimizer: OptimizerLike) -> dict[str, Any]:
     }
 
 
-def _vectors(optimizer: OptimizerLike, vectors: Mapping[str, Tensor], more: Sequence[TensorState]) -> dict[str, Any]:
+def _vectors(optimizer: Algorithm[Any], vectors: Mapping[str, Tensor], more: Sequence[TensorState]) -> dict[str, Any]:
     """more: the states of frozen parameters."""
     masters = [
         *optimizer.space.masters().values(),
@@ -117,7 +117,7 @@ def _vectors(optimizer: OptimizerLike, vectors: Mapping[str, Tensor], more: Sequ
     }
 
 
-def plain(optimizer: OptimizerLike) -> dict[str, Any]:
+def plain(optimizer: Algorithm[Any]) -> dict[str, Any]:
     """What a state_dict holds beside vectors, copied."""
     groups, saved = optimizer.param_groups, copy.deepcopy(optimizer.saved)
     factor = optimizer.space.shortened_by if optimizer.full_exchange == "int8" else None
@@ -138,7 +138,7 @@ def plain(optimizer: OptimizerLike) -> dict[str, Any]:
     }
 
 
-def apply(optimizer: OptimizerLike, state_dict: object) -> Loaded:
+def apply(optimizer: Algorithm[Any], state_dict: object) -> Loaded:
     """Go on from what was collected, by all ranks or by one. Local. Returns what is to be compared with other ranks.
 
     What is trained now, and what was when it was saved, may differ: each parameter is given its own. Not so in a share.
@@ -170,7 +170,7 @@ def apply(optimizer: OptimizerLike, state_dict: object) -> Loaded:
 
 
 def go_on(
-    optimizer: OptimizerLike,
+    optimizer: Algorithm[Any],
     plain: dict[str, Any],
     states: Mapping[Tensor, TensorState],
     residuals: dict[str, Tensor],
@@ -190,13 +190,13 @@ def go_on(
     optimizer.go_on_from({}, in_round=False)
 
 
-def _identity(optimizer: OptimizerLike) -> dict[str, Any]:
+def _identity(optimizer: Algorithm[Any]) -> dict[str, Any]:
     """What a state_dict says of itself."""
     shapes = [list(tensor.param.shape) for tensor in everything(optimizer)]
     return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": shapes}
 
 
-def _whole(optimizer: OptimizerLike, state_dict: object) -> dict[str, Any]:
+def _whole(optimizer: Algorithm[Any], state_dict: object) -> dict[str, Any]:
     """The state_dict, in the form of now, when it says of itself what it must and has all keys. Raises: ValueError."""
     if not isinstance(state_dict, dict):
         raise ValueError(f"state_dict is {type(state_dict).__name__}; give what state_dict() returned")
@@ -212,7 +212,7 @@ def _whole(optimizer: OptimizerLike, state_dict: object) -> dict[str, Any]:
     return loaded
 
 
-def _checked(optimizer: OptimizerLike, loaded: Mapping[str, Any]) -> Order:
+def _checked(optimizer: Algorithm[Any], loaded: Mapping[str, Any]) -> Order:
     """Where entries stand, where plain values fit. Raises: ValueError."""
     every = everything(optimizer)
     checking.refuse(checking.plain_values(loaded, optimizer.begun, [tensor.name for tensor in every]))
@@ -228,7 +228,7 @@ def _checked(optimizer: OptimizerLike, loaded: Mapping[str, Any]) -> Order:
     return order
 
 
-def _refuse_other_vectors(optimizer: OptimizerLike, loaded: Mapping[str, Any], order: Order) -> None:
+def _refuse_other_vectors(optimizer: Algorithm[Any], loaded: Mapping[str, Any], order: Order) -> None:
     mine = optimizer.space.p_N.numel()
     needed = sizes(optimizer.vectors, mine).items()
     lengths = {name: order.numel if size == mine else len(order.tensors) for name, size in needed}
@@ -239,7 +239,7 @@ def _refuse_other_vectors(optimizer: OptimizerLike, loaded: Mapping[str, Any], o
 
 
 def _errors(
-    optimizer: OptimizerLike, loaded: Mapping[str, Any], order: Order
+    optimizer: Algorithm[Any], loaded: Mapping[str, Any], order: Order
 ) -> tuple[Share | None, dict[str, Tensor]]:
     """The share, where it is one, and R of each error memory: of a share that of frozen parameters alone, in its place.
 
@@ -261,7 +261,7 @@ def _errors(
     return share, {name: torch.cat([none_N, r.to(none_N)]) for name, r in loaded["residuals"].items()}
 
 
-def _take_plain(optimizer: OptimizerLike, loaded: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+def _take_plain(optimizer: Algorithm[Any], loaded: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     for group, merged in zip(optimizer.param_groups, groups, strict=True):
         group.update(merged)
     optimizer.num_steps, optimizer.frozen_at = loaded["num_steps"], loaded["frozen_at"]
@@ -282,7 +282,7 @@ def _take_parameters(space: FlatSpace, order: Order, parameters_N: Tensor) -> No
 
 
 def _give_out_gradients(
-    optimizer: OptimizerLike, name: str | None, states: Mapping[Tensor, TensorState], factor: float
+    optimizer: Algorithm[Any], name: str | None, states: Mapping[Tensor, TensorState], factor: float
 ) -> None:
     """m <- m + what R of gradients counts in it, R <- 0, where gradients are not sent in 8 bits here.
 

@@ -27,21 +27,22 @@ from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
+from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.checking import ABSENT, refuse
-from thinwire.optim.engine.protocol import OptimizerLike
 from thinwire.optim.engine.share import KEY, Loaded, Share, read
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.engine.tensor_states import frozen_names
 
 logger = logging.getLogger(__name__)
 
+LOAD_EVERYWHERE = "call load_state_dict() on every rank, of the model and then of the optimizer, before the first step"
 TO_DO = (
     "To lose nothing save optimizer.rank_state_dict() on every rank, and load on each rank its own; or bring all of "
     "them together with thinwire.optim.saves.together"
 )
 
 
-def collect(optimizer: OptimizerLike) -> dict[str, Any]:
+def collect(optimizer: Algorithm[Any]) -> dict[str, Any]:
     """What a share holds beside what all hold alike. Local; new tensors.
 
     Under a name that no other rank has: torch.distributed.checkpoint takes what has one name on all ranks for equal.
@@ -56,7 +57,7 @@ def collect(optimizer: OptimizerLike) -> dict[str, Any]:
     return {KEY: {f"{group.rank} of {group.size}": of_rank}}
 
 
-def checked(optimizer: OptimizerLike, state_dict: Mapping[str, Any]) -> Share:
+def checked(optimizer: Algorithm[Any], state_dict: Mapping[str, Any]) -> Share:
     """The share that this optimizer can go on from. Raises: ValueError with both values."""
     share, names = read(state_dict), sorted(error_memories(optimizer.vectors))
     group, numel, frozen = optimizer.group, optimizer.space.p_N.numel(), frozen_names(optimizer)
@@ -95,7 +96,7 @@ def checked(optimizer: OptimizerLike, state_dict: Mapping[str, Any]) -> Share:
     return share
 
 
-def take(optimizer: OptimizerLike, share: Share) -> Loaded:
+def take(optimizer: Algorithm[Any], share: Share) -> Loaded:
     """Hold the errors of a share that was checked; the rest of it is held already. Local."""
     group, mine = optimizer.group, share.is_of(optimizer.group)
     apart = False
@@ -104,12 +105,24 @@ def take(optimizer: OptimizerLike, share: Share) -> Loaded:
         apart = apart or (not fits and memory.is_behind)
     whole = mine or share.size == 1
     if group.size == 1 and not whole and (missing := _missing(optimizer, share)):
-        logger.warning(missing)  # else by rank 0 in agree()
+        logger.warning(missing)  # else by rank 0 in _agree()
     return Loaded(share, whole, mine and bool(share.own), apart)
 
 
-def agree(optimizer: OptimizerLike, loaded: Loaded) -> None:
-    """See that the ranks have loaded what belongs together, and make them hold the same. Collective, once after a load.
+def agree_on_load(optimizer: Algorithm[Any]) -> None:
+    """Once after a load, see that all ranks have loaded what belongs together. Collective, a few bytes.
+
+    Raises: ValueError, alike on every rank, where they do not; PeerLost.
+    """
+    if optimizer.loaded is not None:
+        optimizer.space.take_changes()
+        with optimizer.calling(f"load_state_dict() of step {optimizer.num_steps}", LOAD_EVERYWHERE):
+            _agree(optimizer, optimizer.loaded)
+        optimizer.loaded = None
+
+
+def _agree(optimizer: Algorithm[Any], loaded: Loaded) -> None:
+    """See that the ranks have loaded what belongs together, and make them hold the same. Collective.
 
     Where a rank has loaded the share of another one, rank 0 says what is missing, R is what the ranks have brought, and
     a round of 0/1 Adam ends as if rank 0 had synced alone.
@@ -155,7 +168,7 @@ def _take_errors(memory: ErrorMemory, held: Held, share: Share, group: Group) ->
     return True
 
 
-def _missing(optimizer: OptimizerLike, share: Share) -> str | None:
+def _missing(optimizer: Algorithm[Any], share: Share) -> str | None:
     """What is lost where this share has been loaded in place of all; None where nothing is."""
     held, missing = share.missing_norm(share.size)
     compresses = optimizer.frozen_at is not None or any(not one.is_empty for one in share.errors.values())

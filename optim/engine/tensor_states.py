@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from thinwire.optim.engine.ages import Age
+from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.parameters import LOW_PRECISION
 from thinwire.optim.engine.places import FlatTensor, Places, places
-from thinwire.optim.engine.protocol import OptimizerLike
 from thinwire.optim.engine.state import MASTER, TensorState, error_memories, replicated, sizes
 
 
@@ -55,24 +55,24 @@ Entry = tuple[str, int, int | None]
 """What plain values say of the state of a parameter: its name, the steps that it was in, and as TensorState.seen."""
 
 
-def everything(optimizer: OptimizerLike) -> list[FlatTensor]:
+def everything(optimizer: Algorithm[Any]) -> list[FlatTensor]:
     """All parameters in flat order, frozen ones too."""
     return places(optimizer.param_groups, lambda param: True).tensors
 
 
-def frozen_names(optimizer: OptimizerLike) -> list[str]:
+def frozen_names(optimizer: Algorithm[Any]) -> list[str]:
     """The parameters that are not laid out."""
     laid_out = {tensor.name for tensor in optimizer.space.tensors}
     return [tensor.name for tensor in everything(optimizer) if tensor.name not in laid_out]
 
 
-def order_of(optimizer: OptimizerLike) -> Order:
+def order_of(optimizer: Algorithm[Any]) -> Order:
     """Where the entries of now stand."""
     return Order.of(optimizer.space, [one for one in everything(optimizer) if one.param in optimizer.frozen_states])
 
 
 @torch.no_grad()
-def parameters(optimizer: OptimizerLike) -> Tensor:
+def parameters(optimizer: Algorithm[Any]) -> Tensor:
     """Those that have a state, where entries stand: of low precision their masters, where these are still true."""
     found = [optimizer.space.p_N]
     for tensor in order_of(optimizer).tensors[len(optimizer.space.tensors) :]:
@@ -83,13 +83,13 @@ def parameters(optimizer: OptimizerLike) -> Tensor:
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
-def frozen_states(optimizer: OptimizerLike) -> list[TensorState]:
+def frozen_states(optimizer: Algorithm[Any]) -> list[TensorState]:
     """Those of optimizer.frozen_states in the order of entries."""
     frozen = order_of(optimizer).tensors[len(optimizer.space.tensors) :]
     return [optimizer.frozen_states[tensor.param] for tensor in frozen]
 
 
-def entries(optimizer: OptimizerLike) -> list[Entry]:
+def entries(optimizer: Algorithm[Any]) -> list[Entry]:
     """Of each parameter that has a state."""
     counts = [age.counts(optimizer.num_steps, optimizer.num_updates) for age in optimizer.ages]
     counts += [(state.steps, state.seen) for state in frozen_states(optimizer)]
@@ -117,7 +117,7 @@ def taken(
     return found
 
 
-def live(optimizer: OptimizerLike, residuals: Mapping[str, Tensor]) -> dict[Tensor, TensorState]:
+def live(optimizer: Algorithm[Any], residuals: Mapping[str, Tensor]) -> dict[Tensor, TensorState]:
     """Every state: of what is laid out as views of the live vectors, and of R of each error memory."""
     counts = [age.counts(optimizer.num_steps, optimizer.num_updates) for age in optimizer.ages]
     vectors = {**replicated(optimizer.vectors), **residuals}
@@ -126,7 +126,7 @@ def live(optimizer: OptimizerLike, residuals: Mapping[str, Tensor]) -> dict[Tens
 
 
 @torch.no_grad()
-def put_(optimizer: OptimizerLike, states: Mapping[Tensor, TensorState]) -> dict[str, Tensor]:
+def put_(optimizer: Algorithm[Any], states: Mapping[Tensor, TensorState]) -> dict[str, Tensor]:
     """The optimizer has these states, as they belong to what is laid out now. Local. Returns R of each error memory.
 
     A tensor without a state, or a value that a state has not, begins anew. Masters are not touched.
@@ -144,7 +144,7 @@ def put_(optimizer: OptimizerLike, states: Mapping[Tensor, TensorState]) -> dict
     return residuals
 
 
-def hold(optimizer: OptimizerLike, states: Mapping[Tensor, TensorState], residuals: Mapping[str, Tensor]) -> None:
+def hold(optimizer: Algorithm[Any], states: Mapping[Tensor, TensorState], residuals: Mapping[str, Tensor]) -> None:
     """All of put_ but the live vectors, which are in place. residuals: what each error memory holds from here on."""
     space, counts, new = optimizer.space, (optimizer.num_steps, optimizer.num_updates), TensorState(0, 0)
     live = [states.get(tensor.param, new) for tensor in space.tensors]
@@ -156,7 +156,7 @@ def hold(optimizer: OptimizerLike, states: Mapping[Tensor, TensorState], residua
         memory.restore(residuals[name])
 
 
-def bring_together(optimizer: OptimizerLike, room: Callable[[], Tensor | None] = lambda: None) -> dict[str, Tensor]:
+def bring_together(optimizer: Algorithm[Any], room: Callable[[], Tensor | None] = lambda: None) -> dict[str, Tensor]:
     """R of each error memory, which holds it from here on; kept in handed_over until the next step. Collective.
 
     room: memory for R, where there is any. Raises: PeerLost, and then nothing has changed.
@@ -175,7 +175,7 @@ def masters_of(states: Mapping[Tensor, TensorState]) -> dict[Tensor, Tensor]:
 
 
 def of_peer(
-    optimizer: OptimizerLike, theirs: Iterable[Sequence[Any]], held: Mapping[Tensor, TensorState]
+    optimizer: Algorithm[Any], theirs: Iterable[Sequence[Any]], held: Mapping[Tensor, TensorState]
 ) -> dict[Tensor, TensorState]:
     """The states of the entries of another rank with the same layout, in their order.
 

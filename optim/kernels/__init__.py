@@ -1,6 +1,6 @@
-"""Updates of parameters and moments in one pass over memory, on the CPU.
+"""Updates of parameters and moments in one pass over memory, on CPUs and GPUs.
 
+updates    for torch's vectors: by loops on a CPU, by the kernels of cuda/ on a GPU; `fits` says for which
 loops      what is computed, compiled by numba
-updates    the same for torch's vectors; `fits` says for which
-descend    parameters move along the momentum that received rows say: by updates or in plain torch, bit for bit alike
+lamb       1-bit LAMB's compressed step, by lamb_loops or cuda/lamb.cu
 """

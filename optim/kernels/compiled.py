@@ -12,8 +12,7 @@ from thinwire.comm.protocol import Reader
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
 from thinwire.optim.kernels import floor_loops, updates
-from thinwire.optim.kernels.heard import Bounds, Heard
-from thinwire.optim.kernels.lamb import Descent, Tiles
+from thinwire.optim.kernels.lamb import Bounds, Descent, Heard, Tiles
 
 
 def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None:

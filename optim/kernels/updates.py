@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -17,14 +19,19 @@ from torch.autograd.graph import increment_version
 from thinwire.comm.kernels.arrays import blocks_of, rows_of, sums_of, values_of
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES, cuda_launcher
-from thinwire.comm.kernels.cuda.launch import Launcher
+from thinwire.comm.kernels.cuda.launch import THREADS, Argument, Launcher
+from thinwire.comm.kernels.cuda.tables import NARROW, records_of
+from thinwire.comm.kernels.fused_reference import decoded, root
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.layout import BYTE
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.kernels.cuda.launches import CudaUpdates, source
 
 LEAST = 1 << 13
 """Eights of elements that a thread must get to be worth waking: 64 Ki, tens of microseconds."""
+SPAN = 8 * THREADS
+"""Elements of a vector that one block of threads does."""
+ALIGNMENT = 16
+"""Of what is read four values at a time, in bytes."""
 
 
 def fits(vector_s: Tensor) -> bool:
@@ -47,17 +54,34 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
 
 
 def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float, eps: float, table: BlockTable) -> None:
-    """As descend.in_torch_, bit for bit. p: modified."""
+    """p <- p (1 - decay) - lr (m / (sqrt v + eps)), m being what the rows say; 0 where dead.
+
+    In one pass where there is a loop or a kernel, elsewhere as a chain of torch operations: equal to the last bit, so
+    that replicas stay equal. p: float[c], modified. v: float[c], or bfloat16[c] beside float32. decay: lr x weight
+    decay. table: where in the rows the blocks of these elements are. Source: Tang et al. 2021, Alg. 1, l. 13.
+    """
     if (cuda := _on_cuda(p_c)) is not None:
         cuda.descend(p_c, v_c, rows, (eps, lr, 1 - decay), table)
-        increment_version(p_c)
+    elif fits(p_c):
+        p, loop = values_of(p_c, table), _loops().descend
+        numbers = map(p.dtype.type, (eps, lr, 1 - decay, 1))
+        given = p, sums_of(v_c, table), rows_of(rows, table), *numbers, blocks_of(table)
+        over(table.num_blocks, MIN_BLOCKS, loop, *given)
+    else:
+        descend_in_torch_(p_c, v_c, rows, lr, decay, eps, table)
         return
-    p, loop = values_of(p_c, table), _loops().descend
-    eps, rate, keep, one = map(p.dtype.type, (eps, lr, 1 - decay, 1))
-    given = p, sums_of(v_c, table), rows_of(rows, table), eps, rate, keep, one, blocks_of(table)
-    threads = _threads(torch.get_num_threads())
-    threads.split(table.num_blocks, MIN_BLOCKS, lambda first, stop: loop(first, stop, *given))
     increment_version(p_c)
+
+
+def descend_in_torch_(
+    p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float, eps: float, table: BlockTable
+) -> None:
+    """descend_ as a chain of torch operations, on any device and in any float dtype: the definition."""
+    step_c = decoded(rows, table).mul_(root(v_c.to(p_c.dtype)).add_(eps).reciprocal_()).mul_(lr)
+    if decay:
+        p_c.mul_(1 - decay)
+    p_c.sub_(step_c)
+    p_c[table.dead] = 0
 
 
 def first_local_(
@@ -129,8 +153,7 @@ def receive_rows_(
     p, loop = values_of(p_c, table), _loops().receive_rows
     vectors = p, *(values_of(x, table) for x in (start_c, v_c, m_c))
     given = *vectors, rows_of(rows, table), *map(p.dtype.type, (*numbers, eps)), blocks_of(table)
-    threads = _threads(torch.get_num_threads())
-    threads.split(table.num_blocks, MIN_BLOCKS, lambda first, stop: loop(first, stop, *given))
+    over(table.num_blocks, MIN_BLOCKS, loop, *given)
     increment_version((p_c, m_c))
 
 
@@ -181,3 +204,60 @@ def _run(name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> N
         return
     number, loop = first.numpy().dtype.type, getattr(_loops(), name)
     over(first.numel() // BYTE, LEAST, loop, *(x.numpy() for x in slices), *map(number, numbers))
+
+
+@cache
+def source() -> str:
+    """updates.cu."""
+    return files("thinwire.optim.kernels.cuda").joinpath("updates.cu").read_text(encoding="utf-8")
+
+
+class CudaUpdates:
+    """Updates of contiguous float32 slices where this launcher launches."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def run(self, name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
+        """The kernel of this name over all elements of the slices, which have one length. Raises: ValueError."""
+        for x in slices:
+            if x.data_ptr() % ALIGNMENT:
+                raise ValueError(f"a slice at address {x.data_ptr()} must begin at a multiple of {ALIGNMENT}")
+        numel = slices[0].numel()
+        if numel:
+            arguments: tuple[Argument, ...] = (*slices, *map(np.float32, numbers), np.int64(numel))
+            self._launcher.launch(name, -(-numel // SPAN), 0, arguments)
+
+    def over_rows(
+        self, name: str, vectors: tuple[Tensor, ...], rows: RowMemory, numbers: tuple[float, ...], table: BlockTable
+    ) -> None:
+        """The kernel of this name, along what rows say of the table's blocks. Raises: ValueError."""
+        for x in vectors:
+            _require(x, table, table.live.dtype)
+        self._over_rows(name, vectors, rows, numbers, table)
+
+    def descend(self, p_c: Tensor, v_c: Tensor, rows: RowMemory, numbers: tuple[float, ...], table: BlockTable) -> None:
+        """As over_rows; v may be bfloat16."""
+        _require(p_c, table, table.live.dtype)
+        _require(v_c, table, NARROW if v_c.dtype == NARROW else table.live.dtype)
+        self._over_rows("descend_narrow" if v_c.dtype == NARROW else "descend", (p_c, v_c), rows, numbers, table)
+
+    def _over_rows(
+        self, name: str, vectors: tuple[Tensor, ...], rows: RowMemory, numbers: tuple[float, ...], table: BlockTable
+    ) -> None:
+        if rows.bytes_B.numel() < table.wire_bytes:
+            raise ValueError(f"wire memory of {rows.bytes_B.numel()} bytes must have at least {table.wire_bytes}")
+        if table.num_blocks:
+            records, given = records_of(table), map(np.float32, numbers)
+            wire: tuple[Argument, ...] = (rows.values_V, rows.bytes_B)
+            arguments: tuple[Argument, ...] = (*vectors, *wire, *given, records.blocks, records.dead)
+            self._launcher.launch(name, table.num_blocks, 0, arguments)
+
+
+def _require(x: Tensor, table: BlockTable, dtype: torch.dtype) -> None:
+    fits = x.shape == (table.numel,) and x.dtype == dtype and x.is_contiguous()
+    if not fits or x.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"a vector of {x.dtype}, shape {tuple(x.shape)} at address {x.data_ptr()} must be contiguous {dtype} of "
+            f"shape ({table.numel},), at a multiple of {ALIGNMENT}"
+        )

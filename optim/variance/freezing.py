@@ -17,10 +17,10 @@ from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.protocol import FullWire
 from thinwire.optim import adam_math
+from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, fused_momentum
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import next_momentum_
-from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
 from thinwire.optim.engine.state import TensorState

@@ -20,8 +20,8 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.optim import adam_math
+from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.engine.optimizer import State
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, ZeroOneSchedule
 from thinwire.optim.variance.floor import floor_variance_

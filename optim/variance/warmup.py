@@ -26,8 +26,9 @@ from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import LR_WARMUP_STEPS, REFRESH, TOTAL_STEPS
 from thinwire.optim import adam_math
+from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.engine.optimizer import FlatOptimizer, State
+from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.engine.schedule import StepPlan, Wire

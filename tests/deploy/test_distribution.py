@@ -110,12 +110,12 @@ from pathlib import Path
 
 import thinwire
 from thinwire.comm.kernels.cuda import int8, kernels
-from thinwire.optim.kernels.cuda import lamb, launches
+from thinwire.optim.kernels import lamb, updates
 from thinwire.service.launch.kuberay.manifest import read_template
 
 assert Path(thinwire.__file__).is_relative_to({environment!r}), thinwire.__file__
 assert (files("thinwire") / "py.typed").is_file()
-assert all("__global__" in source() for source in (int8.source, kernels.source, lamb.source, launches.source))
+assert all("__global__" in source() for source in (int8.source, kernels.source, lamb.source, updates.source))
 read_template(None)
 """
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda import kernels as exchange
 from thinwire.comm.kernels.cuda.launch import THREADS
-from thinwire.optim.kernels.cuda import lamb, launches
+from thinwire.optim.kernels import lamb, updates
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 OPTIONS = ["--std=c++17", "--fmad=false", "--ptxas-options=-v"]
 SOURCES = {
     "exchange.cu": exchange.source,
-    "updates.cu": launches.source,
+    "updates.cu": updates.source,
     "lamb.cu": lamb.source,
     "int8.cu": int8.source,
 }

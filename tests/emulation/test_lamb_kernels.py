@@ -10,9 +10,8 @@ from tests.comm.kernels.cases import assert_same_floats
 from tests.emulation.emulator import Emulator, KernelFault, kernels_in, require_compiler
 from tests.optim.kernels.test_lamb import BOUNDS, LENGTHS, Floats, Problem, Rows
 from thinwire.comm.kernels.cuda.launch import THREADS
-from thinwire.optim.kernels.cuda import lamb as cuda
-from thinwire.optim.kernels.cuda.lamb import TILE, CudaLamb, CudaTiles
-from thinwire.optim.kernels.lamb import Descent, Heard, Tiles
+from thinwire.optim.kernels import lamb as cuda
+from thinwire.optim.kernels.lamb import TILE, CudaLamb, CudaTiles, Descent, Heard, Tiles
 
 KERNELS = {"measure_rows", "measure_floats", "rates_of", "move_rows", "move_floats"}
 

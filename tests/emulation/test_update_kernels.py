@@ -12,9 +12,7 @@ from tests.emulation.emulator import Emulator, KernelFault, kernels_in, require_
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.cuda import launches
-from thinwire.optim.kernels.cuda.launches import SPAN, CudaUpdates
-from thinwire.optim.kernels.descend import in_torch_
+from thinwire.optim.kernels.updates import SPAN, CudaUpdates, descend_in_torch_
 
 HYPER = AdamHyper(slice(0, 8), 1.7e-3, 0.9, 0.997, 1e-8, 0.013)
 EPS, INF = 1e-8, float("inf")
@@ -54,7 +52,7 @@ def updated(update, whole, cuda, monkeypatch):
 
 
 def emulated(seed=1):
-    return CudaUpdates(Emulator(launches.source(), seed))
+    return CudaUpdates(Emulator(updates.source(), seed))
 
 
 @pytest.mark.law
@@ -88,7 +86,7 @@ def test_descending_equals_plain_torch_bit_for_bit(sizes, dead, seed, decay, ord
     def descend(p_c, v_c, rows, lr, decay, eps, table):
         emulated(order).descend(p_c, v_c, rows, (eps, lr, 1 - decay), table)
 
-    assert_same_floats(run(descend), run(in_torch_), "p")
+    assert_same_floats(run(descend), run(descend_in_torch_), "p")
 
 
 @pytest.mark.law
@@ -107,7 +105,7 @@ def test_receiving_rows_equals_the_compiled_loop_bit_for_bit(sizes, monkeypatch)
 
 
 def test_what_is_not_aligned_or_does_not_fit_is_refused_before_anything_is_launched():
-    launcher, case = Emulator(launches.source()), Case([64], [], num_rows=1)
+    launcher, case = Emulator(updates.source()), Case([64], [], num_rows=1)
     cuda, odd = CudaUpdates(launcher), torch.zeros(65)[1:]
     with pytest.raises(ValueError, match="must begin at a multiple of 16"):
         cuda.run("propose", (odd, odd, odd, odd), (1.0, 1.0, 1.0))
@@ -118,7 +116,7 @@ def test_what_is_not_aligned_or_does_not_fit_is_refused_before_anything_is_launc
 
 
 def test_a_planted_fault_is_found(monkeypatch):
-    source = launches.source()
+    source = updates.source()
     told = [
         ("if (next < stop) load(next, 1);", "load(next, 1);", "outside of its memory"),
         (
@@ -134,7 +132,7 @@ def test_a_planted_fault_is_found(monkeypatch):
 
 
 def test_the_source_is_what_the_launches_take_it_for():
-    source = launches.source()
+    source = updates.source()
     assert int(re.search(r"#define THREADS (\d+)", source)[1]) == THREADS
     assert SPAN == 2 * 4 * THREADS
     over_rows = {"descend", "descend_narrow", "receive_rows"}

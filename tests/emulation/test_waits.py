@@ -24,7 +24,7 @@ SELDOM = {
         "optim.onebit_lamb.OneBitLamb.on_freeze",
         "optim.variance.sparse.SparseVarianceOptimizer._use_",
     },
-    "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed", "optim.variance.sums.zeros_of"},
+    "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed", "optim.lamb_math.zeros_of"},
     "0/1 Adam moves its variance": FLOOR
     | {
         "optim.variance.sparse.SparseVarianceOptimizer._use_",
@@ -33,7 +33,7 @@ SELDOM = {
     },
     "the automatic rule tests": {
         "optim.variance.when_to_freeze.VarianceStability.read_norms",
-        "optim.variance.sums.zeros_of",
+        "optim.lamb_math.zeros_of",
     },
     "buffers of model=": {
         "optim.engine.buffers.Buffers.equalise_",

@@ -12,10 +12,9 @@ from thinwire.comm.kernels.cuda import kernels as exchange
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lamb_math, onebit_lamb
 from thinwire.optim.engine import exchanges
-from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.cuda import lamb, launches
-from thinwire.optim.kernels.cuda.lamb import CudaLamb, CudaTiles
-from thinwire.optim.kernels.cuda.launches import CudaUpdates
+from thinwire.optim.kernels import lamb, updates
+from thinwire.optim.kernels.lamb import CudaLamb, CudaTiles
+from thinwire.optim.kernels.updates import CudaUpdates
 
 SHAPES = [(24, 16), (40,), (7,), (64, 8), (3, 5)]
 WARMUP, STEPS = 3, 8
@@ -45,7 +44,7 @@ class Launchers:
 
     def __init__(self, monkeypatch, make=Emulator):
         self.exchange, self.updates, self.lamb, self.int8 = (
-            make(module.source()) for module in (exchange, launches, lamb, int8)
+            make(module.source()) for module in (exchange, updates, lamb, int8)
         )
         kernels, moves = CudaKernels(self.exchange), CudaUpdates(self.updates)
         monkeypatch.setattr(sign, "kernels_for", lambda *_: kernels)

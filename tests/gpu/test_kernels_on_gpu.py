@@ -23,9 +23,8 @@ from thinwire.comm.kernels.cuda.kernels import CudaKernels
 from thinwire.comm.kernels.fused_reference import PLAIN
 from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.optim.engine.momentum import OverFactors
-from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.cuda import lamb
-from thinwire.optim.kernels.descend import descend_, in_torch_
+from thinwire.optim.kernels import lamb, updates
+from thinwire.optim.kernels.updates import descend_, descend_in_torch_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda")
@@ -109,7 +108,7 @@ def test_updates_are_those_of_the_cpu_bit_for_bit(update, numel, kernels):
 def test_descending_is_plain_torch_on_the_cpu_bit_for_bit(variance, kernels):
     case = case_of(0)
     there = on(GPU, case)
-    for one, descend in ((case, in_torch_), (there, descend_)):
+    for one, descend in ((case, descend_in_torch_), (there, descend_)):
         descend(one.slice("c"), one.slice("x").abs().to(variance), one.wire("last"), 1.7e-3, 1e-4, 1e-8, one.table)
     assert_same_floats(there.buffers["c"].cpu(), case.buffers["c"], "p")
 

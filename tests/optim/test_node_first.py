@@ -14,8 +14,8 @@ from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim.engine.health import health
 from thinwire.optim.engine.share import read
+from thinwire.optim.engine.shares import agree_on_load
 from thinwire.optim.engine.state import error_memories
-from thinwire.optim.engine.state_dicts import agree_on_load
 from thinwire.optim.regroup import hand_over
 from thinwire.optim.saves import together as of_all
 

@@ -248,7 +248,8 @@ def test_every_optimizer_follows_the_reference_in_float64(name, problem):
 @pytest.mark.parametrize("name", COMPRESSED)
 @examples(12)
 @given(problems(), st.sampled_from(SIZES), st.integers(1, 12))
-def test_what_n_ranks_saved_any_number_of_ranks_loads_with_its_residual(name, problem, other_size, saved_at):
+@pytest.mark.law
+def test_t7_what_n_ranks_saved_any_number_of_ranks_loads_with_its_residual(name, problem, other_size, saved_at):
     def save(group):
         optimizer, parameters = problem.make(name, group)
         for _ in range(saved_at):

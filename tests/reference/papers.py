@@ -263,10 +263,9 @@ class ReferenceZeroOneAdam:
     m_i stays, and where that holds for all tensors nothing is exchanged; the formula would divide by zero.
     Ours: eps_outside: root = sqrt(v) + eps. fresh: when v is updated before its use. bias_correction: v is divided by
     1 - b2^(its updates). floor: under the v of every step. freeze_at: after that step v is kept, corrected and floored.
-    slowest_fall: S is taken as at least this part of the divisor of the last sync. longest_step: what a sync gives out
-    moves no element of x by more than this times that divisor. as_momentum: u_i over the mean rate of its
-    steps is exchanged, and the memory is of momenta. skip_idle: lr = 0 leaves m alone. dense_steps: up to this step,
-    and not after the freeze, a step is Adam's on the mean gradient, m and v corrected.
+    longest_step: what a sync gives out moves no element of x by more than this times S. as_momentum: u_i over the mean
+    rate of its steps is exchanged, and the memory is of momenta. skip_idle: lr = 0 leaves m alone. dense_steps: up to
+    this step, and not after the freeze, a step is Adam's on the mean gradient, m and v corrected.
     decay (hyper.weight_decay; the paper has none): x_i, x_s, u_i and S shrink by the factor 1 - lr decay at every step,
     so that x_i = x_s - u_i / root stays true.
     DeepSpeed's: decay_in_sum: lr decay root x_i goes into u_i, and so into m, instead. gradient_stage: up to this step
@@ -288,7 +287,6 @@ class ReferenceZeroOneAdam:
         bias_correction: bool = False,
         freeze_at: int | None = None,
         floor: Floor | None = None,
-        slowest_fall: float = 0.0,
         longest_step: float = float("inf"),
         skip_idle: bool = False,
         as_momentum: bool = False,
@@ -300,11 +298,11 @@ class ReferenceZeroOneAdam:
         self.x_s, self.v = copies(x), zeros(x)
         self.m, self.u = ([zeros(x) for _ in range(num_workers)] for _ in range(2))
         self.hyper = hypers(hyper, x)
-        self.S, self.divisor = [0.0 for _ in x], [0.0 for _ in x]
+        self.S = [0.0 for _ in x]
         self.sync_step, self.variance_step = sync_step, variance_step
         self.exchange = exchange or TwoPhase()
         self.eps_outside, self.fresh = eps_outside, fresh
-        self.slowest_fall, self.longest_step, self.skip_idle = slowest_fall, longest_step, skip_idle
+        self.longest_step, self.skip_idle = longest_step, skip_idle
         self.as_momentum = as_momentum
         self.bias_correction, self.freeze_at, self.floor = bias_correction, freeze_at, floor
         self.decay_in_sum, self.gradient_stage, self.dense_steps = decay_in_sum, gradient_stage, dense_steps
@@ -370,16 +368,14 @@ class ReferenceZeroOneAdam:
         received = split_like(self.exchange(sent, "update"), self.x_s)
         us = [mean * unit for mean, unit in zip(received, units, strict=True)]
         for at, (u_mean, root) in enumerate(zip(us, self.roots(), strict=True)):
-            if self.S[at]:
-                self.divisor[at] = max(self.S[at], self.slowest_fall * self.divisor[at])
-                if isfinite(self.longest_step):
-                    longest = self.longest_step * self.divisor[at] * root
-                    u_mean = torch.minimum(torch.maximum(u_mean, -longest), longest)
+            if self.S[at] and isfinite(self.longest_step):
+                longest = self.longest_step * self.S[at] * root
+                u_mean = torch.minimum(torch.maximum(u_mean, -longest), longest)
             idle = 0.0 if self.S[at] else 1.0
             self.x_s[at] = self.x_s[at] - (1 - idle * self.as_momentum) * u_mean / root
             for x, m, u in zip(self.x, self.m, self.u, strict=True):
                 x[at] = self.x_s[at].clone()
-                m[at] = m[at] + idle * self.as_momentum * u_mean if idle else u_mean / self.divisor[at]
+                m[at] = m[at] + idle * self.as_momentum * u_mean if idle else u_mean / self.S[at]
                 u[at] = torch.zeros_like(u[at])
             self.S[at] = 0.0
         self.synced_at = self.t

@@ -13,7 +13,7 @@ from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.kernels.fused_reference import root
 from thinwire.comm.layout import VectorLayout
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.kernels.descend import Descent
+from thinwire.optim.onebit_adam import Descent
 
 CUTS = (64, 200, 504, LAYOUT.numel)
 """Elements of a bucket: many, some, a few, one."""

@@ -10,7 +10,7 @@ from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.comm.gloo_ranks import said, start
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.optim.adam_math import AdamHyper
-from thinwire.optim.kernels.descend import Descent
+from thinwire.optim.onebit_adam import Descent
 
 torch_profiler = pytest.importorskip("torch.profiler")
 

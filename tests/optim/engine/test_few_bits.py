@@ -9,7 +9,7 @@ from tests.covering import every_value
 from tests.optim.constructing import construct
 from tests.optim.engine.test_resume import everything, network, through_a_file, train, two_groups
 from tests.optim.reference.written_out import bits
-from tests.optim.regroup.ranks import Rank, new_ranks, together, until
+from tests.optim.regroup.ranks import Rank, new_ranks, struck, together
 from tests.optim.seeded import seeded
 from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.errors import WireMismatch
@@ -205,38 +205,6 @@ def maker(**more):
     return lambda net: made(net, None, **{**BOTH, **more})
 
 
-@every_value({"before, after": [(1, 2), (2, 3), (3, 1), (4, 2)], "steps": [3, FREEZE, 9]}, only=(0, 2))
-@pytest.mark.law
-def test_t3_a_planned_change_keeps_r_to_4_ulp_and_newcomers_have_the_same_bits(before, after, steps):
-    ranks = [
-        Rank(f"w{i}", lambda net: construct(OneBitAdam, net.parameters(), warmup=FREEZE, bucket_elements=64, **BOTH), i)
-        for i in range(max(before, after))
-    ]
-
-    def begin(rank, group):
-        rank.regroup(group)
-        rank.train(group, steps)
-        hand_over(rank.optimizer)
-        return rank.optimizer.handed_over["momentum_error"], rank.held()
-
-    handed = together(ranks[:before], begin)
-    stay = ranks[: min(before, after)] + ranks[before:after]
-
-    def go_on(rank, group):
-        rank.regroup(group)
-        r_N, held = rank.residual(group)["momentum_error"], rank.held()
-        rank.train(group, steps + 4)
-        hand_over(rank.optimizer)
-        return r_N, held, rank.held()
-
-    found = together(stay, go_on)
-    for r_N, held, end in found:
-        assert (r_N - handed[0][0]).abs().max() <= 4 * 2.0**-23 * handed[0][0].abs().max()
-        assert torch.equal(held, handed[0][1])
-        assert torch.equal(end, found[0][2])
-    assert steps <= FREEZE or before == 1 or handed[0][0].any()
-
-
 FAULTS = {
     "before phase 1": Fault((2,), "all_to_all", 0),
     "between phases": Fault((2,), "all_gather", 0),
@@ -248,19 +216,15 @@ FAULTS = {
 @pytest.mark.law
 def test_t6_survivors_of_a_death_hold_the_same_and_go_on(where, keeps):
     """R that they hold together is what they held, to a unit; where the step counts, to rounding in float32."""
-    step, fault, ranks = 9, FAULTS[where], new_ranks(3, maker())
+    step = 9
 
-    def work(rank, group):
-        rank.optimizer.keeps = keeps
-        rank.regroup(group)
-        rank.train(group, step)
-        until(lambda: all(one.optimizer.num_steps >= step for one in ranks))  # else one may still be in its last wait
-        buckets = len(rank.optimizer.reduce.buckets)
-        call = buckets - 1 if fault.call < 0 else min(fault.call, buckets - 1)
-        group.arm(Fault(fault.ranks, fault.collective, call, fault.when, fault.what))
-        rank.train(group, step + 3)
+    def keeping(net):
+        optimizer = made(net, None, **BOTH)
+        optimizer.keeps = keeps
+        return optimizer
 
-    together(ranks, work)
+    ranks = new_ranks(3, keeping)
+    struck(ranks, step, FAULTS[where])
     assert all(isinstance(rank.lost, PeerLost) for rank in ranks)
     stay = ranks[:2]
 

@@ -14,7 +14,7 @@ from tests.optim.reference.written_out import bits
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.optim.engine import stepping, tensor_states
+from thinwire.optim.engine import changing, tensor_states
 from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.saves import together
 from thinwire.workers.replicas import replicas_bit_equal
@@ -184,7 +184,7 @@ def test_a_change_keeps_every_parameters_moments_and_r(name, size):
             net[2].requires_grad_(trained)
             net[0].bias.requires_grad_(trained)
             with torch.no_grad():
-                stepping.follow_changes(optimizer)
+                changing.follow_changes(optimizer)
             assert len(optimizer.space.tensors) == (6 if trained else 3)
             after = parts(optimizer)
             assert all(same(before[param], after[param]) for param in net.parameters())

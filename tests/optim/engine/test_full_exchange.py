@@ -8,7 +8,7 @@ from tests.optim.constructing import construct
 from thinwire.comm import NonFiniteInput, run_threads
 from thinwire.comm.keeps import Keeps
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
-from thinwire.optim.engine import changing, stepping
+from thinwire.optim.engine import changing
 from thinwire.optim.engine.state import error_memories
 
 STEPS, WARMUP = 14, 6
@@ -294,11 +294,11 @@ def test_freezing_and_unfreezing_keep_what_was_left_out_of_every_parameter(name)
         params[0].requires_grad_(requires_grad=False)
         params[0].grad = None
         optimizer.zero_grad()
-        stepping.follow_changes(optimizer)
+        changing.follow_changes(optimizer)
         for tensor in optimizer.space.tensors:
             assert torch.equal(residual(optimizer)[tensor.start : tensor.stop], whole[tensor.param])
         params[0].requires_grad_(requires_grad=True)
-        stepping.follow_changes(optimizer)
+        changing.follow_changes(optimizer)
         for tensor in optimizer.space.tensors:
             assert torch.equal(residual(optimizer)[tensor.start : tensor.stop], whole[tensor.param])
         return True

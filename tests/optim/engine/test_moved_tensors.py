@@ -1,9 +1,10 @@
-"""What people do to a model after the optimizer was made, and that moves its tensors: it trains as if nothing was done.
+"""Where tensors lie; and what moves them after the optimizer was made: it trains as if nothing was done.
 
 Two ranks. Each deed is done before the first step, in the warm-up and in the compressed phase. Bit-equal to the run
 without it: the values are the same, only where they lie is not.
 """
 
+import copy
 import io
 
 import pytest
@@ -52,6 +53,27 @@ def trained(deed, overlap, name, group):
         loss_of(net, inputs(step, group.rank)).backward()
         optimizer.step()
     return end(optimizer), bits(*(p.detach() for p in net.parameters()))
+
+
+def laid_out():
+    return torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.LayerNorm(9), torch.nn.Linear(9, 2))
+
+
+def test_parameters_are_views_in_whole_bytes_and_keep_their_values():
+    net = laid_out()
+    before = copy.deepcopy(net.state_dict())
+    space = Adam(net.parameters()).space
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+    for tensor in space.tensors:
+        assert tensor.start % 8 == 0
+        assert tensor.param.data_ptr() == space.p_N[tensor.start :].data_ptr()
+    assert space.layout.num_live == sum(p.numel() for p in net.parameters())
+
+
+def test_vectors_of_a_group_share_one_segment_and_matrices_have_their_own():
+    layout = Adam(laid_out().parameters()).space.layout
+    assert layout.segments == ((0, 16 + 16 + 16 + 8), (56, 104), (104, 128))
 
 
 @every_value({"name": ["adam", "onebit_adam", "zero_one_adam"], "overlap": (False, True)})

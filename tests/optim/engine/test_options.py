@@ -91,9 +91,9 @@ def test_names_and_types_for_callers_are_those_of_the_constructor_that_takes_the
 @pytest.mark.parametrize("made", TAKES)
 def test_a_value_that_is_none_is_refused_by_its_name_before_a_parameter_is_touched(made):
     """And not some steps later, where a step would be half done, or by an error that names no option."""
-    wrong = {"lr": ("x", True, None), "max_grad_norm": ("1", True, [1.0])}
+    wrong = {"lr": ("x", True, None, -1.0), "max_grad_norm": ("1", True, [1.0])}
     if made is not SGD:
-        wrong |= {"betas": ((0.9,), 0.9, ("a", "b"), (True, 0.9)), "eps": ("x",)}
+        wrong |= {"betas": ((0.9,), 0.9, ("a", "b"), (True, 0.9), (1.0, 0.9), (0.9, 1.0)), "eps": ("x", 0.0)}
     if "refresh" in TAKES[made]:
         wrong |= {
             "total_steps": (0, "x", True, float("nan"), 10.0),

@@ -82,12 +82,19 @@ def test_a_backward_that_no_step_follows_is_undone_and_training_goes_on(name, st
     assert all(torch.equal(first, other) for other in others)
 
 
-@every_value({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "policy": ("raise", "skip")}, only=(1, 3))
+@every_value(
+    {
+        "name": ("adam", *COMPRESSED),
+        "steps, overlap": [(2, True), (FIRST, False), (FIRST + 3, True), (2, False), (FIRST, True), (FIRST + 3, False)],
+        "policy": ("raise", "skip"),
+    },
+    only=(0, 1, 2, 3, 5),
+)
 @pytest.mark.law
-def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, policy):
+def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, overlap, policy):
     def work(group):
         net = copy.deepcopy(NETS[0])
-        optimizer = make(name, net, group, overlap=True, non_finite=policy)
+        optimizer = make(name, net, group, overlap=overlap, non_finite=policy)
         train(net, optimizer, steps, group.rank)
         before = kept(optimizer)
         optimizer.zero_grad()
@@ -95,7 +102,7 @@ def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, poli
         backward(net, steps + 1, group.rank)
         if handle:
             handle.remove()
-        assert optimizer.overlap.exchange is not None
+        assert (optimizer.overlap.exchange is not None) == overlap
         if policy == "raise":
             with pytest.raises(NonFiniteInput, match="rank 1"):
                 optimizer.step()

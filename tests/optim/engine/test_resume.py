@@ -79,16 +79,19 @@ CASES = [
         "name, phase, saved_at": CASES,
         "size, weights_first": [(3, True), (2, False), (2, True), (3, False)],
         "dtype": [torch.float32, torch.bfloat16],
+        "more": [{}, {"bucket_elements": 64}, {"bucket_elements": 64, "overlap": True}],
     },
     only=(1, 3, 8, 9, 11, 12),
 )
 @pytest.mark.law
-def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase, saved_at, size, weights_first, dtype):
+def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(
+    name, phase, saved_at, size, weights_first, dtype, more
+):
     """Also in bfloat16, the masters included."""
 
     def work(group):
         net = network(0, dtype)
-        optimizer = make(name, two_groups(net), group, warmup=FREEZE)
+        optimizer = make(name, two_groups(net), group, warmup=FREEZE, **more)
         train(net, optimizer, saved_at, group.rank)
         assert optimizer.at_sync == (phase not in BETWEEN_SYNCS)
         saved = through_a_file(optimizer.state_dict())
@@ -96,7 +99,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, phase
         at_save = bits(optimizer.space.p_N, *replicated(optimizer.vectors).values())
 
         other = network(9, dtype)
-        resumed = make(name, two_groups(other), group, warmup=FREEZE)
+        resumed = make(name, two_groups(other), group, warmup=FREEZE, **more)
         train(other, resumed, 14, group.rank)  # it has a past of its own; 0/1 Adam's is in the middle of a round
         loads = [lambda: other.load_state_dict(weights), lambda: resumed.load_state_dict(saved)]
         for load in loads if weights_first else reversed(loads):

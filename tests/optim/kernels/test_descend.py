@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.comm.kernels.cases import Case, assert_same_floats
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.descend import descend_, in_torch_
+from thinwire.optim.kernels.updates import descend_, descend_in_torch_
 
 LR, DECAY, EPS = 1.7e-3, 1.3e-4, 1e-8
 FLOATS = [torch.float32, torch.float64]
@@ -36,11 +36,11 @@ def run(descend, case, decay, table=None, span=slice(None)):
 )
 def test_equal_to_plain_torch_bit_for_bit(sizes, dead, cut, dtype, seed, decay):
     case = Case(sizes, sorted(dead), num_rows=1, dtype=dtype, seed=seed, cuts=(min(cut, len(sizes)),))
-    assert_same_floats(run(updates.descend_, case, decay), run(in_torch_, case, decay), "p")
+    assert_same_floats(run(updates.descend_, case, decay), run(descend_in_torch_, case, decay), "p")
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("descend", [updates.descend_, in_torch_])
+@pytest.mark.parametrize("descend", [updates.descend_, descend_in_torch_])
 def test_it_is_its_definition(descend, dtype):
     case = Case(SIZES, DEAD, num_rows=1, dtype=dtype, seed=5, cuts=(2, 5))
     scale_b, bits_B = case.said(case.wire("last"), case.table)
@@ -56,7 +56,7 @@ def test_it_is_its_definition(descend, dtype):
         assert torch.equal(after[8 + case.numel :], case.buffers["c"][8 + case.numel :])
 
 
-@pytest.mark.parametrize("descend", [updates.descend_, in_torch_])
+@pytest.mark.parametrize("descend", [updates.descend_, descend_in_torch_])
 def test_spans_that_cut_blocks_move_their_elements_as_the_whole_does(descend):
     case = Case(SIZES, DEAD, num_rows=1, cuts=(2, 5))
     whole, apart = run(descend, case, DECAY), case.buffers["c"].clone()
@@ -69,7 +69,7 @@ def test_spans_that_cut_blocks_move_their_elements_as_the_whole_does(descend):
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_any_number_of_threads_gives_the_same(threads, monkeypatch):
     case = Case([8, 16, 64, 56, 72, 4096, 1000, 128, 2048, 8] * 20, [5, 77, 30_000], num_rows=1, cuts=(60, 130))
-    one = run(in_torch_, case, DECAY)
+    one = run(descend_in_torch_, case, DECAY)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert_same_floats(run(updates.descend_, case, DECAY), one, "p")
 

@@ -10,8 +10,7 @@ from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.comm.layout import VectorLayout
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
-from thinwire.optim.kernels.heard import Bounds, Heard
-from thinwire.optim.kernels.lamb import TILE, Descent, Tiles
+from thinwire.optim.kernels.lamb import TILE, Bounds, Descent, Heard, Tiles
 from thinwire.optim.lamb_math import LambBounds, TensorSegments
 from thinwire.optim.onebit_lamb import LONGEST_STEP, OneBitLambState, _factors, _measured
 

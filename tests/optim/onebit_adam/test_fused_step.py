@@ -131,35 +131,6 @@ def test_the_first_compressed_step_and_the_one_after_a_save_or_load_begin_from_f
         assert kinds == [True, False, True, False, True]
 
 
-@every_value(
-    {
-        "name": ("onebit_adam", "onebit_lamb"),
-        "saved_at": (WARMUP - 1, WARMUP, WARMUP + 1, WARMUP + 4),
-        "overlap": (True, False),
-    },
-    only=(1, 3),
-)
-def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on_with_many_buckets(name, saved_at, overlap):
-    def work(group):
-        net, other = (copy.deepcopy(one) for one in NETS)
-        optimizer, resumed = (make(name, one, group, overlap=overlap) for one in (net, other))
-        train(net, optimizer, saved_at, group.rank)
-        train(other, resumed, 9, group.rank)
-        state, weights = optimizer.state_dict(), copy.deepcopy(net.state_dict())
-        resumed.load_state_dict(state)
-        other.load_state_dict(weights)
-        for _ in range(5):
-            train(net, optimizer, 1, group.rank)
-            train(other, resumed, 1, group.rank)
-            assert torch.equal(optimizer.space.p_N, resumed.space.p_N)
-        assert torch.equal(optimizer.vectors.m_N, resumed.vectors.m_N)
-        assert torch.equal(optimizer.vectors.v_N, resumed.vectors.v_N)
-        return bits(optimizer.space.p_N)
-
-    first, *others = run_threads(3, work)
-    assert all(torch.equal(first, other) for other in others)
-
-
 def test_the_divisor_follows_eps_and_a_loaded_variance():
     def work(group):
         net = copy.deepcopy(NETS[0]).double()

@@ -1,118 +1,18 @@
-"""LAMB and 1-bit LAMB against the references, and what they promise to replicas, layers and checkpoints."""
+"""What LAMB and 1-bit LAMB promise to replicas and layers. Their recursions: reference/test_parity.py."""
 
 import pytest
 import torch
 
-from tests.covering import every_value
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
-from tests.reference.exchange import TwoPhase, block_units, exact_mean
-from tests.reference.papers import Hyper, ReferenceLamb, ReferenceOneBitLamb, ReferenceSgd
 from thinwire.comm import run_threads
-from thinwire.optim import SGD, Lamb, OneBitLamb
-from thinwire.optim.onebit_lamb import LONGEST_STEP
-
-SIZES = (1, 2, 3, 4, 8)
-HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
+from thinwire.optim import SGD, OneBitLamb
 
 
 def model(dtype=torch.float64, seed=0):
     """Whole bytes only: the reference has no dead elements, so both cut the same blocks."""
     layers = lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))  # noqa: E731
     return seeded(seed, layers).to(dtype)
-
-
-def gradients(net, optimizer, step, rank):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    dtype = next(net.parameters()).dtype
-    x = torch.randn(6, 8, generator=generator, dtype=dtype)
-    optimizer.zero_grad()
-    (net(x) - torch.sin(2 * x)).square().mean().backward()
-    return [tensor.param.grad.clone() for tensor in optimizer.space.tensors]
-
-
-def parameters(optimizer):
-    return [tensor.param.detach().clone() for tensor in optimizer.space.tensors]
-
-
-def run(make, steps, size):
-    """[(optimizer, start, gradients by step)] by rank."""
-
-    def work(group):
-        net = model()
-        optimizer = make(net, group)
-        start, seen = parameters(optimizer), []
-        for step in range(1, steps + 1):
-            seen.append(gradients(net, optimizer, step, group.rank))
-            optimizer.step()
-        return optimizer, start, seen
-
-    return run_threads(size, work)
-
-
-def follow(reference, results, steps):
-    for step in range(steps):
-        reference.step([seen[step] for _, _, seen in results])
-    return reference
-
-
-@every_value({"size": SIZES, "decay": (0.0, 0.1)}, only=(0, 3))
-def test_lamb_equals_the_reference(size, decay):
-    bounds = {"min_coeff": 0.05, "max_coeff": 2.0}
-    results = run(
-        lambda net, group: construct(Lamb, net.parameters(), weight_decay=decay, group=group, **HYPER, **bounds),
-        20,
-        size,
-    )
-    reference = follow(ReferenceLamb(results[0][1], Hyper(weight_decay=decay, **HYPER), **bounds), results, 20)
-    for got, expected in zip(parameters(results[0][0]), reference.x, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
-@every_value({"size": SIZES, "decay": (0.0, 0.1)}, only=(1, 4))
-@pytest.mark.law
-def test_onebit_lamb_equals_the_reference_in_both_phases(size, decay):
-    def make(net, group):
-        return construct(OneBitLamb, net.parameters(), weight_decay=decay, warmup=12, group=group, **HYPER)
-
-    results = run(make, 40, size)
-    optimizer = results[0][0]
-    assert optimizer.stats()["floored_elements"] == 0
-    exchange = exact_mean if size == 1 else TwoPhase(block_units(optimizer.space.layout, size))
-    reference = ReferenceOneBitLamb(
-        results[0][1],
-        Hyper(weight_decay=decay, **HYPER),
-        warmup=12,
-        exchange=exchange,
-        bias_correction=True,
-        weigh_ratio=True,
-        longest_step=LONGEST_STEP,
-    )
-    follow(reference, results, 40)
-    for rank in range(size):
-        for got, expected in zip(parameters(results[rank][0]), reference.x, strict=True):
-            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(optimizer.vectors.factor_T, torch.tensor(reference.r, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_sgd_equals_the_reference_and_torch(size):
-    results = run(lambda net, group: SGD(net.parameters(), 0.05, 0.9, 0.01, group=group), 15, size)
-    reference = follow(ReferenceSgd(results[0][1], 0.05, 0.9, 0.01), results, 15)
-    for got, expected in zip(parameters(results[0][0]), reference.x, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    if size == 1:
-        net = model()
-        theirs = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-        for step in range(1, 16):
-            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1000 * step), dtype=torch.float64)
-            theirs.zero_grad()
-            (net(x) - torch.sin(2 * x)).square().mean().backward()
-            theirs.step()
-        for tensor, expected in zip(
-            results[0][0].space.tensors, sorted(net.parameters(), key=lambda p: p.dim() >= 2), strict=False
-        ):
-            torch.testing.assert_close(tensor.param, expected, rtol=0, atol=1e-12)
 
 
 def test_replicas_are_bit_equal_and_the_compressed_phase_sends_one_bit_a_value():

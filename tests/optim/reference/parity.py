@@ -137,7 +137,7 @@ def flat_order(space, parameters):
     return torch.cat([pieces[at] for at in flat_tensor_order(space, parameters)])
 
 
-def follow(size, make, make_reference):
+def follow(size, make, make_reference, lrs=None):
     """The largest difference of x, m and v from the reference at any step on any rank; replicas are bit-equal."""
     of = silent_gradients(silent=True)
     made = {}
@@ -148,7 +148,7 @@ def follow(size, make, make_reference):
             made["space"], made["parameters"] = optimizer.space, parameters
         return optimizer
 
-    paths, optimizers = drive(size, ordered_start(), remembering, lambda step: of(step, size), STEPS)
+    paths, optimizers = drive(size, ordered_start(), remembering, lambda step: of(step, size), STEPS, lrs)
     space, parameters = made["space"], made["parameters"]
     shared = {
         "warmup": WARMUP,
@@ -159,6 +159,8 @@ def follow(size, make, make_reference):
     reference = make_reference(ordered_start(), ordered_hypers(), shared)
     worst = 0.0
     for step in range(1, STEPS + 1):
+        for hyper in reference.hyper if lrs else ():
+            hyper.lr = lrs(step)
         reference.step(of(step, size))
         for path in paths:
             pairs = zip(path[step], (reference.x, reference.m, reference.v), strict=True)

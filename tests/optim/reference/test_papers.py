@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from tests.optim.constructing import construct
-from tests.optim.reference.written_out import buckets_of
 from tests.optim.small_problem import EXACT, HYPER, SHAPES, SHARED, SIZES, assert_same, gradients, run, start
 from tests.reference.exchange import (
     Errors,
@@ -28,11 +26,9 @@ from tests.reference.papers import (
     ReferenceSgd,
 )
 from tests.reference.state import mean_gradient
-from thinwire.comm import run_threads
 from thinwire.comm.exchange.simulate import SimulatedErrors
 from thinwire.comm.exchange.simulate import compressed_mean as simulated_mean
 from thinwire.comm.layout import VectorLayout
-from thinwire.optim import OneBitAdam
 
 
 def of_their_mean(num_workers):
@@ -285,63 +281,3 @@ def test_elements_that_the_floor_raised_need_not_enter_the_ratio_of_lamb():
         ratios.append(reference.r[0])
     assert ratios[0] == pytest.approx(1.1)
     assert ratios[1] < 1.1
-
-
-def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3)).double()
-
-
-@every_value({"size": SIZES, "block": (4096, 16)}, only=(0, 2))
-@pytest.mark.law
-def test_onebit_adam_follows_the_reference_in_float64(size, block):
-    """Default settings, two groups and a schedule; one input is silent in warm-up, so its column of v is floored."""
-    steps, warmup, base = 30, 10, model()
-    choices = [
-        {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.01},
-        {"lr": 2e-3, "betas": (0.8, 0.95), "weight_decay": 0.0},
-    ]
-
-    def make(net, group=None):
-        groups = [{"params": list(net[at].parameters()), **chosen} for at, chosen in zip((0, 2), choices, strict=True)]
-        return construct(OneBitAdam, groups, warmup=warmup, group=group, block=block)
-
-    def work(group):
-        trained = copy.deepcopy(base)
-        optimizer = make(trained, group)
-        seen, path = [], []
-        for step in range(1, steps + 1):
-            generator = torch.Generator().manual_seed(1000 * step + group.rank)
-            inputs = torch.randn(6, 7, generator=generator, dtype=torch.float64)
-            inputs[:, 6] *= step > warmup + 5
-            for param_group in optimizer.param_groups:
-                param_group["lr"] *= 0.98
-            optimizer.zero_grad()
-            (trained(inputs) - torch.sin(inputs[:, :3] * 2)).square().mean().backward()
-            seen.append([tensor.param.grad.clone() for tensor in optimizer.space.tensors])
-            optimizer.step()
-            path.append([tensor.param.detach().clone() for tensor in optimizer.space.tensors])
-        return seen, path, optimizer
-
-    results = run_threads(size, work)
-    space = results[0][2].space
-    assert results[0][2].stats()["floored_elements"] >= 13
-    hypers = [Hyper(**chosen) for chosen in choices]
-    reference = ReferenceOneBitAdam(
-        [
-            tensor.param.detach() for tensor in make(copy.deepcopy(base)).space.tensors
-        ],  # in the order of the flat vector
-        [hypers[0], hypers[0], hypers[1], hypers[1]],
-        warmup=warmup,
-        exchange=TwoPhase(block_units(space.layout, size, block, buckets_of(results[0][2])))
-        if size > 1
-        else exact_mean,
-        bias_correction=True,
-        floor=floor_of(block_units(space.layout, 1, block)),
-    )
-    for step in range(steps):
-        for hyper in hypers:
-            hyper.lr *= 0.98
-        reference.step([seen[step] for seen, _, _ in results])
-        for _, path, _ in results:
-            assert_same(path[step], reference.x)

@@ -7,7 +7,7 @@ import torch
 from tests.optim.reference.written_out import bits
 from tests.optim.seeded import seeded
 from thinwire.comm import PeerLost, run_threads
-from thinwire.comm.groups.faults import FaultyGroup
+from thinwire.comm.groups.faults import Fault, FaultyGroup, What
 from thinwire.optim.engine.state import error_memories, replicated
 from thinwire.optim.regroup import regroup
 
@@ -61,6 +61,31 @@ def until(holds, limit_s=20.0):
     while not holds():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.001)
+
+
+def struck(ranks, step, fault, *, calls=1, more=3):
+    """All make `step` steps together, and up to so many more in which the fault strikes.
+
+    fault: its call is the number of a bucket, -1 the last, of which each makes so many calls. Ranks that lose what the
+    others have let these finish their step before they go.
+    """
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, step)
+        until(lambda: all(one.optimizer.num_steps >= step for one in ranks))  # else one may still be in its last wait
+        last = len(rank.optimizer.reduce.buckets) - 1
+        bucket = last if fault.call < 0 else min(fault.call, last)
+        group.arm(Fault(fault.ranks, fault.collective, calls * bucket, fault.when, fault.what))
+        try:
+            rank.train(group, step + more)
+        except PeerLost:
+            if fault.what is What.ALONE and group.rank in fault.ranks:
+                ahead = [one for at, one in enumerate(ranks) if at not in fault.ranks]
+                until(lambda: all(one.optimizer.num_steps == step + 1 for one in ahead))
+            raise
+
+    together(ranks, work)
 
 
 def together(ranks, work, timeout_s=20.0, boxes=None):

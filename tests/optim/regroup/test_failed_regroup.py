@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.regroup.ranks import new_ranks, struck, together, until
 from tests.optim.regroup.test_regroup import EPS, STEP, begun, goes_on, maker
 from thinwire.comm import Keeps, PeerLost
 from thinwire.comm.exchange.rows import Received
@@ -19,20 +19,7 @@ SYNC = {"onebit_adam": STEP + 1, "onebit_lamb": STEP + 1, "zero_one_adam": 17}
 def lost_by_two(name, **more):
     """Three ranks of which the third has finished a step whose last collective the others have lost."""
     ranks = new_ranks(3, maker(name, **more))
-
-    def lose(rank, group):
-        rank.regroup(group)
-        rank.train(group, SYNC[name] - 1)
-        until(lambda: all(one.optimizer.num_steps == SYNC[name] - 1 for one in ranks))  # nobody is in its last wait
-        buckets = len(rank.optimizer.reduce.buckets)
-        group.arm(Fault((0, 1), "all_gather", buckets - 1, When.AFTER, What.ALONE))
-        try:
-            rank.train(group, SYNC[name])
-        except PeerLost:
-            until(lambda: ranks[2].optimizer.num_steps == SYNC[name])
-            raise
-
-    together(ranks, lose)
+    struck(ranks, SYNC[name] - 1, Fault((0, 1), "all_gather", -1, When.AFTER, What.ALONE), more=1)
     assert [rank.optimizer.num_steps for rank in ranks] == [SYNC[name] - 1, SYNC[name] - 1, SYNC[name]]
     return ranks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from tests.optim.regroup.ranks import new_ranks, together, until
-from tests.optim.regroup.test_regroup import EPS, FAULTS, STEP, goes_on, maker, regrouped
+from tests.optim.regroup.ranks import new_ranks, struck, together
+from tests.optim.regroup.test_regroup import EPS, FAULTS, STEP, dies, goes_on, maker, regrouped
 from thinwire.comm import Keeps, PeerLost
 from thinwire.comm.exchange.rebuild import SERVER, WORKER
 from thinwire.comm.groups.faults import Fault, What, When
@@ -105,28 +105,11 @@ def test_what_the_dead_held_is_rebuilt_as_the_formula_says(name, size, dead):
 @every_value({"where": FAULTS, "size": (4, 3, 2)}, only=(0, 2))
 @pytest.mark.law
 def test_t5_a_death_anywhere_in_a_step_is_rebuilt_from_the_exchange_that_counts(where, size):
-    dead, fault = size - 1, FAULTS[where]
-    behind = (0, dead) if len(fault.ranks) > 1 and size > 2 else (dead,)
-    forward = len(behind) > 1
+    dead = size - 1
+    fault = dies(where, dead, size)
+    forward = len(fault.ranks) > 1
     ranks = new_ranks(size, keeping("onebit_adam"))
-
-    def work(rank, group):
-        rank.regroup(group)
-        rank.train(group, STEP)
-        until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))
-        call = len(rank.optimizer.reduce.buckets) - 1 if fault.call < 0 else fault.call
-        what = fault.what if forward else What.LOSE
-        when = fault.when if forward or fault.call >= 0 else When.BEFORE
-        group.arm(Fault(behind, fault.collective, call, when, what))
-        try:
-            rank.train(group, STEP + 3)
-        except PeerLost:
-            if forward and group.rank in behind:
-                ahead = [one for i, one in enumerate(ranks) if i not in behind]
-                until(lambda: all(one.optimizer.num_steps == STEP + 1 for one in ahead))
-            raise
-
-    together(ranks, work)
+    struck(ranks, STEP, fault)
     stay = ranks[:dead]
     (found_N,) = regrouped(stay)[0].values()
     step = stay[0].told.step

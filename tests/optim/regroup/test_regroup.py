@@ -8,7 +8,7 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.reference.written_out import COMPRESSED, make
-from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.regroup.ranks import new_ranks, struck, together
 from thinwire.comm import Keeps, PeerLost, SoloGroup
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
@@ -18,8 +18,11 @@ from thinwire.optim.regroup import hand_over, regroup
 
 SIZES = (1, 2, 3, 4, 8)
 PAIRS = list(itertools.permutations(SIZES, 2))
-ALWAYS = list(zip(itertools.cycle(COMPRESSED), [(1, 2), (2, 3), (3, 1), (4, 8), (8, 4), (3, 2)], strict=False))
-"""Of all changes: two for each optimizer."""
+NARROW = "onebit_adam, narrow"
+"""1-bit Adam that keeps its variance and its error memory in bfloat16."""
+ALWAYS = [(NARROW, (2, 3)), (NARROW, (3, 1))]
+ALWAYS += list(zip(itertools.cycle(COMPRESSED), [(1, 2), (2, 3), (3, 1), (4, 8), (8, 4), (3, 2)], strict=False))
+"""Of all changes: two for each."""
 FREEZE = 5
 STEP = 15
 """Compressed for all; 0/1 Adam has made two steps since its last sync."""
@@ -28,6 +31,9 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def maker(name, **more):
+    if name == NARROW:
+        name, more = "onebit_adam", {"narrow": ["variance", "error_memory"], **more}
+
     def build(net):
         return make(name, [{"params": list(net.parameters()), **HYPER}], warmup=FREEZE, bucket_elements=64, **more)
 
@@ -72,7 +78,7 @@ def goes_on(ranks, steps=4):
     ("name", "before", "after"),
     [
         pytest.param(name, *pair, marks=() if (name, pair) in ALWAYS else pytest.mark.slow)
-        for name in COMPRESSED
+        for name in (*COMPRESSED, NARROW)
         for pair in PAIRS
     ],
 )
@@ -244,6 +250,14 @@ FAULTS = {
 }
 
 
+def dies(where, dead, size):
+    """This fault, of this rank; what others lose beside it, of rank 0, where there are more."""
+    fault = FAULTS[where]
+    if len(fault.ranks) > 1 and size > 2:
+        return Fault((0, dead), fault.collective, fault.call, fault.when, fault.what)
+    return Fault((dead,), fault.collective, fault.call, fault.when if fault.call >= 0 else When.BEFORE, What.LOSE)
+
+
 @every_value(
     {
         "where": FAULTS,
@@ -254,25 +268,8 @@ FAULTS = {
 @pytest.mark.law
 def test_t6_survivors_stand_at_one_step_and_hold_what_they_held_there(name, size, where):
     here, there = undisturbed(name, size, STEP), undisturbed(name, size, STEP + 1)
-    fault = FAULTS[where]
     ranks = new_ranks(size, maker(name))
-
-    def work(rank, group):
-        rank.regroup(group)
-        rank.train(group, STEP)
-        until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))  # else one may still be in its last wait
-        buckets = len(rank.optimizer.reduce.buckets)
-        call = buckets - 1 if fault.call < 0 else min(fault.call, buckets - 1)
-        group.arm(Fault(fault.ranks, fault.collective, call, fault.when, fault.what))
-        try:
-            rank.train(group, STEP + 3)
-        except PeerLost:
-            if fault.what is What.ALONE and group.rank in fault.ranks:  # the others finish the step meanwhile
-                ahead = [one for i, one in enumerate(ranks) if i not in fault.ranks]
-                until(lambda: all(one.optimizer.num_steps == STEP + 1 for one in ahead))
-            raise
-
-    together(ranks, work)
+    struck(ranks, STEP, FAULTS[where])
     assert all(isinstance(rank.lost, PeerLost) for rank in ranks)
     survivors = [i for i in range(size) if i != 2]
     stay = [ranks[i] for i in survivors]
@@ -359,30 +356,12 @@ def test_a_replica_changes_no_bit_of_training_and_costs_half_as_many_bytes_again
 @every_value({"where": FAULTS, "size": (4, 3, 2)}, only=(1, 3))
 @pytest.mark.law
 def test_t5_with_a_replica_one_death_loses_nothing_of_the_server_errors(where, size):
-    dead, fault = size - 1, FAULTS[where]
-    behind = (0, dead) if len(fault.ranks) > 1 and size > 2 else (dead,)
-    forward = len(behind) > 1
-    name = "momentum_error"
+    dead, name = size - 1, "momentum_error"
+    fault = dies(where, dead, size)
+    forward = len(fault.ranks) > 1
     ranks = new_ranks(size, with_replica)
-
-    def work(rank, group):
-        rank.regroup(group)
-        rank.train(group, STEP)
-        until(lambda: all(one.optimizer.num_steps >= STEP for one in ranks))
-        call = len(rank.optimizer.reduce.buckets) - 1 if fault.call < 0 else fault.call
-        what = fault.what if forward else What.LOSE
-        when = fault.when if forward or fault.call >= 0 else When.BEFORE
-        calls = call * (2 if fault.collective == "all_to_all" else 1)  # a replica's rows are one more in each bucket
-        group.arm(Fault(behind, fault.collective, calls, when, what))
-        try:
-            rank.train(group, STEP + 3)
-        except PeerLost:
-            if forward and group.rank in behind:
-                ahead = [one for i, one in enumerate(ranks) if i not in behind]
-                until(lambda: all(one.optimizer.num_steps == STEP + 1 for one in ahead))
-            raise
-
-    together(ranks, work)
+    # A replica's rows are one all-to-all more in each bucket.
+    struck(ranks, STEP, fault, calls=2 if fault.collective == "all_to_all" else 1)
     stay = ranks[:dead]
     found_N = regrouped(stay)[0][name]
     step = stay[0].told.step

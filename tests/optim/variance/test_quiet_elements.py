@@ -12,6 +12,7 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.constructing import construct
+from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.contract.spec import GptRecipe
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -178,6 +179,83 @@ def test_t13_without_the_floor_the_same_elements_explode(monkeypatch):
     assert seen.losses[-1] < 0.7 * seen.losses[0]  # and the loss does not show it
 
 
+class Embedder(torch.nn.Module):
+    """Rows that are never, late and always used; a bias whose true gradient is zero (added before a softmax)."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 16)
+        self.head = torch.nn.Linear(16, 8)
+        self.shift = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens, targets):
+        logits = self.head(self.table(tokens)) + self.shift  # the same for all logits: no influence on the loss
+        return torch.nn.functional.cross_entropy(logits, targets)
+
+
+def of_rows(dense):
+    """0/1 Adam, with so many dense steps."""
+    more = {"var_freeze_step": 30, "local_step_scaler": 30, "local_step_clipper": 4}
+    return lambda params, **k: construct(ZeroOneAdam, params, dense_steps=dense, **more, **k)
+
+
+ROWS = {
+    "onebit_adam": (lambda params, **k: OneBitAdam(params, warmup=30, **k), 20, 10),
+    "zero_one_adam": (of_rows(0), 4.001, 15),
+    "zero_one_adam, dense start": (of_rows(10), 4.001, 15),
+}
+"""How it is made; bounds of the first steps, in lr, and of the steps of late rows over those of others.
+
+Adam's own steps here reach 2 lr; without the floor they reach 1e6 lr. 4 is longest_step; 10 the root of the floor.
+"""
+
+
+@every_value(
+    {
+        "name, size": [
+            ("onebit_adam", 1),
+            ("onebit_adam", 2),
+            ("zero_one_adam", 1),
+            ("zero_one_adam", 4),
+            ("zero_one_adam, dense start", 2),
+        ]
+    },
+    only=(0, 1, 2, 4),
+)
+@pytest.mark.law
+def test_t13_rows_without_variance_neither_explode_before_or_after_the_freeze_nor_die(name, size):
+    make, first_bound, late_bound = ROWS[name]
+    lr, freeze = 1e-2, 30
+
+    def work(group):
+        model = seeded(0, Embedder)
+        optimizer = make(model.parameters(), lr=lr, betas=(0.9, 0.99), group=group)
+        generator = torch.Generator().manual_seed(group.rank)
+        early, late, others, untouched = 0.0, 0.0, 0.0, None
+        for step in range(1, 121):
+            rows = 48 if step <= 2 * freeze else 60  # 48..59 come late, 60..63 never
+            tokens = torch.randint(0, rows, (64,), generator=generator)
+            optimizer.zero_grad()
+            model(tokens, tokens % 8).backward()
+            before = optimizer.space.p_N.clone()
+            if step == 2 * freeze:
+                untouched = model.table.weight[48:60].detach().clone()
+            optimizer.step()
+            moves = (optimizer.space.p_N - before).abs()
+            early = max(early, float(moves.max())) if step <= freeze + 20 else early
+            if step > freeze:
+                late = max(late, float(moves[: 64 * 16].view(64, 16)[48:].max()))
+                others = max(others, float(moves[: 64 * 16].view(64, 16)[:48].max()))
+        moved = (model.table.weight[48:60].detach() - untouched).abs().max()
+        return early, late / others, float(moved), optimizer.stats()["floored_elements"]
+
+    for early, late_to_others, moved, floored in run_threads(size, work):
+        assert early <= first_bound * lr
+        assert late_to_others <= late_bound
+        assert moved > 10 * lr
+        assert floored >= 16 * 16
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_floor_by_loops_is_that_of_plain_torch_to_rounding(seed, dtype, monkeypatch):
@@ -194,3 +272,17 @@ def test_the_floor_by_loops_is_that_of_plain_torch_to_rounding(seed, dtype, monk
     assert torch.equal(raised, floor.floor_variance_(theirs, tensors, blocks))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     assert 0 < int(raised.sum()) < 3000
+
+
+def test_the_floor_takes_the_larger_of_tensor_and_block_and_the_model_for_noise():
+    v = torch.zeros(32, dtype=torch.float64)
+    v[0:8] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1e-9, 1])  # a tensor with untouched elements
+    v[8:16] = 1e-22  # rounding noise: the model's mean stands in
+    v[24:29] = 4.0  # 29..31 are dead
+    raised = floor.floor_variance_(v, tensors=[(0, 8), (8, 16), (16, 24), (24, 29)], blocks=[(0, 8), (8, 16), (16, 32)])
+    model_mean = (5 + 1e-9 + 8e-22 + 20) / (6 + 8 + 5)
+    assert int(raised.sum()) == 3 + 8 + 8
+    torch.testing.assert_close(v[4:7], torch.full((3,), 1e-2 * (5 + 1e-9) / 6, dtype=torch.float64))
+    torch.testing.assert_close(v[8:16], torch.full((8,), 1e-2 * model_mean, dtype=torch.float64))
+    assert (v[16:24] == 0.04).all()  # the block that shares its scale has mean 4
+    assert not v[29:].any()

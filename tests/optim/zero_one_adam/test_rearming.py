@@ -94,10 +94,3 @@ def test_a_second_warmup_lasts_for_a_window_of_what_is_left_or_as_long_as_the_fi
     assert VarianceFreeze(0.99, var_freeze_step=50).second_end(400) == 400 + 50
     assert VarianceFreeze(0.99, var_freeze_step=5000).second_end(400) == 400 + 100
     assert VarianceFreeze(0.99, var_freeze_step=1).second_end(400) == 400 + 10
-
-
-@pytest.mark.parametrize("size", [0, -8, 1.5, True])
-def test_a_global_batch_that_is_none_is_refused(size):
-    _, optimizer = make(None)
-    with pytest.raises(ValueError, match="size = "):
-        optimizer.set_global_batch(size)

@@ -1,16 +1,11 @@
 """0/1 Adam that loses a peer anywhere, and that goes on from a checkpoint of other settings or precision."""
 
-import copy
-
 import pytest
 import torch
 
 from tests.covering import every_value
-from tests.optim.constructing import construct
 from tests.optim.zero_one_adam.problem import (
-    COUNTED,
     FREEZE,
-    HYPER,
     assert_errors_undone,
     backward,
     errors,
@@ -19,7 +14,6 @@ from tests.optim.zero_one_adam.problem import (
     train,
 )
 from thinwire.comm import PeerLost, run_threads
-from thinwire.optim import ZeroOneAdam
 from thinwire.optim.variance.sparse import SETTINGS
 
 
@@ -87,26 +81,3 @@ def test_a_checkpoint_of_settings_that_are_gone_is_refused_and_nothing_changed()
     assert torch.equal(snapshot(other)[0], before[0])
     with pytest.raises(ValueError, match="state_dict"):
         other.load_state_dict([])
-
-
-@every_value({"before": [3, 4, FREEZE, 8, 13, 21]}, only=(0, 2, 4))
-def test_one_step_in_float32_is_that_of_float64_from_an_equal_state(before):
-    """And the float64 one is the reference's: test_zero_one_parity.py."""
-
-    def work(group):
-        model, optimizer = make(group, torch.float32, weight_decay=0.1)
-        train(model, optimizer, before, group.rank)
-        state = optimizer.state_dict()
-        double = copy.deepcopy(model).double()
-        other = construct(ZeroOneAdam, double.parameters(), group=group, **{**HYPER, **COUNTED, "weight_decay": 0.1})
-        other.load_state_dict(state)
-        for _ in range(2):  # a sync ends a round of one, or a local step begins a longer one
-            backward(model, optimizer, optimizer.num_steps + 1, group.rank)
-            for p, q in zip(model.parameters(), double.parameters(), strict=True):
-                q.grad = p.grad.double()
-            optimizer.step()
-            other.step()
-        pairs = ((optimizer.space.p_N, other.space.p_N), (optimizer.vectors.m_N, other.vectors.m_N))
-        return max(float(((a.double() - b).abs() / b.abs().clamp(min=1)).max()) for a, b in pairs)
-
-    assert max(run_threads(3, work)) < 1e-5

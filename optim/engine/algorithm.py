@@ -1,0 +1,422 @@
+"""What an algorithm consists of: what it holds, and what it may do in its own way.
+
+An algorithm gives three things: its state (`make_state`), what a step does (`plan`) and the step (`update`). All else
+has a default here. FlatOptimizer (optimizer.py) makes an optimizer of it. The functions of this folder that lay out,
+step, save and load take an Algorithm, so that they stand below the class that calls them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.calls import Calls, refuse_other_calls
+from thinwire.comm.codecs import SignCodec
+from thinwire.comm.default import default_reducer
+from thinwire.comm.errors import CommError
+from thinwire.comm.exchange.memory import ErrorMemory
+from thinwire.comm.exchange.reducer import Reducer
+from thinwire.comm.groups.nodes import Topology
+from thinwire.comm.keeps import Keeps
+from thinwire.comm.protocol import Codec, FullWire, Group
+from thinwire.contract.hyperparameters import ADAM
+from thinwire.optim.engine.ages import Age, Run, runs_of
+from thinwire.optim.engine.buffers import Buffers
+from thinwire.optim.engine.exchanges import Exchange, Overlap, mean_gradient
+from thinwire.optim.engine.first_step import FirstStep
+from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
+from thinwire.optim.engine.options import NonFinite
+from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
+from thinwire.optim.engine.share import Loaded
+from thinwire.optim.engine.state import TensorState, is_field, put, replicated, sizes
+
+State = TypeVar("State")
+"""An algorithm's vectors: a dataclass whose fields declare their Kind."""
+
+
+class Algorithm(Generic[State]):
+    """What functions of this folder know of a FlatOptimizer, and what an algorithm overrides."""
+
+    # torch.optim's
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    defaults: dict[str, Any]
+
+    # as in CheckedOptions
+    overlaps: bool
+    max_grad_norm: float | None
+    non_finite: NonFinite
+    topology: Topology
+    full_exchange: FullWire
+    model: nn.Module | None
+
+    bucket_elements: int = 0
+    """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of all, from 4 Mi to 64 Mi. See sized()."""
+
+    codec: ClassVar[Codec] = SignCodec()
+    """How what is compressed is written."""
+
+    narrow: tuple[str, ...] = ()
+    """Which of "variance" and "error_memory" are kept in bfloat16: 1-bit Adam's argument."""
+
+    shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
+    """What torch.optim calls the vectors that `state` shows, by field."""
+
+    fresh: ClassVar[Mapping[str, float]] = {}
+    """What a tensor that was never trained begins with, by field, where that is not 0."""
+
+    undone: Callable[[CommError], None] | None = None
+    """Called with the error of a lost step, which step() and zero_grad() then do not raise (workers/session)."""
+
+    error_lost: dict[str, float] | None = None
+    """What the last regroup() after a death has lost of the error memory; None before one."""
+
+    keeps: Keeps = Keeps.NOTHING
+    """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
+    memory away. The same on every rank."""
+
+    # what it exchanges, and with which ranks
+    group: Group
+    calls: Calls
+    space: FlatSpace
+    reduce: Reducer
+    vectors: Any
+    """Of the type that make_state() gives."""
+    overlap: Overlap
+    buffers: Buffers
+    first: FirstStep
+    scaled: bool | None
+    """Does a GradScaler call step()? Not known before a step."""
+    owes_scaler: bool
+    beside_due: bool
+    awaits_vectors: bool
+
+    # where the run is
+    frozen_at: int | None
+    ages: list[Age]
+    """What the moments of each tensor have seen."""
+    runs: list[Run]
+    """Neighbours of equal age."""
+    frozen_states: dict[Tensor, TensorState]
+    """Of the parameters that are not laid out."""
+    has_misfits: bool
+    saved: dict[str, Any]
+    """The algorithm's own small values: plain numbers and lists, part of the state_dict."""
+    evidence: dict[str, Any]
+    """What it found, such as elements floored at the freeze; saved, and shown in stats()."""
+    begun: dict[str, Any]
+    """What `saved` was at first."""
+    handed_over: dict[str, Tensor] | None
+    """R of each error memory by name, from when it was taken to the next step at which all hold the same."""
+    loaded: Loaded | None
+    steps_skipped: int
+    steps_without_gradient: int
+    """In a row, on this rank."""
+    listed: list[int]
+    laid_out: list[list[int]]
+    shown_steps: dict[int, Tensor]
+    """The count that `state` shows, by the steps that a tensor was not in."""
+
+    @abstractmethod
+    def make_state(self) -> State:
+        """The algorithm's vectors, a dataclass whose fields declare their Kind."""
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with in `saved` and `evidence`; space, reduce and vectors are new."""
+
+    @abstractmethod
+    def plan(self, step: int) -> StepPlan:
+        """What step `step` (from 1) does, from what a checkpoint holds, the settings and the learning rates."""
+
+    @abstractmethod
+    def update(self, plan: StepPlan, groups: Sequence[Any]) -> None:
+        """Do it: modify parameters and vectors, or raise a CommError and leave them as they were.
+
+        num_steps is still that of the step before. The gradient is this rank's own; where the plan has Wire.FULL the
+        algorithm calls mean_gradient_ for the common one.
+        """
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters out of range. Raises: ValueError naming the field, its value and what is allowed."""
+        check_group(group, ADAM)
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse loaded values that the algorithm cannot go on from. Raises: ValueError."""
+
+    def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> Any:
+        """The hyperparameters of a group as they are now, with a slice that it owns and what that has seen."""
+        beta1, beta2 = group["betas"]
+        return AdamHyper(span, float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], seen)
+
+    def hypers(self, step: int) -> list[Any]:
+        """The hyperparameters of now in step `step`, of every run of tensors of equal age; what `update` is given."""
+        return [self.hyper(self.param_groups[run.group], run.span, run.seen(step)) for run in self.runs]
+
+    def note_evidence(self) -> None:
+        """Put what is kept elsewhere among the saved values. Local. Nothing to do for most algorithms."""
+
+    def new_vector(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros, float[N], for a replicated vector; where another takes its place at once, in memory of one of them."""
+        p_N = self.space.p_N
+        made = p_N.new_zeros(1 if self.awaits_vectors else p_N.numel(), dtype=dtype)
+        return made.expand_as(p_N) if self.awaits_vectors else made
+
+    def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
+        """Of a replicated vector, by field, where the variance was frozen then. That of the parameters for most."""
+        return self.space.p_N.dtype
+
+    def fit_vectors(self) -> None:
+        """Have replicated vectors of the type that they are in now, where `frozen_at` was set from outside: zeros."""
+        for name in sizes(self.vectors, 0):
+            if is_field(self.vectors, name):
+                vector, dtype = getattr(self.vectors, name), self.dtype_of(name, self.frozen_at)
+                if vector.dtype != dtype:
+                    put(self.vectors, name, torch.zeros_like(vector, dtype=dtype))
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the variance has had: what Age.unseen is counted in."""
+        return self.num_steps
+
+    def set_ages(self, ages: Sequence[Age]) -> None:
+        """Keep the age of each tensor, and find the runs of equal ones."""
+        self.ages = list(ages)
+        self.runs = runs_of(self.space.tensors, self.space.spans, self.ages)
+
+    def misfits(self) -> bool:
+        """Is there a tensor whose moments are not those of the phase that the run is in? The same on every rank."""
+        return False
+
+    def take_in(self) -> None:
+        """Bring tensors that do not fit to the phase of the run, before its next step. Collective.
+
+        Raises: PeerLost, and then nothing has changed.
+        """
+
+    def relaid(self, residuals: dict[str, Tensor]) -> None:
+        """After the vectors were laid out anew: what to do with R of each error memory, which holds it. Local."""
+        self.handed_over = residuals
+
+    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """`saved` as it goes on after groups were added: lists with a value a group are as long as at a beginning."""
+        longer = {k: v for k, v in self.begun.items() if isinstance(v, list) and len(v) > len(saved.get(k, v))}
+        return {**saved, **{key: [*saved[key], *value[len(saved[key]) :]] for key, value in longer.items()}}
+
+    def choose_full_exchange(self, given: FullWire | None) -> FullWire:
+        """How the mean gradient is sent. Raises: ValueError where it cannot be sent as was asked."""
+        every = [param for group in self.param_groups for param in group["params"]]
+        return given or ("bf16" if all(param.dtype == torch.bfloat16 for param in every) else "fp32")
+
+    def make_reducer(self, group: Group) -> Reducer:
+        """What exchanges the vectors of self.space. Collective."""
+        return default_reducer(
+            group,
+            self.space.layout,
+            self.space.p_N,
+            codec=self.codec,
+            bucket_elements=self.bucket_elements,
+            cuts=self.space.cuts,
+            keeps=self.kept_of_others,
+            full=self.full_exchange,
+            # Where ranks have come or gone boxes may differ.
+            topology="auto" if self.topology == "node_first" and hasattr(self, "reduce") else self.topology,
+            sums=torch.bfloat16 if "error_memory" in self.narrow else None,
+        )
+
+    @property
+    def kept_of_others(self) -> Keeps:
+        """What ranks keep of each other's error memory: nothing where there is none, or it is of gradients."""
+        return Keeps.NOTHING
+
+    @property
+    def gradient_memory(self) -> ErrorMemory | None:
+        """What 8 bits leave out of the next mean gradient, in units of it; None where nothing is kept."""
+        return None
+
+    @property
+    def mean_wire(self) -> FullWire:
+        """How the mean gradient of the next step is sent, where it is.
+
+        In place of 8 bits 16 where no error memory is of gradients: what is exchanged then goes into a variance that is
+        seldom updated. That wants the size of small values too, and would find an error of long ago in a memory.
+        """
+        return "bf16" if self.full_exchange == "int8" and self.gradient_memory is None else self.full_exchange
+
+    def errors_of_gradients(self, loaded: Mapping[str, Any]) -> str | None:
+        """The name of the error memory whose R in this state_dict is that of gradients; None where there is none."""
+        return None
+
+    def groups_in(self, at: slice) -> list[tuple[slice, dict[str, Any]]]:
+        """The parts of these elements of the flat vectors, each with the parameter group that owns it."""
+        spans = zip(self.param_groups, self.space.spans, strict=True)
+        parts = [(slice(max(at.start, span.start), min(at.stop, span.stop)), group) for group, span in spans]
+        return [(part, group) for part, group in parts if part.start < part.stop]
+
+    def gradient_weight(self, group: dict[str, Any]) -> float:
+        """What a gradient counts in the momentum of this group: 1 - beta1."""
+        return float(1 - group["betas"][0])
+
+    def gradient_weights(self) -> Tensor:
+        """The same of every element: float[N], 0 where none is."""
+        return self.space.spread([self.gradient_weight(group) for group in self.param_groups])
+
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+        """part <- this rank's part of R in the unit of ranks that have made a step more, which it is given. Local.
+
+        plain, vectors: their plain_state() and replicated vectors. For most algorithms the unit is the same.
+        """
+
+    def before_gradients(self) -> None:
+        """First in a step that gathers gradients: look at what must not have changed since the last. Local."""
+
+    def after_step(self) -> None:
+        """Last in a step that was taken, or left out. Local."""
+
+    @abstractmethod
+    def connect_space(self) -> None:
+        """The exchange with the ranks of the group, then empty vectors. Raises before anything has changed."""
+
+    @abstractmethod
+    def resumed(self) -> None:
+        """After vectors, ages and saved values were set from outside: derive what follows from them. Local."""
+
+    @abstractmethod
+    def send_beside(self) -> None:
+        """First in a step that sends: buffers, at times what ranks hold. Collective. Raises: as equalise_buffers."""
+
+    def begin_beside(self, plan: StepPlan) -> None:
+        """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.
+
+        So that on the group all ranks have one order, however many buckets the hooks of each have launched.
+        """
+        self.beside_due = plan.gradient is not Wire.LOCAL or plan.momentum is Wire.COMPRESSED
+        if not self.overlaps or self.waits_for(plan) is not None:
+            self.send_due()
+
+    def send_due(self) -> None:
+        """send_beside(), where this step has not done so yet. Collective."""
+        if self.beside_due:
+            self.beside_due = False
+            self.send_beside()
+
+    @abstractmethod
+    def prepare_to_save(self) -> None:
+        """Bring rank-local state into one that can be saved. Collective. Raises: PeerLost.
+
+        ValueError where ranks have loaded shares that do not belong together (rank_state_dict).
+        """
+
+    def prepare_to_hand_over(self) -> None:
+        """As prepare_to_save(); gradients may be written. Collective. Raises: as prepare_to_save."""
+        self.prepare_to_save()
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone holds since the last sync, as rank_state_dict() saves it: copies. For most nothing."""
+        return {}
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Refuse what own_state() cannot have given. Raises: ValueError."""
+        if own:
+            raise ValueError(f"state_dict has own {sorted(own)}, and this optimizer has nothing of one rank alone")
+
+    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
+        """Hold what own_state() gave; where it is not in_round, as if the round had ended there. Local."""
+
+    @property
+    def common_parameters(self) -> Tensor:
+        """The parameters of step common_steps, float[N], the same on every rank; not a copy."""
+        return self.space.p_N
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """What all ranks hold alike now, the parameters among it; not copies."""
+        return {"parameters": self.space.p_N, **replicated(self.vectors)}
+
+    def end_round_as(self, src: int) -> None:
+        """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""
+
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """What this plan exchanges, opened; the mean gradient for most algorithms."""
+        return self.begin_mean()
+
+    def begin_mean(self) -> Exchange:
+        """The mean gradient, opened."""
+        return mean_gradient(self.reduce, self.space.g_N, self.gradient_memory, self.mean_wire)
+
+    def waits_for(self, plan: StepPlan) -> str | None:
+        """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
+        if self.group.size == 1:
+            return "one rank sends nothing"
+        if self.loaded is not None:
+            return "the first step after a load finds out whether the ranks have loaded what belongs together"
+        if self.scaled is None:
+            return "the first step finds out whether a GradScaler calls it"
+        if self.scaled:
+            return "a GradScaler's gradients are divided by their scale in step()"
+        if plan.gradient is Wire.LOCAL and self.max_grad_norm is not None:
+            return "max_grad_norm needs the whole gradient before the first bucket can be encoded"
+        return None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, those that were left out not counted; state[p]["step"] is the same number as a tensor."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+        for missed, count in self.shown_steps.items():
+            count.fill_(value - missed)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step."""
+        return self.plan(self.num_steps + 1).phase
+
+    @property
+    def skips_non_finite(self) -> bool:
+        """Is a step with a gradient that is not finite left out? By choice, or because a GradScaler called the last."""
+        return self.non_finite == "skip" or bool(self.scaled)
+
+    @property
+    def at_sync(self) -> bool:
+        """Do all ranks hold the same parameters now? A loop evaluates where they do, which then costs no byte."""
+        return self.num_steps == self.common_steps
+
+    def equalise_buffers(self) -> None:
+        """Buffers of model= <- rank 0's. Collective where there are any; every step that sends something does it.
+
+        Raises: PeerLost, WireMismatch, ValueError where they are others than rank 0's; then none is written.
+        """
+        self.buffers.equalise_(self.group, self.space.p_N.device)
+
+    @property
+    def common_steps(self) -> int:
+        """The last step at which all ranks held the same parameters."""
+        return self.num_steps
+
+    def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
+        """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls."""
+        return self.calls.within(f"{type(self).__name__}.{call}", remedy)
+
+    def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
+        """Of parameters (parameters_N) and replicated vectors those that a sync in full of the ranks that take part
+
+        would change here; new, nothing is modified. group: in which these num_ranks are, and perhaps others, who give
+        nothing. Collective where ranks hold something of their own. Raises: PeerLost.
+        """
+        return {}
+
+    def refuse_to_be_alone(self) -> None:
+        """Compare, before anything is changed, that all ranks are in the call that this one is in. Collective.
+
+        For calls that could else be taken for a part of a step(), whose collectives are as long. Raises: CallMismatch,
+        alike on every rank; PeerLost.
+        """
+        refuse_other_calls(self.group, self.calls.now, self.space.p_N.device, remedy=self.calls.remedy)
