@@ -41,8 +41,8 @@ from thinwire.workers.checkpoints import (
     Superseded,
     Writer,
 )
-from thinwire.workers.checkpoints.probe import StoreRefused, prove
 from thinwire.workers.checkpoints.snapshot import Content
+from thinwire.workers.checkpoints.storage import StoreRefused, prove
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_end
 from thinwire.workers.membership import Seat
 from thinwire.workers.owed import Owed

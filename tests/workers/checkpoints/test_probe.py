@@ -11,8 +11,7 @@ from tests.workers.checkpoints.storages import Full, Raising
 from tests.workers.small_job import Recording, small_spec
 from thinwire.comm import PeerLost, run_threads
 from thinwire.workers.checkpoints import CheckpointStore, probe
-from thinwire.workers.checkpoints.probe import StoreRefused, prove
-from thinwire.workers.checkpoints.storage import LocalStorage
+from thinwire.workers.checkpoints.storage import LocalStorage, StoreRefused, prove
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.job import run_job
 from thinwire.workers.session.surroundings import Run
