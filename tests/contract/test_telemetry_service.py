@@ -17,9 +17,8 @@ from thinwire.contract.reports import Event, Failure, Sample
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app
-from thinwire.workers.telemetry.delivery import Poster
-from thinwire.workers.telemetry.exporter import Heartbeat, WorkerMetrics
-from thinwire.workers.telemetry.service_client import ServiceClient, ServiceUnavailable, Superseded
+from thinwire.workers.telemetry.reporter import WorkerMetrics
+from thinwire.workers.telemetry.service_client import Heartbeat, Poster, ServiceClient, ServiceUnavailable, Superseded
 
 SPEC = {"steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam"}}
 

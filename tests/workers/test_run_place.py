@@ -20,8 +20,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.tickets import ticket_of
 from thinwire.workers import run_place
-from thinwire.workers.credentials import ClaimRefused, Credentials, claim
-from thinwire.workers.run_place import LogCopy, PackageDiffers, Place
+from thinwire.workers.run_place import ClaimRefused, Credentials, LogCopy, PackageDiffers, Place, claim
 from thinwire.workers.telemetry.history import read
 from thinwire.workers.telemetry.reporter import Reporter
 

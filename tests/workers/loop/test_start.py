@@ -20,8 +20,7 @@ from thinwire.optim import OneBitAdam
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.checkpoints.manifest import folder_of
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.given import StartRefused, fill, opened
-from thinwire.workers.origin import Origin
+from thinwire.workers.origin import Origin, StartRefused, fill, opened
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipes.gpt import GptOverText
 from thinwire.workers.session.job import run_job

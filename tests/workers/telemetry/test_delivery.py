@@ -7,10 +7,8 @@ import pytest
 
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Event, Failure, Sample
-from thinwire.workers.telemetry import delivery as telemetry
-from thinwire.workers.telemetry.delivery import Poster
-from thinwire.workers.telemetry.exporter import Heartbeat
-from thinwire.workers.telemetry.service_client import ServiceClient
+from thinwire.workers.telemetry import service_client as telemetry
+from thinwire.workers.telemetry.service_client import Heartbeat, Poster, ServiceClient
 
 
 @pytest.fixture
