@@ -113,18 +113,6 @@ def test_an_outage_loses_nothing_and_blocks_nobody(
     assert caplog.text.count("service_silent") == caplog.text.count("service_back") == 1
 
 
-def test_failing_service_is_asked_again_until_it_recovers(
-    service: Service, client: ServiceClient, poster: Poster
-) -> None:
-    service.status = 503
-    poster.samples([sample(0)])
-    until(lambda: client.num_failures >= 2)
-    service.status = 204
-    service.requests.clear()
-    assert poster.close()
-    assert service.steps() == [0]
-
-
 @pytest.mark.parametrize("outage", [True, False])
 def test_last_word_comes_last_also_through_an_outage(service: Service, poster: Poster, outage: bool) -> None:
     if outage:
