@@ -14,7 +14,7 @@ from thinwire.cli.main import app
 from thinwire.contract.metric_names import METRICS
 from thinwire.service.config import Settings
 from thinwire.service.metrics import HELP, ServiceMetrics
-from thinwire.workers.telemetry.wire_meter import WIRE_INTERFACE_VARIABLE
+from thinwire.workers.telemetry.ledger import WIRE_INTERFACE_VARIABLE
 
 pytestmark = pytest.mark.law
 

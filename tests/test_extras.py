@@ -23,7 +23,7 @@ ROOMS = {
     "thinwire.contract.spec thinwire.service.launch.kuberay.manifest",
     ("optim",): "thinwire.comm thinwire.optim thinwire.optim.saves thinwire.optim.regroup thinwire.train "
     "thinwire.workers.session.session thinwire.workers.weights thinwire.integrations.ddp_compression",
-    ("worker",): "thinwire.workers.main thinwire.workers.elastic.bring_up thinwire.workers.telemetry.exporter "
+    ("worker",): "thinwire.workers.main thinwire.workers.elastic.bring_up thinwire.workers.telemetry.reporter "
     "thinwire.workers.telemetry.report thinwire.service.launch.start_hook thinwire.tools.doctor.on_ray",
     ("service",): "thinwire.service.main thinwire.service.server thinwire.service.migrations.versions",
 }

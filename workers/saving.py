@@ -41,8 +41,8 @@ from thinwire.workers.checkpoints import (
     Superseded,
     Writer,
 )
-from thinwire.workers.checkpoints.probe import StoreRefused, prove
 from thinwire.workers.checkpoints.snapshot import Content
+from thinwire.workers.checkpoints.storage import StoreRefused, prove
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_end
 from thinwire.workers.membership import Seat
 from thinwire.workers.owed import Owed
@@ -138,20 +138,11 @@ class Saving:
 
     def _prove(self, training: Training) -> None:
         """Can every rank save? Collective. Raises: StoreRefused where this one cannot; PeerLost where others cannot."""
-        told = ""
-        try:
-            prove(self._writer.store.storage)
-        except StoreRefused as error:
-            told = str(error)
-            logger.error("store_refused reason=%s", told)
-        answers = [
-            text.decode(errors="replace") for text in gather_texts(training.group, told.encode(), training.device)
-        ]
-        if told:
-            raise StoreRefused(told)
-        refused = tuple(rank for rank, text in enumerate(answers) if text)
+        why, refused = on_all(training, lambda: prove(self._writer.store.storage), StoreRefused)
+        if training.group.rank in refused:
+            raise StoreRefused(why)
         if refused:
-            raise PeerLost(f"rank {refused[0]} cannot save: {answers[refused[0]]}", ranks=refused)
+            raise PeerLost(f"rank {refused[0]} cannot save: {why}", ranks=refused)
 
     def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
         """Begin to write a checkpoint of `step`. A disk that refuses is told, and the run goes on. Collective.
@@ -235,6 +226,20 @@ class Saving:
         if not self._writer.close(timeout_s):
             logger.error("checkpoint_unfinished after_s=%g", timeout_s)
         self.tell()
+
+
+def on_all(training: Training, do: Callable[[], None], *errors: type[Exception]) -> tuple[str, tuple[int, ...]]:
+    """Do it on every rank. Returns the ranks where one of these errors came of it, and the words of this rank's, or
+    else of the first of them. Collective. Raises: PeerLost.
+    """
+    own = ""
+    try:
+        do()
+    except errors as error:
+        own = str(error) or type(error).__name__
+        logger.warning("rank_refuses rank=%d reason=%s", training.group.rank, own)
+    said = [text.decode(errors="replace") for text in gather_texts(training.group, own.encode(), training.device)]
+    return own or next(filter(None, said), ""), tuple(rank for rank, text in enumerate(said) if text)
 
 
 def _all_have(mine: bool, training: Training) -> bool:

@@ -23,12 +23,11 @@ from thinwire.contract.spec import JobSpec, ScriptSpec, read_spec
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
 from thinwire.workers.error_words import as_failure, let_stderr_take_any_text, words_of
 from thinwire.workers.nodes import own_address, use_interface_of
-from thinwire.workers.run_place import Place, place_of
+from thinwire.workers.run_place import Credentials, Place, place_of
 
 if TYPE_CHECKING:
     import torch
 
-    from thinwire.workers.credentials import Credentials
     from thinwire.workers.membership import Member
     from thinwire.workers.ranks import Ranks
 
@@ -63,7 +62,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     from thinwire.workers.session.surroundings import Run
     from thinwire.workers.telemetry import report
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
-    from thinwire.workers.telemetry.stillness import StillnessWatch
+    from thinwire.workers.whereabouts import StillnessWatch
 
     let_stderr_take_any_text()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)

@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.control_plane_harness import wait_until
 from tests.service.live_service import LiveService, live_service
 from thinwire.contract.reports import Event, Failure, Sample
-from thinwire.workers.telemetry.delivery import Poster
-from thinwire.workers.telemetry.exporter import Heartbeat, WorkerMetrics
-from thinwire.workers.telemetry.service_client import ServiceClient, ServiceUnavailable, Superseded
+from thinwire.workers.telemetry.reporter import WorkerMetrics
+from thinwire.workers.telemetry.service_client import Heartbeat, Poster, ServiceClient, ServiceUnavailable, Superseded
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ class Recording(Reporter):
     """Keeps what this rank has to say, and rank 0's history in a run folder where there is one."""
 
     def __init__(self, run_dir: Path | None = None):
-        super().__init__(() if run_dir is None else [RunFiles(run_dir)])
+        super().__init__(None if run_dir is None else RunFiles(run_dir))
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
         self.samples, self.events = [], []

@@ -20,8 +20,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.service.launch.driver import ticket_of
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.workers import run_place
-from thinwire.workers.credentials import ClaimRefused, Credentials, claim
-from thinwire.workers.run_place import LogCopy, PackageDiffers, Place
+from thinwire.workers.run_place import ClaimRefused, Credentials, LogCopy, PackageDiffers, Place, claim
 from thinwire.workers.telemetry.history import read
 from thinwire.workers.telemetry.reporter import Reporter
 
@@ -183,7 +182,8 @@ def test_the_next_rank_0_reports_what_the_one_before_has_not(
     for step in range(5):
         for reporter in reporters if step > 1 else (first,):  # the second has come after two steps
             reporter.steps([sample(step)], 0, {})
-    (poster,) = [sink for sink in first._sinks if hasattr(sink, "_samples")]
+    poster = first._poster
+    assert poster is not None
     with poster._changed:
         poster._samples.clear()  # what it has not posted yet
     second.steps([sample(5)], 0, {})  # which the first has not written

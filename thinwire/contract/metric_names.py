@@ -1,6 +1,6 @@
 """The metrics that every worker exports: name, kind, unit, labels and help, declared once. Torch-free.
 
-docs/operations.md lists them, which a test asks for, and `workers.telemetry.exporter` fills them. What adding one takes
+docs/operations.md lists them, which a test asks for, and `workers.telemetry.reporter` fills them. What adding one takes
 is in docs/adding.md.
 """
 

@@ -13,7 +13,7 @@ The protocol needs no collective, so that a thread of its own can follow it:
 1. Every rank writes its shard, and then its receipt.
 2. Rank 0 waits for all receipts, for a bounded time, and until it may commit, and creates the manifest. A rank that
    never delivers leaves a checkpoint that is never whole; it is named in the log and removed.
-3. Rank 0 removes what is older than the newest `keep`, and what is left of saves that failed (removal.py).
+3. Rank 0 removes what is older than the newest `keep`, and what is left of saves that failed.
 
 Checkpoints are ordered by generation, then by step. A worker of a generation that is over may wake and write: what it
 writes is older than what the living have written, it removes nothing of theirs, and once a generation has gone on from
@@ -21,10 +21,9 @@ what is here it puts no manifest any more. The eight digits are the mark of one 
 saves never mix.
 """
 
-from thinwire.workers.checkpoints.beginning import AttemptSuperseded, Superseded
 from thinwire.workers.checkpoints.manifest import CheckpointId, CheckpointRefused
 from thinwire.workers.checkpoints.snapshot import Content, Snapshot
-from thinwire.workers.checkpoints.store import CheckpointStore
+from thinwire.workers.checkpoints.store import AttemptSuperseded, CheckpointStore, Superseded
 from thinwire.workers.checkpoints.writer import Ticket, Writer
 
 __all__ = [

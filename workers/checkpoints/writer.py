@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from thinwire.workers.checkpoints.beginning import AttemptSuperseded
 from thinwire.workers.checkpoints.manifest import CheckpointId, Refusal, ShardRecord
 from thinwire.workers.checkpoints.snapshot import Content, Snapshot, Staging
-from thinwire.workers.checkpoints.store import CheckpointStore
+from thinwire.workers.checkpoints.store import AttemptSuperseded, CheckpointStore
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,9 @@ from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.data.feed import Share
 from thinwire.workers.error_words import in_words
-from thinwire.workers.given import StartRefused
 from thinwire.workers.hyper import take_settings
 from thinwire.workers.membership import Dismissed, MembershipError
-from thinwire.workers.origin import Origin
+from thinwire.workers.origin import Origin, StartRefused
 from thinwire.workers.owed import BROKEN_S, LEAVE_S
 from thinwire.workers.ranks import RunEnded, Stop
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 
 from thinwire.contract.files import write_whole
-from thinwire.contract.reports import Event, Failure, Sample
+from thinwire.contract.reports import Event, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.telemetry.service_client import ServiceError
 
@@ -29,20 +29,17 @@ class HistoryError(Exception):
 
 
 class RunFiles:
-    """A sink of a reporter (reporter.py) that keeps samples and events in the run folder. One process at a time has
-    the history.
+    """Samples and events in the run folder. One process at a time has the history.
 
     others: what other processes of the run have reported, where each has a folder of its own; raises ServiceError.
     """
-
-    superseded = False
 
     def __init__(self, run_dir: Path, others: Callable[[], list[Sample]] = list) -> None:
         self._folder, self._others = RunFolder(run_dir), others
         self._file: BinaryIO | None = None
         self._last: int | None = None  # step of the last sample; None where other processes may have written later ones
 
-    def begin(self, seen: Sequence[Sample]) -> None:
+    def begin(self, seen: Iterable[Sample]) -> None:
         """Go on with the history, and add what the rank 0 before could not write. Raises HistoryError, OSError."""
         there = {sample.step for sample in self._read()}
         self.samples([sample for sample in seen if sample.step not in there])
@@ -83,13 +80,8 @@ class RunFiles:
             every = {sample.step: sample for sample in others if sample.step <= max(own, default=-1)} | own
             self._replace(every[step] for step in sorted(every))
 
-    def close(
-        self,
-        summary: dict[str, JsonValue] | None = None,
-        failure: Failure | None = None,
-        timeout_s: float = 0.0,
-    ) -> None:
-        """Close the history. The last word has files of its own (report.py, run_place.py)."""
+    def close(self) -> None:
+        """Close the history. How a run ended has files of its own (report.py, run_place.py)."""
         if self._file is not None:
             self._file.close()
             self._file = None

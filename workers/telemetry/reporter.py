@@ -1,33 +1,36 @@
-"""What one rank says of its run: every rank its metrics, rank 0 samples and events too, which sinks take.
+"""What one rank says of its run: every rank its metrics, rank 0 samples and events too.
 
-    RunFiles   history.jsonl and events.jsonl of the run folder (history.py)
-    Poster     the service, through outages of it (delivery.py)
+    WorkerMetrics   on a port of its own that is registered at the service, as metric_names.METRICS declares them
+    RunFiles        history.jsonl and events.jsonl of the run folder (history.py)
+    Poster          the service, through outages of it (service_client.py)
 
-A run that nobody watches (a test, a benchmark, a loop under torchrun) has a reporter without sinks.
+A run that nobody watches (a test, a benchmark, a loop under torchrun) has a reporter without the last two.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Self
 
 from pydantic import JsonValue
 
-from thinwire.contract.reports import Event, EventKind, Failure, Sample
+from thinwire.contract.metric_names import METRICS, PHASES, MetricKind, Scope
+from thinwire.contract.reports import Event, EventKind, Failure, Health, Sample
 from thinwire.contract.summary import Summary
 from thinwire.workers.run_place import Place
-from thinwire.workers.telemetry.delivery import Poster
-from thinwire.workers.telemetry.exporter import WorkerMetrics
 from thinwire.workers.telemetry.history import RunFiles
-from thinwire.workers.telemetry.service_client import ServiceClient
+from thinwire.workers.telemetry.service_client import Heartbeat, Poster, ServiceClient
 
 if TYPE_CHECKING:
     import torch
+    from prometheus_client import Metric as MetricFamily
 
     from thinwire.comm.protocol import Group
+    from thinwire.workers.telemetry.ledger import LinkBytes, WireMeter
 
 logger = logging.getLogger(__name__)
 
@@ -41,44 +44,216 @@ class RunSuperseded(Exception):
     """A newer attempt of this job writes the run folder now; this one must not."""
 
 
-class Sink(Protocol):
-    """Takes what a process says of the run. No call blocks for long but `complete` and `close`."""
+class WorkerMetrics:
+    """Values by name and label. Nobody sees them before `serve`. Its methods may be called from any thread.
+
+    They are kept here and turned into Prometheus families when somebody scrapes, so that a counter is exported under
+    exactly the name of its row and a metric without a value yet is absent, not 0.
+
+    ranks_here: ranks that share this worker's box, itself included, as far as is known.
+    """
+
+    def __init__(self, job_id: str = "", rank: int = 0) -> None:
+        self.ranks_here = 1
+        self._constant = {"job_id": job_id, "rank": str(rank)}
+        self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
+        self._lock = threading.RLock()
+        self._leads = False
+        self._saved_at: float | None = None
+        self._wire: WireMeter | None = None
+        self._links: LinkBytes | None = None
+        self._client: ServiceClient | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._stop: Callable[[], None] | None = None
+        self._address: str | None = None
+
+    def update(self, values: Mapping[str, float | None]) -> None:
+        """Take values of metrics without labels, all at once. None takes a value away."""
+        with self._lock:
+            for name, value in values.items():
+                if value is None:
+                    self._values[name].clear()
+                else:
+                    self._set(name, value)
+
+    def add(self, name: str, value: float) -> None:
+        """Count this much up. 0 makes it known: a counter that begins with its first rise shows none."""
+        with self._lock:
+            self._set(name, self._values[name].get((), 0.0) + value)
+
+    def by_label(self, name: str, values: Mapping[str, float]) -> None:
+        """Take the values of a metric with one label."""
+        with self._lock:
+            for label, value in values.items():
+                self._set(name, value, label)
+
+    def take(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
+        """Take what there is after these steps, all at once. What a sample does not know keeps its last value.
+
+        num_samples, sent_bytes (by purpose): this worker's, since its process began; they never fall.
+        """
+        last = samples[-1]
+        wire = None if self._wire is None else self._wire.account()
+        links = {} if self._links is None else self._links.by_link()
+        with self._lock:
+            for sample in samples:
+                self.add("thinwire_committed_step_seconds_total", sample.step_seconds)
+                self.add("thinwire_rounds_skipped_total", sample.skipped_round)
+                self._set_known("thinwire_compression_ratio", sample.compression_ratio)
+                for name, value in (sample.reported or {}).items():
+                    self._set("thinwire_reported", float(value), name)
+            self.add("thinwire_regroups_total", 0)
+            self.add("thinwire_steps_given_up_total", 0)
+            self.by_label("thinwire_phase", {name: name == last.phase for name in PHASES})
+            self._set("thinwire_samples_total", num_samples)
+            self._set("thinwire_samples_per_second", last.samples_per_second)
+            self._set("thinwire_step_seconds", last.step_seconds)
+            self.by_label("thinwire_wire_bytes_total", sent_bytes)
+            self.by_label("thinwire_link_bytes_total", links)
+            self._set("thinwire_world_size", last.world_size)
+            self._set("thinwire_step", last.step)
+            self._set_known("thinwire_predicted_step_seconds", last.predicted_step_seconds)
+            self._set_known("thinwire_loss", last.loss)
+            self._set_known("thinwire_validation_loss", last.validation_loss)
+            if last.health is not None:
+                self._set_health(last.health)
+            if wire is not None:
+                self._set("thinwire_wire_counted_bytes_total", wire.counted_bytes)
+                self._set("thinwire_wire_predicted_bytes_total", wire.predicted_bytes)
+                self._set_known("thinwire_wire_unexplained_ratio", wire.unexplained)
+
+    def seated(self, group: Group, device: torch.device) -> None:
+        """This worker trains with these ranks from here on. Where metrics are served rank 0 exports what is of the job,
+        and one worker a box measures its wire, if its environment asks for it.
+
+        Collective where they are served: which nodes measure is each node's own affair. Raises: PeerLost.
+        """
+        if self._address is None:
+            return
+        from thinwire.comm.wire.link_classes import exchange_boxes
+        from thinwire.workers.telemetry.ledger import LinkBytes, wire_meter
+
+        boxes = exchange_boxes(group, device=device)
+        self.ranks_here = len(boxes.ranks_in(boxes.of_rank[group.rank].id))
+        self._wire = wire_meter(group.stats, boxes, group.rank)
+        self._links = self._links or LinkBytes()
+        self._links.seated(group.stats, boxes, group.rank)
+        self.leads(leads=group.rank == 0)
+        if self._client is not None:
+            self._client.leads = group.rank == 0  # the next heartbeat tells the service
+
+    def leads(self, *, leads: bool) -> None:
+        """This worker exports what is of the job, and knows when a checkpoint becomes whole; or it does so no more."""
+        with self._lock:
+            self._leads = leads
+            if not leads:
+                self._saved_at = None
+            elif self._saved_at is None:
+                self._saved_at = time.monotonic()
+
+    def checkpoint_saved(self) -> None:
+        """One has become whole."""
+        with self._lock:
+            self._saved_at = time.monotonic()
+
+    def _set_health(self, health: Health) -> None:
+        for name, value, *labels in (
+            ("thinwire_error_to_momentum_ratio", health.error_to_momentum),
+            ("thinwire_sign_density_ratio", health.sign_density_worker, "worker"),
+            ("thinwire_sign_density_ratio", health.sign_density_server, "server"),
+            ("thinwire_max_step_ratio", health.max_step),
+            ("thinwire_variance_ratio", health.variance_ratio),
+            ("thinwire_floored_elements", health.floored_elements),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_min, "min"),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_median, "median"),
+            ("thinwire_lamb_coefficient_ratio", health.lamb_coeff_max, "max"),
+        ):
+            self._set_known(name, value, *labels)
+
+    def _set_known(self, name: str, value: float | None, *labels: str) -> None:
+        if value is not None:
+            self._set(name, value, *labels)
+
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self._values[name][labels] = float(value)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """What prometheus_client asks of a collector. A metric without a value yet is left out, and what is of the
+        job where this worker does not lead."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        with self._lock:
+            leads = self._leads
+            values = {name: dict(by_label) for name, by_label in self._values.items()}
+            if self._saved_at is not None:
+                values["thinwire_checkpoint_age_seconds"] = {(): time.monotonic() - self._saved_at}
+        for name, metric in METRICS.items():
+            if not values[name] or (metric.scope is Scope.JOB and not leads):
+                continue
+            labels = (*self._constant, *metric.labels)
+            family: CounterMetricFamily | GaugeMetricFamily
+            if metric.kind is MetricKind.COUNTER:  # the library takes `_total` off the name and exports it again
+                family = CounterMetricFamily(name, metric.help, labels=labels)
+            else:
+                family = GaugeMetricFamily(name, metric.help, labels=labels)
+            for own_labels, value in values[name].items():
+                family.add_metric([*self._constant.values(), *own_labels], value)
+            yield family
+
+    def serve(self, addr: str = "127.0.0.1", client: ServiceClient | None = None) -> None:
+        """Serve /metrics on `addr`, on a free port, and keep it registered at the service. Once. Raises OSError."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        # Its own registry: other libraries in the process use the global one.
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        server, thread = start_http_server(0, addr=addr, registry=registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        self._stop = stop
+        self._address = f"[{addr}]:{server.server_port}" if ":" in addr else f"{addr}:{server.server_port}"
+        self._client = client
+        if client is not None:
+            self._heartbeat = Heartbeat(client, self._address)
 
     @property
-    def superseded(self) -> bool:
-        """Is it known that a newer attempt of the job is running?"""
+    def address(self) -> str:
+        """host:port of /metrics. Raises RuntimeError before serve."""
+        if self._address is None:
+            raise RuntimeError("the metrics have no address yet; call serve first")
+        return self._address
 
-    def begin(self, seen: Sequence[Sample]) -> None:
-        """This worker is rank 0 from here on. seen: recent samples; the rank 0 before may not have told all of them."""
-
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """New history, in order of step."""
-
-    def forget_after(self, step: int) -> None:
-        """History after this step is void, and comes again."""
-
-    def event(self, event: Event) -> None:
-        """Something that happened once."""
-
-    def complete(self) -> None:
-        """The run has come to its end, and its whole history is needed."""
-
-    def close(
-        self, summary: dict[str, JsonValue] | None = None, failure: Failure | None = None, timeout_s: float = 0.0
-    ) -> object:
-        """Deliver what is left, with the last word, and end; give up after `timeout_s`."""
+    def close(self) -> None:
+        """End the registration and stop serving. Safe to call twice."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
 
 
 class Reporter:
     """Where the training loop says what happened. Never blocks for long; no trouble of the service fails a run.
 
-    metrics: of this worker, which is scraped where they are served.
+    files, client: None where the run has no folder, no service. metrics: of this worker, scraped where they are served.
     """
 
-    def __init__(self, sinks: Sequence[Sink] = (), metrics: WorkerMetrics | None = None) -> None:
-        self._sinks = sinks
+    def __init__(
+        self,
+        files: RunFiles | None = None,
+        client: ServiceClient | None = None,
+        leave_files: Callable[[], None] | None = None,
+        metrics: WorkerMetrics | None = None,
+    ) -> None:
+        """leave_files: see Poster."""
+        self._files, self._client = files, client
+        self._poster = None if client is None else Poster(client, leave=leave_files)
         self.metrics = metrics or WorkerMetrics()
-        self._client: ServiceClient | None = None
         self._leads = False
         self._recent: deque[Sample] = deque(maxlen=RECENT)
 
@@ -90,10 +265,7 @@ class Reporter:
         adopt_s: how long a later attempt may take to adopt this worker.
         """
         client = place.new_client(number, adopt_s) if place.has_service else None
-        files = RunFiles(place.run_dir, place.others_history)
-        reporter = cls([files] if client is None else [files, Poster(client, leave=place.leave_files)])
-        reporter._client = client
-        return reporter
+        return cls(RunFiles(place.run_dir, place.others_history), client, place.leave_files)
 
     def serve(self, job_id: str, number: int, address: str) -> None:
         """Serve this worker's metrics on that network address, and register them with the service. Raises OSError."""
@@ -113,16 +285,17 @@ class Reporter:
         self.metrics.seated(group, device)
         if group.rank == 0 and not self._leads:
             self._leads = True
-            for sink in self._sinks:
-                sink.begin(list(self._recent))
+            if self._files is not None:
+                self._files.begin(self._recent)
+            if self._poster is not None:  # what the service has it does not take twice
+                self._poster.samples(self._recent)
 
     def went_back(self, step: int) -> None:
         """History after `step` comes again: a peer was lost that had told it, or had not yet."""
         while self._recent and self._recent[-1].step > step:
             self._recent.pop()
-        if self._leads:
-            for sink in self._sinks:
-                sink.forget_after(step)
+        if self._leads and self._files is not None:  # the service takes the later sample of each step
+            self._files.forget_after(step)
 
     def resumed(self, step: int) -> None:
         """The run goes on from `step`; later history is void, all of it where `step` is 0: a fresh start."""
@@ -135,18 +308,20 @@ class Reporter:
 
         Raises: RunSuperseded once the service has said so.
         """
-        if any(sink.superseded for sink in self._sinks):
+        if self._poster is not None and self._poster.superseded:
             raise RunSuperseded("the service runs a newer attempt of this job; this one ends without a word")
         if self._leads:
-            for sink in self._sinks:
-                sink.samples(samples)
+            if self._files is not None:
+                self._files.samples(samples)
+            if self._poster is not None:
+                self._poster.samples(samples)
         self._recent.extend(samples)
         self.metrics.take(samples, num_samples, sent_bytes)
 
     def whole(self) -> None:
         """The run has come to its end, and its history is needed. On rank 0; may take as long as the service does."""
-        for sink in self._sinks:
-            sink.complete()
+        if self._files is not None:
+            self._files.complete()
 
     def regrouped(self, step: int, generation: int, seconds: float, lost_norm: float, **fields: JsonValue) -> None:
         """The run goes on with other ranks, after so long; lost_norm: what error memory has lost, about."""
@@ -201,16 +376,20 @@ class Reporter:
 
     def publish(self, event: Event) -> None:
         """The same of what this process alone knows, whichever rank it is."""
-        for sink in self._sinks:
-            sink.event(event)
+        if self._files is not None:
+            self._files.event(event)
+        if self._poster is not None:
+            self._poster.event(event)
 
     def close(
         self, summary: Summary | None = None, failure: Failure | None = None, timeout_s: float = DELIVER_S
     ) -> None:
         """Deliver what is left, with the last word, and end; give up after `timeout_s`."""
         last_word = summary.as_json() if summary is not None else None
-        for sink in self._sinks:
-            sink.close(last_word if self._leads else None, failure if self._leads else None, timeout_s)
+        if self._files is not None:
+            self._files.close()
+        if self._poster is not None:
+            self._poster.close(last_word if self._leads else None, failure if self._leads else None, timeout_s)
         self.metrics.close()
         if self._client is not None:
             self._client.close()

@@ -17,12 +17,12 @@ import torch
 
 from tests.workers.checkpoints.states import CPU
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Content, Snapshot, Superseded
-from thinwire.workers.checkpoints.removal import Unfinished
+from thinwire.workers.checkpoints.store import Unfinished
 
 SEEDS = (*range(36), 46, 81, 101, 65, 95, 227, 381)
 """At 46, 81 and 101 parts have just been removed of what is to be made whole: FileNotFoundError, counted below. At the
-last four one that removes what is not finished meets one that finishes it: each fails where removal.bury does not put a
-manifest first."""
+last four one that removes what is not finished meets one that finishes it: each fails where `_bury` of the store does
+not put a manifest first."""
 RANKS = 2
 
 

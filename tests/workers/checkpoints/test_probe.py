@@ -10,9 +10,8 @@ from tests.workers.checkpoints.states import save
 from tests.workers.checkpoints.storages import Full, Raising
 from tests.workers.small_job import Recording, small_spec
 from thinwire.comm import PeerLost, run_threads
-from thinwire.workers.checkpoints import CheckpointStore, probe
-from thinwire.workers.checkpoints.probe import StoreRefused, prove
-from thinwire.workers.checkpoints.storage import LocalStorage
+from thinwire.workers.checkpoints import CheckpointStore, storage
+from thinwire.workers.checkpoints.storage import LocalStorage, StoreRefused, prove
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.job import run_job
 from thinwire.workers.session.surroundings import Run
@@ -53,7 +52,7 @@ class Silent(LocalStorage):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(probe, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.001)
 
 
 def test_a_place_that_takes_checkpoints_is_left_as_it_was(tmp_path):
@@ -62,7 +61,7 @@ def test_a_place_that_takes_checkpoints_is_left_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("storage", "words"),
+    ("made", "words"),
     [
         (lambda path: Full(path, "probe"), "cannot be written to from .*No space left on device; make room there, or"),
         (lambda path: LocalStorage(path / "file" / "a"), "cannot be .* from .*Not a directory"),
@@ -72,23 +71,23 @@ def test_a_place_that_takes_checkpoints_is_left_as_it_was(tmp_path):
     ],
     ids=["full", "no folder", "forgetful", "defect", "away"],
 )
-def test_a_place_that_will_not_do_is_told_with_what_it_refused(tmp_path, storage, words):
+def test_a_place_that_will_not_do_is_told_with_what_it_refused(tmp_path, made, words):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreRefused, match=words):
-        prove(storage(tmp_path), away_s=0.2)
+        prove(made(tmp_path), away_s=0.2)
 
 
 def test_a_place_that_is_away_for_a_moment_is_asked_again(tmp_path):
-    storage = Away(tmp_path, 3)
-    prove(storage, away_s=60)
-    assert storage.left == 0
+    place = Away(tmp_path, 3)
+    prove(place, away_s=60)
+    assert place.left == 0
 
 
 def test_a_place_that_does_not_answer_holds_nobody_up_for_longer(tmp_path):
-    storage = Silent(tmp_path)
+    place = Silent(tmp_path)
     with pytest.raises(StoreRefused, match=r"cannot answer from .*not once; it was asked for 0\.05 s"):
-        prove(storage, away_s=0.05)
-    storage.gate.set()
+        prove(place, away_s=0.05)
+    place.gate.set()
 
 
 def test_a_run_that_has_saved_goes_on_whatever_the_place_refuses_now(tmp_path):
@@ -99,7 +98,7 @@ def test_a_run_that_has_saved_goes_on_whatever_the_place_refuses_now(tmp_path):
 def test_a_rank_that_alone_cannot_save_is_the_one_that_fails(tmp_path, monkeypatch):
     first = threading.Lock()
 
-    def proved(storage):
+    def proved(place):
         if first.acquire(blocking=False):
             raise StoreRefused("no checkpoint could be saved: a disk is full")
 

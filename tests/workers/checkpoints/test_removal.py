@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.checkpoints.states import GENERATION, save, state
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Snapshot
-from thinwire.workers.checkpoints.removal import Unfinished
+from thinwire.workers.checkpoints.store import Unfinished
 
 
 class Clock:

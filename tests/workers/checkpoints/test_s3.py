@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
 
 from tests.covering import parametrize
 from tests.s3_server import BUCKET, KEY, SECRET
-from tests.workers.checkpoints.states import CPU, assert_same, save, state
+from tests.workers.checkpoints.states import save, state
 from tests.workers.small_job import run_small, small_spec
 from thinwire.contract.weights import FetchFailed
-from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore, Writer
-from thinwire.workers.checkpoints.probe import StoreRefused
-from thinwire.workers.checkpoints.storage import RemoteStorage, open_storage
-from thinwire.workers.given import StartRefused, opened
+from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
+from thinwire.workers.checkpoints.storage import RemoteStorage, StoreRefused, open_storage
+from thinwire.workers.origin import StartRefused, opened
 from thinwire.workers.weights import fetch
 
 
@@ -40,37 +38,6 @@ def objects(where=f"s3://{BUCKET}"):
     filesystem = fsspec.filesystem("s3")
     filesystem.invalidate_cache()
     return {name: filesystem.cat_file(name) for name in filesystem.find(where)}
-
-
-def test_of_many_who_create_a_file_one_succeeds(where):
-    storage, barrier = open_storage(where), threading.Barrier(6)
-
-    def attempt(number):
-        barrier.wait()
-        try:
-            storage.create("a", "one", [bytes([number]) * 1000])
-        except FileExistsError:
-            return None
-        return number
-
-    with ThreadPoolExecutor(6) as pool:
-        (winner,) = [number for number in pool.map(attempt, range(6)) if number is not None]
-    with storage.read("a", "one") as stream:
-        assert stream.read() == bytes([winner]) * 1000
-
-
-def test_checkpoints_are_written_pruned_torn_and_refused_there(where):
-    store = CheckpointStore(where, keep=2)
-    assert store.newest_whole() is None
-    assert store.begin(None) == 1
-    saved = [save(store, step, size) for step, size in ((10, 3), (20, 1), (30, 4))]
-    assert store.sound() == saved[1:]
-    assert_same(store.load(saved[-1], CPU), state(30))
-    torn = store.address(saved[-1]).rsplit("/", 1)[-1]
-    store.storage.write(torn, "shard-00002-of-00004.safetensors", [b"torn"])
-    assert store.newest_whole() == saved[1]
-    with pytest.raises(CheckpointRefused, match=r"shard-00002-of-00004\.safetensors"):
-        store.load(saved[-1], CPU)
 
 
 def test_a_bucket_that_is_not_there_is_named_and_not_made(s3, where):

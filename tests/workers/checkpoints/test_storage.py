@@ -81,27 +81,31 @@ def test_a_file_is_created_once_and_what_is_there_stays(storage):
         assert stream.read() == b"123"
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_of_many_who_create_a_file_one_succeeds(tmp_path, monkeypatch, links):
+@pytest.mark.parametrize("place", ["links", "no links", "s3"])
+def test_of_many_who_create_a_file_one_succeeds(request, tmp_path, monkeypatch, place):
     def link(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    if not links:
+    if place == "no links":
         monkeypatch.setattr(os, "link", link)
+    if place == "s3":
+        request.getfixturevalue("s3_session")
+    where = f"s3://{BUCKET}/{uuid.uuid4()}" if place == "s3" else tmp_path
     barrier = threading.Barrier(8)
 
     def attempt(number):
         barrier.wait()
         try:
-            LocalStorage(tmp_path).create("a", "one", [bytes([number]) * 1000])
+            open_storage(where).create("a", "one", [bytes([number]) * 1000])
         except FileExistsError:
             return None
         return number
 
     with ThreadPoolExecutor(8) as pool:
         (winner,) = [number for number in pool.map(attempt, range(8)) if number is not None]
-    assert (tmp_path / "a" / "one").read_bytes() == bytes([winner]) * 1000
-    assert LocalStorage(tmp_path).files("a") == {"one": 1000}
+    with open_storage(where).read("a", "one") as stream:
+        assert stream.read() == bytes([winner]) * 1000
+    assert open_storage(where).files("a") == {"one": 1000}
 
 
 def test_a_local_file_that_is_written_again_is_the_old_one_until_the_new_one_is_whole(tmp_path):
@@ -120,9 +124,12 @@ def test_a_local_file_that_is_written_again_is_the_old_one_until_the_new_one_is_
 
 def test_checkpoints_are_the_same_in_every_store(store, caplog):
     assert store.newest_whole() is None
+    assert store.begin(None) == 1
     saved = [save(store, step, size) for step, size in ((10, 3), (20, 1), (30, 4))]
     assert store.newest_whole() == saved[-1]
-    assert sorted(store.storage.folders()) == [store.address(which).rsplit("/", 1)[-1] for which in saved[1:]]
+    assert store.sound() == saved[1:]
+    names = [store.address(which).rsplit("/", 1)[-1] for which in saved[1:]]
+    assert sorted(store.storage.folders()) == ["generation-000000000001", *names]
     assert_same(store.load(saved[-1], CPU), state(30))
     torn = store.address(saved[-1]).rsplit("/", 1)[-1]
     store.storage.write(torn, "shard-00002-of-00004.safetensors", [b"torn"])

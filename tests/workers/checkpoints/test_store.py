@@ -57,13 +57,6 @@ def test_a_shard_is_a_safetensors_file(store):
     assert spans[-1][1] == len(data) - 8 - length
 
 
-def test_the_newest_is_found_and_older_ones_than_keep_are_gone(store):
-    assert store.newest_whole() is None
-    saved = [save(store, step) for step in (10, 20, 30)]
-    assert store.newest_whole() == saved[-1]
-    assert sorted(p.name for p in Path(store.storage.path).iterdir()) == [folder(store, w).name for w in saved[1:]]
-
-
 DAMAGE = {
     "cut shard": lambda path: cut(path / "shard-00001-of-00002.safetensors"),
     "long shard": lambda path: append(path / "shard-00001-of-00002.safetensors"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.checkpoints.states import CPU, GENERATION, SIZES, assert_same, save, state
+from tests.workers.checkpoints.states import CPU, GENERATION, assert_same, save, state
 from tests.workers.checkpoints.storages import Full, Gated, Raising
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 
@@ -45,15 +45,6 @@ def save_by(writers, which, content=None):
 
 def files(store):
     return {path.name for path in Path(store.storage.path).rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_what_the_writers_of_all_ranks_save_is_whole_when_rank_0_says_so(store, writers, size):
-    tickets = save_by(writers(size), FIRST)
-    assert tickets[0].wait(30)
-    assert tickets[0].failure is None
-    assert store.newest_whole() == FIRST
-    assert_same(store.load(FIRST, CPU), state(10))
 
 
 def test_saving_returns_while_the_store_is_still_writing_and_what_training_then_changes_is_not_saved(store, writers):

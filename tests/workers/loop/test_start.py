@@ -18,10 +18,9 @@ from thinwire.comm import PeerLost, SoloGroup, run_threads
 from thinwire.contract.run_folder import RunFolder
 from thinwire.optim import OneBitAdam
 from thinwire.workers.checkpoints import CheckpointStore
-from thinwire.workers.checkpoints.names import folder_of
+from thinwire.workers.checkpoints.manifest import folder_of
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.given import StartRefused, fill, opened
-from thinwire.workers.origin import Origin
+from thinwire.workers.origin import Origin, StartRefused, fill, opened
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipes.gpt import GptOverText
 from thinwire.workers.session.job import run_job

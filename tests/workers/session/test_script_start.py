@@ -12,7 +12,7 @@ from thinwire.contract.spec import Checkpoint
 from thinwire.contract.start import Start
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import session
-from thinwire.workers.given import StartRefused
+from thinwire.workers.origin import StartRefused
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.surroundings import Run, Surroundings

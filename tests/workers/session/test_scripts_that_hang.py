@@ -6,9 +6,9 @@ import json
 from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.main import MembershipWatch
 from thinwire.workers.membership import Limits
 from thinwire.workers.run_place import Place
-from thinwire.workers.telemetry.membership_watch import MembershipWatch
 
 SERVER = {"stuck_s": 1.5, "still_s": 4.0}
 STEPS = 4000

@@ -19,8 +19,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import Recipe, session, train
-from thinwire.workers.checkpoints.manifest import from_json, to_json
-from thinwire.workers.checkpoints.names import checkpoints
+from thinwire.workers.checkpoints.manifest import checkpoints, from_json, to_json
 from thinwire.workers.checkpoints.shard import DTYPES
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed

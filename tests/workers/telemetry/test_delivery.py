@@ -7,10 +7,8 @@ import pytest
 
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Event, Failure, Sample
-from thinwire.workers.telemetry import delivery as telemetry
-from thinwire.workers.telemetry.delivery import Poster
-from thinwire.workers.telemetry.exporter import Heartbeat
-from thinwire.workers.telemetry.service_client import ServiceClient
+from thinwire.workers.telemetry import service_client as telemetry
+from thinwire.workers.telemetry.service_client import Heartbeat, Poster, ServiceClient
 
 
 @pytest.fixture
@@ -113,18 +111,6 @@ def test_an_outage_loses_nothing_and_blocks_nobody(
         assert poster.close()
     assert service.steps() == list(range(3000))
     assert caplog.text.count("service_silent") == caplog.text.count("service_back") == 1
-
-
-def test_failing_service_is_asked_again_until_it_recovers(
-    service: Service, client: ServiceClient, poster: Poster
-) -> None:
-    service.status = 503
-    poster.samples([sample(0)])
-    until(lambda: client.num_failures >= 2)
-    service.status = 204
-    service.requests.clear()
-    assert poster.close()
-    assert service.steps() == [0]
 
 
 @pytest.mark.parametrize("outage", [True, False])

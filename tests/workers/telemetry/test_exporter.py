@@ -10,9 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from thinwire.contract.metric_names import METRICS, PHASES, STEP_PARTS, Scope
 from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample
-from thinwire.workers.telemetry.exporter import WorkerMetrics
-from thinwire.workers.telemetry.reporter import Reporter
-from thinwire.workers.telemetry.wire_meter import WireAccount
+from thinwire.workers.telemetry.ledger import WireAccount
+from thinwire.workers.telemetry.reporter import Reporter, WorkerMetrics
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_the_age_of_the_last_checkpoint_grows_until_the_next_one(
     metrics: WorkerMetrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr("thinwire.workers.telemetry.exporter.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("thinwire.workers.telemetry.reporter.time.monotonic", lambda: now_s)
 
     def age() -> float | None:
         families = {family.name: family.samples[0].value for family in metrics.collect()}

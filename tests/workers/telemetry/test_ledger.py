@@ -24,10 +24,11 @@ from thinwire.workers.telemetry.ledger import (
     Send,
     entries,
     leaving,
+    read_interface,
+    read_interfaces,
     sends,
     unexplained_ratio,
 )
-from thinwire.workers.telemetry.wire_meter import read_interface, read_interfaces
 
 SIZES = [1, 2, 3, 4, 8]
 

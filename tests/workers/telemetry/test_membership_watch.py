@@ -11,14 +11,14 @@ from tests.workers.membership.test_standstill import HANGS, STILL_S, WAITS, Job
 from tests.workers.telemetry.stub_service import Service, until
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.run_folder import RunFolder
+from thinwire.workers import main
+from thinwire.workers.main import START_S, MembershipWatch, Waiting, waiting
 from thinwire.workers.run_place import Place
-from thinwire.workers.telemetry import membership_watch as telemetry_waiting
-from thinwire.workers.telemetry.membership_watch import START_S, MembershipWatch, Waiting, waiting
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch):
-    monkeypatch.setattr(telemetry_waiting, "MEMBERSHIP_LOOK_S", 0.01)
+    monkeypatch.setattr(main, "MEMBERSHIP_LOOK_S", 0.01)
 
 
 def snapshot(status="waiting for workers", joined=1, least=2, generation=3):

@@ -76,7 +76,7 @@ def test_one_worker_has_no_rounds_to_skip(service: Service) -> None:
     reporter.close()
 
 
-def test_a_reporter_without_sinks_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reporter_without_files_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     reporter = Reporter()
     reporter.seated(SoloGroup(), torch.device("cpu"))

@@ -11,8 +11,8 @@ from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes
 from thinwire.contract.metric_names import LINKS, STEP_PARTS
 from thinwire.workers.session.body import Bodies
+from thinwire.workers.telemetry.ledger import LinkBytes
 from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTimes
-from thinwire.workers.telemetry.wire_meter import LinkBytes
 
 LATE, LATE_S = 2, 0.05
 

@@ -22,9 +22,8 @@ from thinwire.workers import run_place, whereabouts
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.surroundings import Run, Surroundings
-from thinwire.workers.telemetry import stillness
 from thinwire.workers.telemetry.reporter import Reporter
-from thinwire.workers.telemetry.stillness import STILL_S, UNKNOWN_S, Stillness, StillnessWatch
+from thinwire.workers.whereabouts import STILL_S, UNKNOWN_S, Stillness, StillnessWatch
 
 
 class Clock:
@@ -85,7 +84,7 @@ def waits_for_a_lock(lock):
 
 
 def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_the_run_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(stillness, "LOOK_S", 0.01)
+    monkeypatch.setattr(whereabouts, "LOOK_S", 0.01)
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "job.json").write_text('{"job_id": "a-3f"}')
     service, goes_on = Service(tmp_path), threading.Event()

@@ -13,16 +13,16 @@ from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes
 from thinwire.contract.reports import Sample
 from thinwire.workers.run_place import Place
-from thinwire.workers.telemetry import wire_meter as module
-from thinwire.workers.telemetry.ledger import Ledger
-from thinwire.workers.telemetry.reporter import Reporter
-from thinwire.workers.telemetry.wire_meter import (
+from thinwire.workers.telemetry import ledger as module
+from thinwire.workers.telemetry.ledger import (
     WIRE_INTERFACE_VARIABLE,
     InterfaceCounters,
+    Ledger,
     WireAccount,
     WireMeter,
     wire_meter,
 )
+from thinwire.workers.telemetry.reporter import Reporter
 
 TWO_BOXES = Boxes((Box("aa", "a"), Box("bb", "b"), Box("bb", "b")))
 WIRE_METRICS = tuple(
