@@ -1,9 +1,8 @@
 """The processes that rehearse: all that will share a machine at once, so that they share its cores and memory.
 
-    python -m thinwire.workers.plan.ranks ORDERS      as rank RANK of WORLD_SIZE, started by spawn() below
-
-They meet over the loopback. The first `per_machine` of them rehearse; where that is one, a second one helps to time the
-transport. Rank 0 says what it does on stdout, in lines that begin with MARK, and at the end what all have found.
+They are this module as rank RANK of WORLD_SIZE, started by spawn() below, and meet over the loopback. The first
+`per_machine` of them rehearse; where that is one, a second one helps to time the transport. Rank 0 says what it does,
+and at the end what all have found.
 
 What sending costs the processor, whatever the wire, is timed over the loopback, where the wire is memory. A rank sends,
 receives and adds up; each is work of its cores, and grows with the bytes. Over the loopback nothing else takes time, so
@@ -12,19 +11,15 @@ a collective's seconds divided by the bytes that a rank sends are that work.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,15 +28,14 @@ from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import PlanFailed, Say
 from thinwire.contract.spec import TrainSpec
+from thinwire.workers.plan.children import Children, Parent
 from thinwire.workers.plan.forecast import Busy, Rehearsed
-from thinwire.workers.plan.rehearsal import RecipeModel, Setting, Tell, rehearse
+from thinwire.workers.plan.rehearsal import Setting, Tell, rehearse
 from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
+from thinwire.workers.recipes import recipe_of
 
-MARK = "@plan "
 PARTS = 5
 """What rank 0 tells of: the transport, forward and backward, and each compressed method."""
-LAST_WORDS = 15
-"""Lines of a process that failed that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,73 +68,17 @@ def device_of(wanted: str) -> torch.device:
 
 
 def spawn(orders: Orders, say: Say) -> Rehearsed:
-    """Start them, listen, and return what they have found. Raises: PlanFailed with the words of one that failed.
-
-    Ends what it started, also on Ctrl-C.
-    """
-    count = max(orders.per_machine, 2)
+    """Start them, listen, and return what they have found. Raises: PlanFailed with the words of one that failed."""
+    count, done = max(orders.per_machine, 2), 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(count)}
+    environments = [{**environment, "RANK": str(rank)} for rank in range(count)]
     with tempfile.TemporaryDirectory(prefix="thinwire-plan-") as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(count)}
-        argv = [sys.executable, "-m", "thinwire.workers.plan.ranks", folder, json.dumps(asdict(orders))]
-        children: list[subprocess.Popen[str]] = []
-        errors = [(Path(folder) / f"{rank}.log").open("w+") for rank in range(count)]
-        try:
-            for rank in range(count):
-                child = subprocess.Popen(
-                    argv,
-                    env={**environment, "RANK": str(rank)},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE if rank == 0 else errors[rank],
-                    stderr=errors[rank],
-                    text=True,
-                )
-                children.append(child)
-            ended = threading.Thread(target=_end_all_with_the_first_that_fails, args=(children,), daemon=True)
-            ended.start()
-            assert children[0].stdout is not None
-            found = _listen(children[0].stdout, say)
-            codes = [child.wait() for child in children]
-            if found is None or any(codes):
-                failed = next((rank for rank, code in enumerate(codes) if code > 0), 0)
-                errors[failed].seek(0)
-                words = errors[failed].read().splitlines()[-LAST_WORDS:]
-                raise PlanFailed(f"the dry steps failed (exit codes {codes}):\n" + "\n".join(words))
-            return found
-        finally:
-            for child in children:
-                if child.poll() is None:
-                    child.kill()
-                child.wait()
-            for file in errors:
-                file.close()
-
-
-def _listen(lines: IO[str], say: Say) -> Rehearsed | None:
-    found, done = None, 0
-    for line in lines:
-        _, mark, told = line.partition(MARK)
-        if not mark:
-            continue
-        message = json.loads(told)
-        if "found" in message:
-            found = as_rehearsed(message["found"])
-        else:
-            say(message["doing"], done / PARTS)
-            done += 1
-    return found
-
-
-def _end_all_with_the_first_that_fails(children: Sequence[subprocess.Popen[str]]) -> None:
-    """The others would wait for it."""
-
-    def watch(child: subprocess.Popen[str]) -> None:
-        if child.wait() != 0:
-            for other in children:
-                if other.poll() is None:
-                    other.terminate()
-
-    for child in children:
-        threading.Thread(target=watch, args=(child,), daemon=True).start()
+        told = {"meeting": f"file://{folder}/meeting", "orders": asdict(orders)}
+        with Children("the dry steps", "thinwire.workers.plan.ranks", [told] * count, environments) as children:
+            while "found" not in (message := children.message(0)):
+                say(message["doing"], done / PARTS)
+                done += 1
+    return as_rehearsed(message["found"])
 
 
 def as_rehearsed(plain: dict[str, Any]) -> Rehearsed:
@@ -190,49 +128,32 @@ def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, te
 
     tell = tell if rank == 0 else _quiet
     if orders.script is None:
-        spec = TrainSpec.model_validate(orders.recipe)
-        return rehearse(RecipeModel(spec, orders.workers, device), setting, together, tell)
+        return rehearse(recipe_of(TrainSpec.model_validate(orders.recipe)), setting, together, tell)
     learned = Learned(**orders.script)
-    return with_script(rehearse(OfShapes(learned.shapes, device), setting, together, tell), learned)
+    return with_script(rehearse(OfShapes(learned.shapes, learned.global_batch), setting, together, tell), learned)
 
 
 def _quiet(doing: str) -> None:
     """Rank 0 tells for all."""
 
 
-def say_line(**message: Any) -> None:
-    """One line to whoever started this process."""
-    print(MARK + json.dumps(message), flush=True)  # noqa: T201 - the way to the parent
-
-
-def _main(folder: str, told: str) -> None:
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+def _main(parent: Parent) -> None:
+    parent.end_with_it()
     torch.set_num_threads(1)  # as a worker on a CPU: Ray gives it one
-    orders = Orders(**json.loads(told))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
+    orders = Orders(**parent.orders["orders"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=parent.orders["meeting"], rank=rank, world_size=size)
     group = TorchGroup()
     if group.rank == 0:
-        say_line(doing="what sending costs the processor")
+        parent.say(doing="what sending costs the processor")
     own = Transport() if orders.device.type == "cuda" else time_transport(group)
     all_n: list[Transport] = [own] * group.size
     dist.all_gather_object(all_n, own)
     dearest = Transport(*(max(getattr(one, kind) for one in all_n) for kind in Transport.__slots__))
-    found = run_rank(orders, group, orders.per_machine, orders.per_machine, lambda doing: say_line(doing=doing))
+    found = run_rank(orders, group, orders.per_machine, orders.per_machine, lambda doing: parent.say(doing=doing))
     if found is not None:
-        say_line(found=asdict(replace(found, transport=dearest)))
+        parent.say(found=asdict(replace(found, transport=dearest)))
     dist.destroy_process_group()
-
-
-def _end_with_the_parent() -> None:
-    """Its end of the pipe closes with it, however it ends."""
-    while os.read(0, 1):  # not sys.stdin: a thread that waits there holds a lock that the interpreter's end needs
-        pass
-    os._exit(1)
 
 
 ELEMENTS = 1 << 22
@@ -269,4 +190,4 @@ def _per_byte_s(group: TorchGroup, collective: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(Parent(sys.argv[1:]))

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from thinwire.comm.groups.mirrored import MirroredGroup
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.wire.step_time import Transport
-from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.hyper import OPTIMIZERS
 from thinwire.workers.plan.forecast import COMPRESSED, ZERO_ONE, Busy, Rehearsed
-from thinwire.workers.recipe import moved
-from thinwire.workers.recipes import recipe_of
+from thinwire.workers.recipe import Recipe, moved
 
 RATE = 1e-12
 """Of learning: a step computes what it always does, and the model stays where it is."""
@@ -41,30 +39,20 @@ Together = Callable[[], None]
 Tell = Callable[[str], None]
 
 
-class DryModel(Protocol):
-    """What is rehearsed: a model that can be made anew, and its loss on this worker's share of a batch."""
+class DryModel:
+    """The model and data of a recipe, as worker 0 of `workers` sees them. Raises: DataError."""
 
-    def fresh(self) -> nn.Module:
-        """A new one, on its device."""
-
-    def loss(self, model: nn.Module) -> Tensor:
-        """Of the share of the next step."""
-
-
-class RecipeModel:
-    """The model and data of a job of one of our recipes, as worker 0 of `workers` sees them. Raises: DataError."""
-
-    def __init__(self, spec: TrainSpec, workers: int, device: torch.device) -> None:
-        self._recipe, self._workers, self._device = recipe_of(spec), workers, device
-        self._feed = MapFeed(self._recipe.dataset(), spec.global_batch, spec.steps, seed=spec.seed)
+    def __init__(self, recipe: Recipe, workers: int, device: torch.device) -> None:
+        self._recipe, self._workers, self._device = recipe, workers, device
+        self._feed = MapFeed(recipe.dataset(), recipe.global_batch or workers, recipe.steps, seed=recipe.seed or 0)
         self._step = 0
 
     def fresh(self) -> nn.Module:
-        """From the job's seed."""
+        """A new one, on its device."""
         return self._recipe.model().to(self._device)
 
     def loss(self, model: nn.Module) -> Tensor:
-        """The batches of a run, from the first on."""
+        """Of the share of the next step: the batches of a run, from the first on."""
         self._step += 1
         mine = self._feed.share(self._step, 0, self._workers)
         return self._recipe.loss(model, moved(mine.batch, self._device))
@@ -82,13 +70,13 @@ class Setting:
     overlap: bool = True
 
 
-def rehearse(dry: DryModel, setting: Setting, together: Together, tell: Tell) -> Rehearsed:
+def rehearse(recipe: Recipe, setting: Setting, together: Together, tell: Tell) -> Rehearsed:
     """Time all kinds of steps. tell: what is timed now. The transport's work is not in it."""
     if setting.device.type == "cpu":
         for dtype in CPU_DTYPES[:1]:
             compile_all(dtype)
+    dry, clock = DryModel(recipe, setting.workers, setting.device), _Clock(setting, together)
     tell("forward and backward")
-    clock = _Clock(setting, together)
     forward_s, backward_s, update_s, elements = _alone(dry, clock)
     busy = {}
     for name in COMPRESSED:
