@@ -38,15 +38,14 @@ from thinwire.contract.spec import ScriptSpec
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
 from thinwire.workers.plan.children import Parent
-from thinwire.workers.plan.run_steps import RunSteps, length_of
+from thinwire.workers.plan.schedule import RunSteps, length_of
 from thinwire.workers.plan.scripts import Learned, ScriptOrders
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import STEPLESS
-from thinwire.workers.session.script import End, as_main, folder_of, run_entry, where_in_script
+from thinwire.workers.session.job import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session
-from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
-from thinwire.workers.session.training import SessionFeed
+from thinwire.workers.session.training import Run, ScriptError, SessionFeed, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 SETTLING = 2

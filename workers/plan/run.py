@@ -16,7 +16,7 @@ from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
 from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.plan.forecast import PlannedJob, chosen_bucket, forecast, network_of
-from thinwire.workers.plan.ranks import PARTS, Orders, device_of, run_rank, spawn
+from thinwire.workers.plan.rehearsal import PARTS, Orders, device_of, run_rank, spawn
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps
 from thinwire.workers.recipe import Recipe
 from thinwire.workers.recipes import recipe_of

@@ -22,7 +22,7 @@ from thinwire.contract.plan import PlanFailed
 from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.plan.children import Children
 from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed
-from thinwire.workers.plan.run_steps import ASSUMED_STEPS, RunSteps
+from thinwire.workers.plan.schedule import ASSUMED_STEPS, RunSteps
 from thinwire.workers.recipe import Recipe
 
 LIMIT_S = 900.0

@@ -19,8 +19,7 @@ from thinwire.comm.wire.step_time import Transport, dense_32, one_bit
 from thinwire.contract.plan import Link, PlanFailed, PlanRequest
 from thinwire.workers.plan import children, rehearsal
 from thinwire.workers.plan.forecast import COMPRESSED
-from thinwire.workers.plan.ranks import Orders, as_rehearsed, slowest, spawn
-from thinwire.workers.plan.rehearsal import Setting, rehearse
+from thinwire.workers.plan.rehearsal import Orders, Setting, as_rehearsed, rehearse, slowest, spawn
 from thinwire.workers.plan.run import orders_of, run
 from thinwire.workers.recipes import recipe_of
 
