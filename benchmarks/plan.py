@@ -37,14 +37,14 @@ from benchmarks.wire.cases import Network as LabNetwork
 from benchmarks.wire.figures import step_seconds as measured_seconds
 from benchmarks.wire.measure import command_line, measure
 from benchmarks.wire.net import open_net
-from thinwire.cli.plan_link import GOODPUT
+from thinwire.cli.plan import GOODPUT
 from thinwire.comm.bucket_size import measure as measure_link
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.wire.step_time import NOTHING, Transport, Work, one_bit, step_seconds
 from thinwire.contract.plan import Link, PlanRequest
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed, chosen_bucket, dense_step, network_of
-from thinwire.workers.plan.ranks import Orders, spawn
+from thinwire.workers.plan.rehearsal import Orders, spawn
 from thinwire.workers.plan.run import orders_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan"

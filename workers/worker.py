@@ -57,9 +57,8 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     from thinwire.comm import PeerLost
     from thinwire.workers.membership import MembershipError
     from thinwire.workers.ranks import RunEnded
-    from thinwire.workers.session.job import run_job
-    from thinwire.workers.session.script import failure_of_script
-    from thinwire.workers.session.surroundings import Run
+    from thinwire.workers.session.job import failure_of_script, run_job
+    from thinwire.workers.session.training import Run
     from thinwire.workers.telemetry import report
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
     from thinwire.workers.whereabouts import StillnessWatch

@@ -13,7 +13,7 @@ from thinwire.cli import commands
 from thinwire.cli.drill import OptimizerName, app
 from thinwire.tools.drill.asked import Account, Chaos, Drill, DrillFailed, Found, Spread
 from thinwire.tools.drill.run import run
-from thinwire.workers.hyper import OPTIMIZERS
+from thinwire.workers.recipes.of_job import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
 

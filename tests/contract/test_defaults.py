@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from thinwire.contract import spec
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import OneBitAdam
-from thinwire.workers.hyper import OPTIMIZERS
+from thinwire.workers.recipes.of_job import OPTIMIZERS
 
 SPECS = {get_args(cls.model_fields["name"].annotation)[0]: cls for cls in get_args(get_args(spec.Optimizer)[0])}
 

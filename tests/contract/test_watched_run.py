@@ -32,7 +32,7 @@ from thinwire.service.main import create_app
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.run_place import Place
 from thinwire.workers.session.job import run_job
-from thinwire.workers.session.surroundings import Run
+from thinwire.workers.session.training import Run
 from thinwire.workers.telemetry.reporter import Reporter
 
 pytestmark = pytest.mark.timeout(600)

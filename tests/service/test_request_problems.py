@@ -15,8 +15,7 @@ from tests.service.control_plane_harness import Service, spec
 from thinwire.contract.jobs import BODY_LIMIT_BYTES, ErrorBody
 from thinwire.contract.spec import TextFile
 from thinwire.service.requests import TELEMETRY_LIMIT_BYTES
-from thinwire.workers.data.corpus import DataError, load_corpus
-from thinwire.workers.data.windows import Windows
+from thinwire.workers.data.corpus import DataError, Windows, load_corpus
 
 ONEBIT = {"name": "onebit_adam"}
 FIELDS = st.sampled_from(

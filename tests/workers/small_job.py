@@ -10,7 +10,7 @@ from thinwire.contract.reports import EventKind
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.job import run_job
-from thinwire.workers.session.surroundings import Run
+from thinwire.workers.session.training import Run
 from thinwire.workers.telemetry.history import RunFiles
 from thinwire.workers.telemetry.reporter import Reporter
 

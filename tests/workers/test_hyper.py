@@ -12,7 +12,7 @@ from thinwire.comm import SoloGroup
 from thinwire.contract.spec import Optimizer
 from thinwire.optim import LambBounds, ZeroOneSchedule
 from thinwire.optim.engine.options import CheckedOptions
-from thinwire.workers.hyper import OPTIMIZERS, learning_rate
+from thinwire.workers.recipes.of_job import OPTIMIZERS, learning_rate
 
 AUTO = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99]}
 

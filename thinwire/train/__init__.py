@@ -8,12 +8,40 @@
         for batch in run.batches(dataset, global_batch=64, steps=1000):
             run.step(loss_of(model, batch))
 
-Importing it imports no torch; calling session() does.
+Or with a Recipe, a class that says what the model, the data and the loss are: train(recipe).
+Importing it imports no torch; calling session() or train() does.
 """
 
 from __future__ import annotations
 
-from thinwire.train.recipe import Recipe, train
-from thinwire.train.run import session
+import os
+from typing import TYPE_CHECKING
+
+from thinwire.workers.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from thinwire.workers.session.session import Session
 
 __all__ = ["Recipe", "session", "train"]
+
+
+def session(folder: str | os.PathLike[str] | None = None, *, save_every: int = 500, keep: int = 2) -> Session:
+    """The run that this process has a part in, as a context manager: under python, torchrun, or in a job.
+
+    folder: where checkpoints are written and gone on from, one run a folder; None: nothing is kept. save_every: steps
+    between two of them. keep: how many. In a job these three are ignored: the job's file says them.
+    Raises: pydantic's ValidationError for numbers below 1; OSError for a folder that cannot be made.
+    """
+    from thinwire.workers.session.begin import begin
+
+    return begin(folder, save_every, keep)
+
+
+def train(recipe: Recipe, folder: str | os.PathLike[str] | None = None) -> nn.Module:
+    """Train it to its last step, and return the model. folder: as of session()."""
+    from thinwire.workers.session import recipe_loop
+
+    with session(folder) as run:
+        return recipe_loop.train(recipe, run)

@@ -1,11 +1,8 @@
 """The process in which a script of the user's own makes its dry steps.
 
-    python -m thinwire.workers.plan.dry_script ORDERS      started by scripts.py
-
-It answers on one pipe, a JSON object a line: {"ready"} when the script has its first batch, then {"learned"} or
-{"failed"}. On another one it is told to go on, once all who share the machine are ready; where that one ends, it ends.
-What the script prints goes where this process's output goes. It is ended from the inside as soon as enough is known, so
-that a loop of a million steps costs what a few of them do.
+Started by scripts.py, as one of its children. It says {"ready"} when the script has its first batch, goes on once all
+who share the machine are ready, and then says {"learned"} or {"failed"}. It is ended from the inside as soon as enough
+is known, so that a loop of a million steps costs what a few of them do.
 
 In its session nothing is trained for long: a few steps of the script's own loop, timed, and then the end. The script
 draws the batches that worker 0 of so many would draw, over a group of one, so nothing is sent. Nothing is reported,
@@ -22,10 +19,8 @@ come back: the rest of the loop is not wanted, whatever it is.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
@@ -42,15 +37,15 @@ from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
-from thinwire.workers.plan.run_steps import RunSteps, length_of
+from thinwire.workers.plan.children import Parent
+from thinwire.workers.plan.schedule import RunSteps, length_of
 from thinwire.workers.plan.scripts import Learned, ScriptOrders
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import STEPLESS
-from thinwire.workers.session.script import End, as_main, folder_of, run_entry, where_in_script
+from thinwire.workers.session.job import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session
-from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
-from thinwire.workers.session.training import SessionFeed
+from thinwire.workers.session.training import Run, ScriptError, SessionFeed, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 SETTLING = 2
@@ -252,39 +247,8 @@ class _Clock:
         return time.perf_counter()
 
 
-@dataclass(slots=True)
-class _Pipes:
-    """To the parent, and from it."""
-
-    told: int
-    answers: int
-
-    def say(self, **message: Any) -> None:
-        os.write(self.answers, json.dumps(message).encode() + b"\n")
-
-    def meet(self) -> None:
-        """Wait for all who share the machine; from then on end with the parent."""
-        self.say(ready=True)
-        if not os.read(self.told, 1):
-            os._exit(1)
-        threading.Thread(target=self._end_with_the_parent, daemon=True).start()
-
-    def end(self, **message: Any) -> NoReturn:
-        """The last word. No finaliser of the script's runs: nothing of it is to be kept."""
-        self.say(**message)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-    def _end_with_the_parent(self) -> None:
-        while os.read(self.told, 1):
-            pass
-        os._exit(1)
-
-
-def _main(told: str) -> None:
-    orders = ScriptOrders(**json.loads(told))
-    pipes = _Pipes(orders.told, orders.answers)
+def _main(parent: Parent) -> None:
+    orders = ScriptOrders(**parent.orders)
     spec = ScriptSpec.model_validate(orders.spec)
     device = torch.device(orders.device)
     if device.type == "cpu":
@@ -292,11 +256,24 @@ def _main(told: str) -> None:
     else:
         torch.cuda.set_device(device)
 
-    def done(steps: DrySteps) -> NoReturn:
-        pipes.end(learned=asdict(learned(steps)))
+    def meet() -> None:
+        """Wait for all who share the machine; from then on end with the parent."""
+        parent.say(ready=True)
+        parent.wait()
+        parent.end_with_it()
+
+    def end(**message: Any) -> NoReturn:
+        """The last word. No finaliser of the script's runs: nothing of it is to be kept."""
+        parent.say(**message)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     def make(around: Surroundings) -> Session:
-        return DrySession(around, orders.workers, orders.steps, pipes.meet, done)
+        def done(steps: DrySteps) -> NoReturn:
+            end(learned=asdict(learned(steps)))
+
+        return DrySession(around, orders.workers, orders.steps, meet, done)
 
     group = SoloGroup()
     run = Run(Path(orders.folder), time.time())
@@ -305,10 +282,10 @@ def _main(told: str) -> None:
     with placed(around, make) as begun:
         try:
             with as_main(spec.recipe, folder_of(spec.recipe)) as entry:
-                end = run_entry(entry)
+                ended = run_entry(entry)
         except BaseException as error:  # noqa: BLE001 - the border of the process: told to whoever started it
-            pipes.end(failed=_as_words(error, spec.recipe))
-        pipes.end(failed=_not_learned(begun, end))
+            end(failed=_as_words(error, spec.recipe))
+        end(failed=_not_learned(begun, ended))
 
 
 def learned(steps: DrySteps) -> Learned:
@@ -352,4 +329,4 @@ def _not_learned(begun: list[Session], end: End) -> str:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(Parent(sys.argv[1:]))

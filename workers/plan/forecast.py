@@ -24,8 +24,7 @@ from thinwire.comm.wire.step_time import full as full_exchange
 from thinwire.contract.plan import Link, MethodPlan, Plan, hours, ms
 from thinwire.contract.spec import TrainSpec
 from thinwire.workers.plan import schedule
-from thinwire.workers.plan.run_steps import RunSteps
-from thinwire.workers.plan.schedule import Kinds
+from thinwire.workers.plan.schedule import Kinds, RunSteps
 
 DENSE = ("dense_fp32", "dense_bf16")
 LAMB = "onebit_lamb"

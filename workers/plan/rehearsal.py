@@ -4,31 +4,46 @@ Forward and backward alone; torch's AdamW; and whole steps of our optimizers ove
 all that a rank of so many runs, and only the wire is missing. Nothing is trained: each method gets a model of its own,
 and the learning rate is as good as zero.
 
-Whoever rehearses at once shares cores and memory as the job's workers will: `together` is called before each step.
+All that will share a machine rehearse at once, in processes beside one another (spawn() below), so that they share its
+cores and memory: `together` is called before each step. They meet over the loopback. Where there is one, a second one
+helps to time the transport. Rank 0 says what it does, and at the end what all have found.
+
+What sending costs the processor, whatever the wire, is timed over the loopback, where the wire is memory. A rank sends,
+receives and adds up; each is work of its cores, and grows with the bytes. Over the loopback nothing else takes time, so
+a collective's seconds divided by the bytes that a rank sends are that work.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.comm.groups.blocking import MirroredGroup
+from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.wire.step_time import Transport
+from thinwire.contract.plan import PlanFailed, Say
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.hyper import OPTIMIZERS
+from thinwire.workers.plan.children import Children, Parent
 from thinwire.workers.plan.forecast import COMPRESSED, ZERO_ONE, Busy, Rehearsed
-from thinwire.workers.recipe import moved
+from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
+from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
+from thinwire.workers.recipes.of_job import OPTIMIZERS
 
 RATE = 1e-12
 """Of learning: a step computes what it always does, and the model stays where it is."""
@@ -36,35 +51,30 @@ SETTLING = 2
 """Steps of a kind before it is timed: the first touches memory, the second is the first that goes on from it."""
 ENDLESS = 1 << 20
 """As the longest gap between syncs: no sync comes while local steps are timed."""
+PARTS = 5
+"""What rank 0 says: the transport, forward and backward, and each compressed method."""
+ELEMENTS = 1 << 22
+"""Of the vector that is sent to time the transport: 16 MB in float32, larger than caches."""
+REPEATS = 3
 
 Together = Callable[[], None]
 Tell = Callable[[str], None]
 
 
-class DryModel(Protocol):
-    """What is rehearsed: a model that can be made anew, and its loss on this worker's share of a batch."""
+class DryModel:
+    """The model and data of a recipe, as worker 0 of `workers` sees them. Raises: DataError."""
 
-    def fresh(self) -> nn.Module:
-        """A new one, on its device."""
-
-    def loss(self, model: nn.Module) -> Tensor:
-        """Of the share of the next step."""
-
-
-class RecipeModel:
-    """The model and data of a job of one of our recipes, as worker 0 of `workers` sees them. Raises: DataError."""
-
-    def __init__(self, spec: TrainSpec, workers: int, device: torch.device) -> None:
-        self._recipe, self._workers, self._device = recipe_of(spec), workers, device
-        self._feed = MapFeed(self._recipe.dataset(), spec.global_batch, spec.steps, seed=spec.seed)
+    def __init__(self, recipe: Recipe, workers: int, device: torch.device) -> None:
+        self._recipe, self._workers, self._device = recipe, workers, device
+        self._feed = MapFeed(recipe.dataset(), recipe.global_batch or workers, recipe.steps, seed=recipe.seed or 0)
         self._step = 0
 
     def fresh(self) -> nn.Module:
-        """From the job's seed."""
+        """A new one, on its device."""
         return self._recipe.model().to(self._device)
 
     def loss(self, model: nn.Module) -> Tensor:
-        """The batches of a run, from the first on."""
+        """Of the share of the next step: the batches of a run, from the first on."""
         self._step += 1
         mine = self._feed.share(self._step, 0, self._workers)
         return self._recipe.loss(model, moved(mine.batch, self._device))
@@ -82,13 +92,13 @@ class Setting:
     overlap: bool = True
 
 
-def rehearse(dry: DryModel, setting: Setting, together: Together, tell: Tell) -> Rehearsed:
+def rehearse(recipe: Recipe, setting: Setting, together: Together, tell: Tell) -> Rehearsed:
     """Time all kinds of steps. tell: what is timed now. The transport's work is not in it."""
     if setting.device.type == "cpu":
         for dtype in CPU_DTYPES[:1]:
             compile_all(dtype)
+    dry, clock = DryModel(recipe, setting.workers, setting.device), _Clock(setting, together)
     tell("forward and backward")
-    clock = _Clock(setting, together)
     forward_s, backward_s, update_s, elements = _alone(dry, clock)
     busy = {}
     for name in COMPRESSED:
@@ -187,3 +197,153 @@ def _cast_s(elements: int, clock: _Clock) -> float:
         gradient_N.copy_(gradient_N.to(torch.bfloat16).div_(2))
 
     return clock.median_s(cast)
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """workers: of the job; per_machine: of them here; bucket_elements, steps, overlap: as in Setting.
+
+    wanted: as workers.device of the job. recipe: its file, as JSON, where it has a built-in recipe; script: what was
+    learned of one, as JSON, where it has not.
+    """
+
+    workers: int
+    per_machine: int
+    bucket_elements: int
+    steps: int
+    wanted: str
+    overlap: bool
+    recipe: dict[str, Any] | None = None
+    script: dict[str, Any] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """What the job's workers will use, of what is here."""
+        return device_of(self.wanted)
+
+
+def device_of(wanted: str) -> torch.device:
+    """What `workers.device` of a job means here."""
+    on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def spawn(orders: Orders, say: Say) -> Rehearsed:
+    """Start them, listen, and return what they have found. Raises: PlanFailed with the words of one that failed."""
+    count, done = max(orders.per_machine, 2), 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(count)}
+    environments = [{**environment, "RANK": str(rank)} for rank in range(count)]
+    with tempfile.TemporaryDirectory(prefix="thinwire-plan-") as folder:
+        told = {"meeting": f"file://{folder}/meeting", "orders": asdict(orders)}
+        with Children("the dry steps", "thinwire.workers.plan.rehearsal", [told] * count, environments) as children:
+            while "found" not in (message := children.message(0)):
+                say(message["doing"], done / PARTS)
+                done += 1
+    return as_rehearsed(message["found"])
+
+
+def as_rehearsed(plain: dict[str, Any]) -> Rehearsed:
+    """From JSON."""
+    busy = {name: Busy(**times) for name, times in plain["busy"].items()}
+    return Rehearsed(**{**plain, "busy": busy, "transport": Transport(**plain["transport"])})
+
+
+def slowest(all_n: Sequence[Rehearsed]) -> Rehearsed:
+    """Of each time the longest: ranks wait for the last one."""
+    first = all_n[0]
+    names = ("forward_s", "backward_s", "update_s", "cast_s")
+    times = {name: max(getattr(one, name) for one in all_n) for name in names}
+    busy = {
+        name: Busy(*(max(getattr(one.busy[name], kind) for one in all_n) for kind in Busy.__slots__))
+        for name in first.busy
+    }
+    return replace(first, busy=busy, **times)
+
+
+def run_rank(orders: Orders, group: TorchGroup, rehearsing: int, sharing: int, tell: Tell) -> Rehearsed | None:
+    """This rank's part: the first `rehearsing` ranks rehearse. sharing: workers that share the cores of this machine.
+
+    tell: called on rank 0 with what is timed now.
+    Collective. Returns what all have found on rank 0, None on the others. Raises: PlanFailed.
+    """
+    fellows = dist.new_group(list(range(rehearsing)))  # who only times the transport is in no barrier
+    told: list[Rehearsed | None] = [None] * group.size
+    own = _own(orders, group.rank, sharing, fellows, tell) if group.rank < rehearsing else None
+    dist.all_gather_object(told, own)
+    return slowest([one for one in told if one is not None]) if group.rank == 0 else None
+
+
+def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, tell: Tell) -> Rehearsed:
+    device, cores = orders.device, len(os.sched_getaffinity(0)) / sharing
+    if device.type == "cuda":
+        if torch.cuda.device_count() < orders.per_machine:
+            raise PlanFailed(
+                f"{orders.per_machine} workers on a machine, and this one has {torch.cuda.device_count()} GPUs: lower "
+                "--per-machine, or set workers.device = cpu"
+            )
+        device, cores = torch.device("cuda", rank % torch.cuda.device_count()), inf
+    setting = Setting(orders.workers, orders.bucket_elements, orders.steps, cores, device, orders.overlap)
+
+    def together() -> None:
+        dist.barrier(group=fellows)
+
+    tell = tell if rank == 0 else _quiet
+    if orders.script is None:
+        return rehearse(recipe_of(TrainSpec.model_validate(orders.recipe)), setting, together, tell)
+    learned = Learned(**orders.script)
+    return with_script(rehearse(OfShapes(learned.shapes, learned.global_batch), setting, together, tell), learned)
+
+
+def _quiet(doing: str) -> None:
+    """Rank 0 tells for all."""
+
+
+def _main(parent: Parent) -> None:
+    parent.end_with_it()
+    torch.set_num_threads(1)  # as a worker on a CPU: Ray gives it one
+    orders = Orders(**parent.orders["orders"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=parent.orders["meeting"], rank=rank, world_size=size)
+    group = TorchGroup()
+    if group.rank == 0:
+        parent.say(doing="what sending costs the processor")
+    own = Transport() if orders.device.type == "cuda" else time_transport(group)
+    all_n: list[Transport] = [own] * group.size
+    dist.all_gather_object(all_n, own)
+    dearest = Transport(*(max(getattr(one, kind) for one in all_n) for kind in Transport.__slots__))
+    found = run_rank(orders, group, orders.per_machine, orders.per_machine, lambda doing: parent.say(doing=doing))
+    if found is not None:
+        parent.say(found=asdict(replace(found, transport=dearest)))
+    dist.destroy_process_group()
+
+
+def time_transport(group: TorchGroup) -> Transport:
+    """Time it. Collective, about a second; every rank's own figures, of which the slowest rank's count."""
+    n = group.size
+    vector_N = torch.zeros(ELEMENTS)
+    half_N = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
+    rows_nB, received_nB = (torch.zeros((n, ELEMENTS // 8 // n), dtype=torch.uint8) for _ in range(2))
+
+    def both_phases() -> None:
+        group.all_to_all(received_nB, rows_nB)
+        group.all_gather(received_nB, rows_nB[0])
+
+    return Transport(
+        all_reduce_32=_per_byte_s(group, lambda: group.start_sum_(vector_N).wait()),
+        all_reduce_16=_per_byte_s(group, lambda: group.start_sum_(half_N).wait()),
+        bits=_per_byte_s(group, both_phases),
+    )
+
+
+def _per_byte_s(group: TorchGroup, collective: Callable[[], None]) -> float:
+    collective()  # to have all ranks here and the windows of TCP open
+    sent_before, seconds = group.stats.sent_bytes, []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        collective()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) * REPEATS / (group.stats.sent_bytes - sent_before)
+
+
+if __name__ == "__main__":
+    _main(Parent(sys.argv[1:]))

@@ -16,8 +16,9 @@ from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
 from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.plan.forecast import PlannedJob, chosen_bucket, forecast, network_of
-from thinwire.workers.plan.ranks import PARTS, Orders, device_of, run_rank, spawn
+from thinwire.workers.plan.rehearsal import PARTS, Orders, device_of, run_rank, spawn
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps
+from thinwire.workers.recipe import Recipe
 from thinwire.workers.recipes import recipe_of
 
 DRY_STEPS = "dry steps of the script"
@@ -62,17 +63,17 @@ def orders_of(
 
     Raises: ValueError where machines are not full, more workers than samples.
     """
-    spec, recipe = request.spec, None
+    spec = request.spec
+    recipe: Recipe
     if isinstance(spec, ScriptSpec):
         assert learned is not None
-        job, shaped = learned.as_job(spec), OfShapes(learned.shapes, torch.device("meta"))
+        job, recipe = learned.as_job(spec), OfShapes(learned.shapes, learned.global_batch)
     else:
-        job, recipe = PlannedJob.of_recipe(spec), spec
+        job, recipe = PlannedJob.of_recipe(spec), recipe_of(spec)
     if workers > job.global_batch:
         raise ValueError(f"{workers} workers for global_batch = {job.global_batch}: at least one sample a worker")
     with torch.device("meta"):
-        model = shaped.fresh() if recipe is None else recipe_of(recipe).model()
-    elements = sum(param.numel() for param in model.parameters())
+        elements = sum(param.numel() for param in recipe.model().parameters())
     bucket = chosen_bucket(job, network_of(link, workers, request.per_machine), elements, on_gpu=False)
     return job, Orders(
         workers,
@@ -81,7 +82,7 @@ def orders_of(
         request.steps,
         job.device,
         job.overlap,
-        None if recipe is None else recipe.model_dump(mode="json"),
+        spec.model_dump(mode="json") if learned is None else None,
         None if learned is None else asdict(learned),
     )
 

@@ -8,50 +8,36 @@ of the run. The methods' own work is then rehearsed on parameters of those shape
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import select
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.contract.plan import PlanFailed
 from thinwire.contract.spec import ScriptSpec
+from thinwire.workers.plan.children import Children
 from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed
-from thinwire.workers.plan.run_steps import ASSUMED_STEPS, RunSteps
+from thinwire.workers.plan.schedule import ASSUMED_STEPS, RunSteps
+from thinwire.workers.recipe import Recipe
 
 LIMIT_S = 900.0
 """Until all have drawn their first batch, and again until they have made their steps."""
-LAST_WORDS = 15
-"""Lines of a process that ended without a word that are shown."""
-END_S = 5.0
-"""For a process that has said its last word to be gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptOrders:
-    """Of one process. spec: as JSON. workers: of the job. steps: that are timed. folder: for what the script keeps.
-
-    told, answers: descriptors of the pipes.
-    """
+    """Of one process. spec: as JSON. workers: of the job. steps: that are timed. folder: for what the script keeps."""
 
     spec: dict[str, Any]
     workers: int
     steps: int
     device: str
     folder: str
-    told: int
-    answers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +76,22 @@ class Learned:
         return found
 
 
-class OfShapes:
-    """A DryModel with parameters of given shapes, and next to nothing to compute: for what the optimizers do."""
+class OfShapes(Recipe):
+    """Parameters of given shapes, and next to nothing to compute: for what the optimizers do with a script's."""
 
-    def __init__(self, shapes: Sequence[Sequence[Any]], device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[Sequence[Any]], global_batch: int) -> None:
         self._shapes = [(tuple(sizes), getattr(torch, dtype)) for sizes, dtype in shapes]
-        self._device = device
+        self.global_batch = global_batch
 
-    def fresh(self) -> nn.Module:
+    def model(self) -> nn.Module:
         """Zeros."""
-        params = [nn.Parameter(torch.zeros(sizes, dtype=dtype, device=self._device)) for sizes, dtype in self._shapes]
-        return nn.ParameterList(params)
+        return nn.ParameterList([nn.Parameter(torch.zeros(sizes, dtype=dtype)) for sizes, dtype in self._shapes])
 
-    def loss(self, model: nn.Module) -> Tensor:
+    def dataset(self) -> list[int]:
+        """Nothing of it is used."""
+        return [0]
+
+    def loss(self, model: nn.Module, batch: object) -> Tensor:
         """The sum of all: each gradient is 1."""
         return torch.stack([param.float().sum() for param in model.parameters()]).sum()
 
@@ -141,86 +130,28 @@ def dry_steps(
     devices: one for each. together: called when all are ready, before they make steps. Raises: PlanFailed, with the
     script's own traceback first. Ends what it started, also on Ctrl-C.
     """
-    with tempfile.TemporaryDirectory(prefix="thinwire-plan-") as folder, contextlib.ExitStack() as stack:
-        runs = []
+    job, orders = spec.model_dump(mode="json"), []
+    with tempfile.TemporaryDirectory(prefix="thinwire-plan-") as folder:
         for number in range(at_once):
-            own = Path(folder) / str(number)
-            own.mkdir()
-            runs.append(stack.enter_context(_Running(spec, workers, steps, devices[number], own)))
-        for one in runs:
-            one.answer("ready")
-        together()
-        for one in runs:
-            one.go()
-        return slowest_of([Learned(**one.answer("learned")) for one in runs])
+            kept = Path(folder) / str(number)
+            kept.mkdir()
+            orders.append(asdict(ScriptOrders(job, workers, steps, devices[number], str(kept))))
+        environments = [_environment(device) for device in devices[:at_once]]
+        with Children("the script", "thinwire.workers.plan.dry_script", orders, environments) as children:
+            for number in range(at_once):
+                _answer(children, number, "ready", "drawn its first batch")
+            together()
+            children.go()
+            all_n = [_answer(children, number, "learned", "made its dry steps") for number in range(at_once)]
+    return slowest_of([Learned(**one) for one in all_n])
 
 
-class _Running:
-    """One process that runs the script, for as long as it is needed."""
-
-    def __init__(self, spec: ScriptSpec, workers: int, steps: int, device: str, folder: Path) -> None:
-        self._told, self._answers = os.pipe(), os.pipe()
-        self._log: IO[str] = (folder / "log").open("w+", errors="replace")
-        kept = folder / "kept"
-        kept.mkdir()
-        orders = ScriptOrders(
-            spec.model_dump(mode="json"), workers, steps, device, str(kept), self._told[0], self._answers[1]
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "thinwire.workers.plan.dry_script", json.dumps(asdict(orders))],
-            env=_environment(device),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=(self._told[0], self._answers[1]),
-            start_new_session=True,  # what the script starts is ended with it
-        )
-        for theirs in (self._told[0], self._answers[1]):
-            os.close(theirs)
-        self._read = b""
-
-    def __enter__(self) -> _Running:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._told[1])
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        os.close(self._answers[0])
-        self._log.close()
-
-    def go(self) -> None:
-        """All are ready."""
-        with contextlib.suppress(BrokenPipeError):  # it says why in its answer
-            os.write(self._told[1], b"g")
-
-    def answer(self, word: str) -> Any:
-        """What it says next, which is this. Raises: PlanFailed."""
-        message = self._message(time.monotonic() + LIMIT_S, word)
-        if word not in message:
-            raise PlanFailed(f"the script cannot be rehearsed:\n{message.get('failed', message)}")
-        return message[word]
-
-    def _message(self, until: float, awaited: str) -> dict[str, Any]:
-        while b"\n" not in self._read:
-            left_s = until - time.monotonic()
-            if left_s <= 0 or not select.select([self._answers[0]], [], [], left_s)[0]:
-                what = "drawn its first batch" if awaited == "ready" else "made its dry steps"
-                raise PlanFailed(f"the script has not {what} in {LIMIT_S:.0f} s. {self._words()}")
-            part = os.read(self._answers[0], 1 << 16)
-            if not part:
-                code = self._process.wait(END_S)
-                raise PlanFailed(f"the script ended its process (exit code {code}). {self._words()}")
-            self._read += part
-        line, _, self._read = self._read.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def _words(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().splitlines()[-LAST_WORDS:]
-        return "Its last words:\n" + "\n".join(lines) if lines else "It has printed nothing"
+def _answer(children: Children, number: int, word: str, awaited: str) -> Any:
+    """What that process says next, which is this. Raises: PlanFailed."""
+    message = children.message(number, LIMIT_S, awaited)
+    if word not in message:
+        raise PlanFailed(f"the script cannot be rehearsed:\n{message.get('failed', message)}")
+    return message[word]
 
 
 def _environment(device: str) -> dict[str, str]:

@@ -27,10 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.contract.spec import BertRecipe
+from thinwire.workers.data.corpus import Sample, Windows
 from thinwire.workers.data.order import generator
-from thinwire.workers.data.windows import Sample, Windows
-from thinwire.workers.recipes.seeded import seeded_normal
-from thinwire.workers.recipes.text import OverText
+from thinwire.workers.recipes.of_job import OverText, seeded_normal
 
 MASK = 256
 """The token that stands for a masked byte; bytes are 0 to 255."""

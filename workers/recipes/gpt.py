@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.contract.spec import GptRecipe
-from thinwire.workers.data.windows import Sample, Windows
-from thinwire.workers.recipes.seeded import seeded_normal
-from thinwire.workers.recipes.text import OverText
+from thinwire.workers.data.corpus import Sample, Windows
+from thinwire.workers.recipes.of_job import OverText, seeded_normal
 
 VOCABULARY = 256
 _INIT_STD = 0.02
@@ -119,12 +118,3 @@ def build(recipe: GptRecipe, seed: int) -> Gpt:
         return residual_std if name.endswith(("attention.out.weight", "down.weight")) else _INIT_STD
 
     return seeded_normal(model, seed, std)
-
-
-def num_parameters(recipe: GptRecipe) -> int:
-    """How many values `build` makes, without building them."""
-    width = recipe.width
-    block = 12 * width * width + 13 * width  # qkv 3, out 1, up 4, down 4; their biases 9, two norms 4
-    tables = (VOCABULARY + recipe.context) * width
-    head = VOCABULARY * width + VOCABULARY
-    return tables + recipe.layers * block + 2 * width + head

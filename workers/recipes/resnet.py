@@ -26,11 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.contract.spec import Digits, ResnetRecipe
-from thinwire.workers.data.corpus import DataError
+from thinwire.workers.data.corpus import DataError, Sample
 from thinwire.workers.data.order import generator
-from thinwire.workers.data.windows import Sample
-from thinwire.workers.recipes.of_job import OfJob
-from thinwire.workers.recipes.seeded import seeded_normal
+from thinwire.workers.recipes.of_job import OfJob, seeded_normal
 
 _GROUPS = 8
 _HEAD_STD = 0.01

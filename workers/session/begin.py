@@ -18,7 +18,7 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.spec import Checkpoint
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.session import Session
-from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
+from thinwire.workers.session.training import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 _placed: ContextVar[tuple[Callable[[], Session], list[Session]] | None] = ContextVar("place of a script", default=None)

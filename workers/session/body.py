@@ -22,7 +22,7 @@ from thinwire.comm import CommError
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import Share
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.session.surroundings import ScriptError
+from thinwire.workers.session.training import ScriptError
 
 logger = logging.getLogger(__name__)
 

@@ -29,17 +29,16 @@ from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.data.feed import Share
 from thinwire.workers.error_words import in_words
-from thinwire.workers.hyper import take_settings
 from thinwire.workers.membership import Dismissed, MembershipError
 from thinwire.workers.origin import Origin, StartRefused
 from thinwire.workers.owed import BROKEN_S, LEAVE_S
 from thinwire.workers.ranks import RunEnded, Stop
+from thinwire.workers.recipes.of_job import take_settings
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.saving import Saving, store_of
 from thinwire.workers.session.body import Bodies, Made
 from thinwire.workers.session.joining import Joined, Progress, join
-from thinwire.workers.session.surroundings import ScriptError, Surroundings
-from thinwire.workers.session.training import Training
+from thinwire.workers.session.training import ScriptError, Surroundings, Training
 from thinwire.workers.signature import signature
 from thinwire.workers.telemetry import history, report
 from thinwire.workers.telemetry.lateness import Waits

@@ -31,11 +31,9 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.optim.regroup import Regrouped, regroup
 from thinwire.workers.membership import Seat
-from thinwire.workers.plan.run_steps import RunSteps
-from thinwire.workers.plan.schedule import full_steps
+from thinwire.workers.plan.schedule import RunSteps, full_steps
 from thinwire.workers.session.registered import State
-from thinwire.workers.session.surroundings import ScriptError, Surroundings
-from thinwire.workers.session.training import Training
+from thinwire.workers.session.training import ScriptError, Surroundings, Training
 
 logger = logging.getLogger(__name__)
 

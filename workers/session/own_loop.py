@@ -20,8 +20,7 @@ from thinwire.workers.data.feed import Share
 from thinwire.workers.session.body import Made
 from thinwire.workers.session.course import Course
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.session.surroundings import Surroundings
-from thinwire.workers.session.training import Training
+from thinwire.workers.session.training import Surroundings, Training
 
 
 class OwnLoop:

@@ -34,8 +34,7 @@ from thinwire.workers.session.body import Bodies
 from thinwire.workers.session.course import Course
 from thinwire.workers.session.own_loop import OwnLoop
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.session.surroundings import Left, ScriptError, Surroundings
-from thinwire.workers.session.training import SessionFeed, Training
+from thinwire.workers.session.training import Left, ScriptError, SessionFeed, Surroundings, Training
 from thinwire.workers.telemetry.step_log import NonFiniteLoss
 
 logger = logging.getLogger(__name__)

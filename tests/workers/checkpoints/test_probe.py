@@ -14,7 +14,7 @@ from thinwire.workers.checkpoints import CheckpointStore, storage
 from thinwire.workers.checkpoints.storage import LocalStorage, StoreRefused, prove
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.job import run_job
-from thinwire.workers.session.surroundings import Run
+from thinwire.workers.session.training import Run
 
 
 class Away(LocalStorage):

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.workers.data.corpus import DataError
+from thinwire.workers.data.corpus import DataError, Sample
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.data.windows import Sample
 from thinwire.workers.recipes.resnet import Images, ShiftedImages, as_images, load_digits, split
 
 
@@ -94,16 +93,6 @@ def test_a_shifted_image_is_the_image_moved_in_by_background() -> None:
     assert moves == {(down, right) for down in range(-2, 3) for right in range(-2, 3)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 7])
-@pytest.mark.parametrize("step", [1, 2, 40])
-def test_shifts_do_not_depend_on_the_world_size(world_size: int, step: int) -> None:
-    batches = feed(load_digits(1 / 3)[0], global_batch=7, seed=3)
-    images, labels = batches.share(step, 0, 1).batch
-    parts = [batches.share(step, rank, world_size).batch for rank in range(world_size)]
-    assert torch.equal(torch.cat([part[0] for part in parts]), images)
-    assert torch.equal(torch.cat([part[1] for part in parts]), labels)
-
-
 def test_shifts_are_drawn_anew_in_every_epoch_and_for_every_seed() -> None:
     made = made_up(8)
 
@@ -114,13 +103,6 @@ def test_shifts_are_drawn_anew_in_every_epoch_and_for_every_seed() -> None:
 
     drawn = [seen(seed, epoch) for seed in (0, 1) for epoch in (1, 2)]
     assert not any(torch.equal(drawn[i], drawn[j]) for i in range(4) for j in range(i))
-
-
-def test_the_global_rng_is_neither_used_nor_moved() -> None:
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    feed(load_digits(1 / 3)[0]).share(1, 0, 1)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(("fraction", "part"), [(0.0001, "validation"), (0.9999, "training")])

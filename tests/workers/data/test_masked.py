@@ -3,10 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.workers.data.corpus import Corpus
+from thinwire.workers.data.corpus import Corpus, Windows, spread
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.data.order import generator
-from thinwire.workers.data.windows import Windows, spread
 from thinwire.workers.recipes.bert import IGNORED, MASK, MaskedWindows, mask, masked, num_masked
 
 
@@ -49,18 +48,6 @@ def test_every_position_is_as_likely_to_be_masked() -> None:
     assert bool(((counts / 4000 - 0.15).abs() < 0.03).all())
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 13])
-@pytest.mark.parametrize("step", [1, 8, 31])
-def test_masks_do_not_depend_on_the_world_size(world_size: int, step: int) -> None:
-    batches = feed(2000, context=16, global_batch=13, seed=3)
-    inputs, targets = batches.share(step, 0, 1).batch
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert inputs.shape == targets.shape == (13, 16)
-    parts = [batches.share(step, rank, world_size).batch for rank in range(world_size)]
-    assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
-    assert torch.equal(torch.cat([part[1] for part in parts]), targets)
-
-
 def test_masks_are_drawn_anew_in_every_epoch_and_for_every_seed() -> None:
     def targets_of_window_0(seed: int, epoch: int) -> torch.Tensor:
         batches = feed(4 * 64 + 1, context=64, global_batch=4, seed=seed)
@@ -71,15 +58,6 @@ def test_masks_are_drawn_anew_in_every_epoch_and_for_every_seed() -> None:
     assert len(drawn) == 6
 
 
-def test_a_resumed_run_sees_the_masks_that_it_would_have_seen() -> None:
-    whole = feed(2000, context=16, global_batch=5, seed=3)
-    for step in range(1, 9):
-        seen = whole.share(step, 0, 1).batch
-    resumed = feed(2000, context=16, global_batch=5, seed=3).share(8, 0, 1).batch
-    assert torch.equal(resumed[0], seen[0])
-    assert torch.equal(resumed[1], seen[1])
-
-
 def test_validation_masks_are_always_the_same() -> None:
     windows = spread(Windows(corpus(), 16, "validation"), 9)
     one, other = ([torch.stack(part) for part in zip(*masked(windows), strict=True)] for _ in range(2))
@@ -87,11 +65,3 @@ def test_validation_masks_are_always_the_same() -> None:
     assert torch.equal(one[0], other[0])
     assert torch.equal(one[1], other[1])
     assert (one[1] != IGNORED).sum(dim=1).tolist() == [num_masked(16)] * 9
-
-
-def test_the_global_rng_is_neither_used_nor_moved() -> None:
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    feed(2000, 16, 4, seed=0).share(1, 0, 1)
-    masked(spread(Windows(corpus(), 16, "validation"), 9))
-    assert torch.equal(torch.get_rng_state(), state)

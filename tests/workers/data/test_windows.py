@@ -3,9 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.workers.data.corpus import Corpus, DataError
+from thinwire.workers.data.corpus import Corpus, DataError, Windows, spread
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.data.windows import Windows, spread
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 
@@ -16,16 +15,6 @@ def text(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 def corpus(train: torch.Tensor, validation: torch.Tensor | None = None) -> Corpus:
     return Corpus(train, text(0) if validation is None else validation, "00" * 32)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("step", [1, 2, 7, 50])
-def test_union_over_ranks_is_the_same_global_batch_for_any_world_size(world_size: int, step: int) -> None:
-    feed = MapFeed(Windows(corpus(text(1000)), context=16), 13, 50, seed=3)
-    inputs, targets = feed.share(step, 0, 1).batch
-    parts = [feed.share(step, rank, world_size).batch for rank in range(world_size)]
-    assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
-    assert torch.equal(torch.cat([part[1] for part in parts]), targets)
 
 
 def test_targets_are_the_inputs_one_byte_on() -> None:
@@ -65,10 +54,3 @@ def test_validation_windows_are_distinct_in_order_and_evenly_spread(num_windows:
     assert bool((gaps > 0).all())
     assert len(gaps) == 0 or int(gaps.max() - gaps.min()) <= 1
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-
-
-def test_validation_windows_are_always_the_same() -> None:
-    one, other = (spread(Windows(corpus(text(99), text(5000)), 16, "validation"), 20) for _ in range(2))
-    assert all(
-        torch.equal(a, b) for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)
-    )

@@ -19,8 +19,7 @@ from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.course import Course
 from thinwire.workers.session.job import run_job
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.session.surroundings import Run, Surroundings
-from thinwire.workers.session.training import Training
+from thinwire.workers.session.training import Run, Surroundings, Training
 from thinwire.workers.telemetry.step_log import StepLog
 
 SPEC = small_spec(steps=20, checkpoint={"every_steps": 5, "keep": 10})

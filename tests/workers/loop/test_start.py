@@ -25,8 +25,7 @@ from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipes.gpt import GptOverText
 from thinwire.workers.session.job import run_job
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.session.surroundings import Run
-from thinwire.workers.session.training import Training
+from thinwire.workers.session.training import Run, Training
 from thinwire.workers.telemetry import history
 from thinwire.workers.weights import fetch
 

@@ -27,7 +27,7 @@ from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session import recipe_loop
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import Bodies
-from thinwire.workers.session.surroundings import Left, Run, Surroundings
+from thinwire.workers.session.training import Left, Run, Surroundings
 from thinwire.workers.whereabouts import Whereabouts
 
 WAIT_S = 200.0

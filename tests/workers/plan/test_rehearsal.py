@@ -17,11 +17,11 @@ from thinwire.comm.groups.blocking import MirroredGroup
 from thinwire.comm.wire.network import Network
 from thinwire.comm.wire.step_time import Transport, dense_32, one_bit
 from thinwire.contract.plan import Link, PlanFailed, PlanRequest
-from thinwire.workers.plan import ranks, rehearsal
+from thinwire.workers.plan import children, rehearsal
 from thinwire.workers.plan.forecast import COMPRESSED
-from thinwire.workers.plan.ranks import Orders, as_rehearsed, slowest, spawn
-from thinwire.workers.plan.rehearsal import RecipeModel, Setting, rehearse
+from thinwire.workers.plan.rehearsal import Orders, Setting, as_rehearsed, rehearse, slowest, spawn
 from thinwire.workers.plan.run import orders_of, run
+from thinwire.workers.recipes import recipe_of
 
 SPEC = small_spec(steps=100, global_batch=4)
 GIGABIT = Link(1e-4, 1.2e8, "given")
@@ -49,13 +49,12 @@ def sent(monkeypatch):
 def test_each_kind_of_step_sends_what_the_forecast_says_it_sends(sent):
     """Two full, compressed and local steps of each optimizer, by the bytes that its group has counted."""
     device, bucket = torch.device("cpu"), 1 << 16
-    model = RecipeModel(SPEC, 2, device)
 
     def together():
         for group, steps in sent[-1:]:
             steps.append(group.stats.sent_bytes)
 
-    found = rehearse(model, Setting(2, bucket, 1, 1.0, device), together, quiet)
+    found = rehearse(recipe_of(SPEC), Setting(2, bucket, 1, 1.0, device), together, quiet)
     network = Network(2, 0.0, 1.0)
     full = dense_32(network, found.elements, Transport(), bucket).payload_bytes
     bits = one_bit(network, found.elements, Transport(), bucket).payload_bytes
@@ -74,18 +73,17 @@ def test_each_kind_of_step_sends_what_the_forecast_says_it_sends(sent):
 
 
 def test_nothing_is_trained():
-    class Kept(RecipeModel):
-        models = ()
+    recipe, models = recipe_of(SPEC), []
 
-        def fresh(self):
-            self.models = (*self.models, super().fresh())
-            return self.models[-1]
+    def kept(made=recipe.model):
+        models.append(made())
+        return models[-1]
 
-    dry = Kept(SPEC, 2, torch.device("cpu"))
-    rehearse(dry, Setting(2, 1 << 16, 1, 1.0, torch.device("cpu")), lambda: None, quiet)
-    fresh = [param.detach() for param in RecipeModel(SPEC, 2, torch.device("cpu")).fresh().parameters()]
-    assert len(dry.models) == 1 + len(COMPRESSED)
-    for model in dry.models:
+    fresh = [param.detach() for param in recipe.model().parameters()]
+    recipe.model = kept
+    rehearse(recipe, Setting(2, 1 << 16, 1, 1.0, torch.device("cpu")), lambda: None, quiet)
+    assert len(models) == 1 + len(COMPRESSED)
+    for model in models:
         for param, before in zip(model.parameters(), fresh, strict=True):
             torch.testing.assert_close(param.detach(), before, rtol=0, atol=1e-6)
 
@@ -116,7 +114,7 @@ def test_without_a_link_it_says_how_to_give_one_or_to_measure_it(monkeypatch):
 
 
 def test_what_a_rank_says_before_it_fails_is_told(monkeypatch):
-    monkeypatch.setattr(ranks, "LAST_WORDS", 40)
+    monkeypatch.setattr(children, "LAST_WORDS", 40)
     spec = small_spec(data={"source": "text-file", "path": "/no/such/text"})
     with pytest.raises(PlanFailed, match="/no/such/text"):
         spawn(Orders(2, 1, 1 << 16, 1, "cpu", True, spec.model_dump(mode="json")), quiet)

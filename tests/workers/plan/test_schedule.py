@@ -7,9 +7,9 @@ from tests.workers.small_job import small_spec
 from thinwire.comm.groups.blocking import MirroredGroup
 from thinwire.comm.wire.network import Exchange
 from thinwire.optim.engine.schedule import Wire, is_variance_step
-from thinwire.workers.hyper import OPTIMIZERS, hyperparameters, learning_rate
 from thinwire.workers.plan import schedule
-from thinwire.workers.plan.run_steps import RunSteps
+from thinwire.workers.plan.schedule import RunSteps
+from thinwire.workers.recipes.of_job import OPTIMIZERS, hyperparameters, learning_rate
 
 ZERO_ONE = {"name": "zero_one_adam", "lr": 1e-3, "betas": [0.9, 0.99]}
 

@@ -12,7 +12,7 @@ from thinwire.contract.plan import Link, PlanFailed, PlanRequest
 from thinwire.contract.spec import read_spec
 from thinwire.workers.plan import scripts
 from thinwire.workers.plan.run import run
-from thinwire.workers.plan.run_steps import ASSUMED_STEPS, RunSteps
+from thinwire.workers.plan.schedule import ASSUMED_STEPS, RunSteps
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps, slowest_of, with_script
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -98,7 +98,7 @@ def test_what_cannot_be_rehearsed_says_why_the_scripts_own_words_first(tmp_path,
 def test_a_script_that_never_draws_is_given_up_and_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(scripts, "LIMIT_S", 0.5)
     text = "import os, time\nopen(f'pid-{os.getpid()}', 'w').close()\nwhile True:\n    time.sleep(1)\n"
-    with pytest.raises(PlanFailed, match="has not drawn its first batch"):
+    with pytest.raises(PlanFailed, match="not drawn its first batch"):
         dry_steps(spec_of(tmp_path, text), 2, 1, 1, ["cpu"])
     assert all(gone(int(path.name.split("-")[1])) for path in tmp_path.glob("pid-*"))
 
@@ -107,10 +107,10 @@ SHAPES = [[[3, 4], "float32"], [[5], "bfloat16"]]
 LEARNED = Learned(SHAPES, 0.3, 0.6, 5, 8, asdict(RunSteps(ASSUMED_STEPS, "adam")), False, False)
 
 
-def test_a_dry_model_has_the_parameters_of_the_script_and_a_gradient_for_each():
-    dry = OfShapes(LEARNED.shapes, torch.device("cpu"))
-    model = dry.fresh()
-    dry.loss(model).backward()
+def test_what_is_rehearsed_has_the_parameters_of_the_script_and_a_gradient_for_each():
+    dry = OfShapes(LEARNED.shapes, LEARNED.global_batch)
+    model = dry.model()
+    dry.loss(model, None).backward()
     assert [(tuple(p.shape), p.dtype) for p in model.parameters()] == [((3, 4), torch.float32), ((5,), torch.bfloat16)]
     assert all(bool((p.grad == 1).all()) for p in model.parameters())
 

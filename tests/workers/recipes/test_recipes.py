@@ -14,8 +14,9 @@ from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup, run_threads
 from thinwire.comm.protocol import Group
 from thinwire.contract import spec as contract
-from thinwire.contract.spec import TrainSpec
-from thinwire.workers.recipes import REGISTRY, recipe_of
+from thinwire.contract.spec import BertRecipe, GptRecipe, ResnetRecipe, TrainSpec
+from thinwire.workers.data.feed import MapFeed
+from thinwire.workers.recipes import REGISTRY, bert, gpt, recipe_of, resnet
 from thinwire.workers.telemetry.meter import Meter
 
 CPU = torch.device("cpu")
@@ -77,6 +78,64 @@ def test_same_seed_same_bits_other_seed_other_values_and_no_global_rng(name):
     torch.manual_seed(2)
     assert torch.equal(values(recipe_of(spec(name, seed=5)).model()), one)
     assert not torch.equal(values(recipe_of(spec(name, seed=6)).model()), one)
+
+
+def gpt_std(name, _):
+    residual = name.endswith(("attention.out.weight", "down.weight"))
+    return 0.02 / math.sqrt(2 * GptRecipe().layers) if residual else 0.02
+
+
+def bert_std(width):
+    """Of one 768 wide that of the paper; at another width layers do as much."""
+    return lambda name, _: 0.02 if name in ("bytes.weight", "positions.weight") else 0.02 * math.sqrt(768 / width)
+
+
+def resnet_std(name, weight):
+    return 0.01 if name == "head.weight" else math.sqrt(2 / weight[0].numel())
+
+
+@pytest.mark.parametrize(
+    ("build_model", "recipe", "std"),
+    [
+        (gpt.build, GptRecipe(), gpt_std),
+        (bert.build, BertRecipe(name="bert", layers=1, width=64, heads=4, context=64), bert_std(64)),
+        (bert.build, BertRecipe(name="bert", layers=1, width=768, heads=4, context=64), bert_std(768)),
+        (resnet.build, ResnetRecipe(name="resnet"), resnet_std),
+    ],
+    ids=["gpt", "bert", "bert 768 wide", "resnet"],
+)
+def test_every_value_is_initialised_as_declared(build_model, recipe, std):
+    for name, parameter in build_model(recipe, 0).named_parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.device == CPU
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert bool((parameter == 1).all()), name
+        else:
+            assert parameter.std().item() == pytest.approx(std(name, parameter), rel=0.1), name
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_a_window_longer_than_the_context_is_refused(name):
+    with pytest.raises(ValueError, match=r"33 bytes does not fit recipe.context = 32"):
+        recipe_of(spec(name)).model()(torch.zeros(1, 33, dtype=torch.int64))
+
+
+@every_recipe
+def test_what_a_step_draws_depends_on_its_number_alone(name):
+    """Neither on how many workers draw it, nor on what was drawn before, nor on the global generator."""
+
+    def feed():
+        return MapFeed(recipe_of(spec(name)).dataset(), 13, 50, seed=3)
+
+    state, in_order = torch.get_rng_state(), feed()
+    for step in (1, 2, 40):
+        whole = in_order.share(step, 0, 1).batch
+        for size in (2, 3, 4, 13):
+            parts = [feed().share(step, rank, size).batch for rank in range(size)]
+            assert all(torch.equal(torch.cat([part[i] for part in parts]), whole[i]) for i in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @every_recipe

@@ -13,7 +13,7 @@ from thinwire.workers.plan.dry_script import SETTLING, DrySession
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import STEPLESS
-from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
+from thinwire.workers.session.training import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 DATA = [torch.full((3,), float(i)) for i in range(40)]

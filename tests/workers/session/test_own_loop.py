@@ -24,7 +24,7 @@ from thinwire.train import session
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.job import run_job
-from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
+from thinwire.workers.session.training import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import write_report
 from thinwire.workers.telemetry.reporter import Reporter

@@ -10,9 +10,8 @@ from tests.workers.small_job import Recording
 from thinwire.comm import SoloGroup
 from thinwire.contract.spec import read_spec
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.job import run_job
-from thinwire.workers.session.script import failure_of_script
-from thinwire.workers.session.surroundings import Run
+from thinwire.workers.session.job import failure_of_script, run_job
+from thinwire.workers.session.training import Run
 
 HEAD = """
 import os, sys, torch

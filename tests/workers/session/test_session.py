@@ -24,7 +24,7 @@ from thinwire.workers.checkpoints.shard import DTYPES
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
+from thinwire.workers.session.training import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), torch.tensor([i % 3.0])) for i in range(22)]

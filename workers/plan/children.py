@@ -1,0 +1,153 @@
+"""Processes beside one another that work for one plan: each gets its orders, answers over a pipe, and ends with it.
+
+    python -m MODULE ORDERS TOLD ANSWERS      ORDERS as JSON, TOLD and ANSWERS descriptors of two pipes
+
+What a process says is a JSON object a line of ANSWERS. TOLD has one byte when it may go on, and ends with the parent.
+What it prints is kept, and shown where it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import IO, Any, Self
+
+from thinwire.contract.plan import PlanFailed
+
+LAST_WORDS = 15
+"""Lines of a process that failed that are shown."""
+END_S = 5.0
+"""For a process that has said its last word to be gone."""
+
+
+class Children:
+    """All of them, started together and ended with the `with` block, also on Ctrl-C. what: they are, in words."""
+
+    def __init__(
+        self, what: str, module: str, orders: Sequence[Mapping[str, Any]], environments: Sequence[Mapping[str, str]]
+    ) -> None:
+        self._what, self._module = what, module
+        self._to_start = list(zip(orders, environments, strict=True))
+        self._all: list[_Child] = []
+        self._heard: dict[int, _Child] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            for orders, environment in self._to_start:
+                self._all.append(_Child(self._module, orders, environment))
+        except BaseException:
+            self.__exit__()
+            raise
+        self._heard = {child.answers: child for child in self._all}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._all:
+            child.end()
+
+    def go(self) -> None:
+        """Those that wait go on."""
+        for child in self._all:
+            with contextlib.suppress(BrokenPipeError):  # it says why in its answer
+                os.write(child.told, b"g")
+
+    def message(self, number: int, within_s: float = inf, awaited: str = "") -> dict[str, Any]:
+        """What that one says next. awaited: what it has not done if it says nothing for so long.
+
+        Raises: PlanFailed, also where another one has failed: the others would wait for it.
+        """
+        awaited_one, until = self._all[number], time.monotonic() + within_s
+        while b"\n" not in awaited_one.read:
+            left_s = None if until == inf else max(0.0, until - time.monotonic())
+            ready, _, _ = select.select(list(self._heard), [], [], left_s)
+            if not ready:
+                raise PlanFailed(f"{self._what}: not {awaited} in {within_s:.0f} s. {awaited_one.words()}")
+            for answers in ready:
+                self._hear(self._heard[answers], awaited_one)
+        line, _, awaited_one.read = awaited_one.read.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _hear(self, child: _Child, awaited: _Child) -> None:
+        part = os.read(child.answers, 1 << 16)
+        child.read += part
+        if part:
+            return
+        del self._heard[child.answers]
+        code = child.process.wait(END_S)
+        if code or child is awaited:
+            raise PlanFailed(f"{self._what}: a process ended (exit code {code}). {child.words()}")
+
+
+class _Child:
+    """One process. read: what it has said that nobody has asked for so far."""
+
+    def __init__(self, module: str, orders: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        (its_told, self.told), (self.answers, its_answers) = os.pipe(), os.pipe()
+        self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - end() closes it
+        self.read = b""
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(orders), str(its_told), str(its_answers)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(its_told, its_answers),
+                start_new_session=True,  # what it starts is ended with it
+            )
+        finally:
+            os.close(its_told)
+            os.close(its_answers)
+
+    def end(self) -> None:
+        """At once, with all that it has started."""
+        os.close(self.told)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self.answers)
+        self._log.close()
+
+    def words(self) -> str:
+        """What it has printed last."""
+        self._log.seek(0)
+        lines = self._log.read().splitlines()[-LAST_WORDS:]
+        return "Its last words:\n" + "\n".join(lines) if lines else "It has printed nothing"
+
+
+class Parent:
+    """In one of the processes: the way to the one that has started it. orders: what that wants."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        orders, told, answers = arguments
+        self.orders: dict[str, Any] = json.loads(orders)
+        self._told, self._answers = int(told), int(answers)
+
+    def say(self, **message: Any) -> None:
+        """One message."""
+        os.write(self._answers, json.dumps(message).encode() + b"\n")
+
+    def wait(self) -> None:
+        """Until it says to go on; it may have ended meanwhile."""
+        if not os.read(self._told, 1):
+            os._exit(1)
+
+    def end_with_it(self) -> None:
+        """From now on: its end of the pipe closes with it, however it ends."""
+        threading.Thread(target=self._end_with_it, daemon=True).start()
+
+    def _end_with_it(self) -> None:
+        while os.read(self._told, 1):
+            pass
+        os._exit(1)
