@@ -145,7 +145,7 @@ HELP = {
     "info": "1 for each job that is not over",
     "step": "The last step that the workers have reported",
     "planned_steps": "Steps that the job is to make; absent where its script alone knows",
-    "step_age_seconds": "Since the last reported step, by the workers' clock, or since the job began to run",
+    "step_age_seconds": "Since the last step that was reported, by the workers' clock, or since the job began to run",
     "workers": "Workers that train together",
     "workers_min": "The fewest workers that the job may go on with",
     "workers_max": "The most workers that it may have",
@@ -198,6 +198,6 @@ def _numbers(row: JobRow, now: float) -> dict[str, float]:
     newest = None if row.newest_sample is None else row.newest_sample["sample"]
     found["step"] = None if newest is None else newest["step"]
     if row.state == JobState.RUNNING.value:
-        told_at = 0.0 if newest is None else newest["time"]
-        found["step_age_seconds"] = max(0.0, now - max(told_at, row.started_at or row.created_at))
+        reported_at = 0.0 if newest is None else newest["time"]
+        found["step_age_seconds"] = max(0.0, now - max(reported_at, row.started_at or row.created_at))
     return {name: float(value) for name, value in found.items() if value is not None}
