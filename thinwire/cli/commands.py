@@ -7,9 +7,8 @@ name becomes the command's name:
     survey = "my_package.survey:app"
 
 A Typer with one command and no callback becomes a plain command (`thinwire drill --kill 3`), any other a group
-(`thinwire lab up`). `thinwire --help` imports every module named in the group, and none of our own. Import what is heavy
-inside the commands, not at the top of the module. A module that another one is missing for shows as a command that says
-what to install.
+(`thinwire lab up`). `thinwire --help` imports every module named in the group, and none of our own: import what is
+heavy inside the commands, not at the top of the module. A command whose module lacks another one says what to install.
 
 What some commands of ours do needs torch and ray. The command line imports neither: `work` finds the function by name.
 """
@@ -30,7 +29,7 @@ OWN_COMMANDS = {
     "bench": ("thinwire.cli.bench:app", "Measure kernels, the exchange and whole training steps in a lab."),
     "doctor": ("thinwire.cli.doctor:app", "Say what is wrong with boxes and links, before a job suffers from it."),
     "drill": ("thinwire.cli.drill:app", "Kill workers of a real job, and see what it costs."),
-    "lab": ("thinwire.tools.lab.cli:app", "Several machines on slow Ethernet, in a box: check, up, run, down."),
+    "lab": ("thinwire.cli.lab:app", "Several machines on slow Ethernet, in a box: check, up, run, down."),
 }
 """Name, where it is, and its help in the list of all commands."""
 WORK = {

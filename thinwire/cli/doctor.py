@@ -16,6 +16,7 @@ import typer
 from pydantic import ValidationError
 
 from thinwire.cli.job_file import JobFileError, read_job_file
+from thinwire.cli.quantities import rate_mbit
 from thinwire.contract.spec import read_spec
 from thinwire.service.launch.protocol import LauncherError
 from thinwire.tools.doctor.clusters import NotExamined, Order, examine_cluster
@@ -26,7 +27,6 @@ from thinwire.tools.doctor.findings import findings
 from thinwire.tools.doctor.link import SHORTEST_SECRET
 from thinwire.tools.doctor.listener import Listener
 from thinwire.tools.doctor.report import UNEXAMINED, as_json, as_text, exit_code
-from thinwire.tools.lab.cli import rate_mbit
 
 PORT = 7655
 """Where a doctor listens unless told otherwise."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from thinwire.cli.quantities import rate_mbit, time_ms
 from thinwire.contract.plan import Link
 from thinwire.tools.doctor.examination import Examination
 from thinwire.tools.doctor.probe import Visit
-from thinwire.tools.lab.cli import rate_mbit, time_ms
 
 GOODPUT = 0.957
 """The most payload that frames of 1500 bytes leave of a link's rate."""
