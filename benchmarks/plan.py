@@ -37,7 +37,7 @@ from benchmarks.wire.cases import Network as LabNetwork
 from benchmarks.wire.figures import step_seconds as measured_seconds
 from benchmarks.wire.measure import command_line, measure
 from benchmarks.wire.net import open_net
-from thinwire.cli.plan_link import GOODPUT
+from thinwire.cli.plan import GOODPUT
 from thinwire.comm.bucket_size import measure as measure_link
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.wire.step_time import NOTHING, Transport, Work, one_bit, step_seconds
