@@ -30,8 +30,8 @@ from benchmarks.lab_boxes import BEGUN, OVER, THINWIRE, Cluster, begun, other_in
 from benchmarks.provenance import ROOT, provenance
 from benchmarks.report import made_by
 from benchmarks.wire.cases import LOADS, Load
+from thinwire.cli.quantities import rate_mbit
 from thinwire.tools.lab import Lab, LabSpec
-from thinwire.tools.lab.cli import rate_mbit
 from thinwire.tools.lab.network import INTERFACE
 
 RESULTS = ROOT / "benchmarks" / "results" / "across-hosts"

@@ -77,7 +77,6 @@ def run(quick: bool, out: Path, tell: Tell | None = None) -> Path:
         "block": DEFAULT_BLOCK,
         "rows_served": NUM_ROWS,
         "floor": {name: [asdict(a) for a in accesses] for name, accesses in traffic.floor(NUM_ROWS).items()},
-        "chain": {name: [asdict(a) for a in accesses] for name, accesses in traffic.chain(NUM_ROWS).items()},
         "timings": [asdict(timing) for timing in timings],
     }
     out.mkdir(parents=True, exist_ok=True)

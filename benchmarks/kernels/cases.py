@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.kernels.chain import Chain
 from thinwire.comm.kernels.added import Lerp, MeanOfRows, Vector
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import kernels_for
@@ -35,7 +34,7 @@ class Case:
 
 
 def cases(numel: int) -> list[Case]:
-    """Float32, blocks of 4096; `by` is copy, numba, chain (of torch operations) or reference."""
+    """Float32, blocks of 4096; `by` is copy, numba or reference."""
     random = torch.Generator().manual_seed(0)
     source, target = torch.randn(numel, generator=random), torch.zeros(numel)
     found = [Case("copy", "copy", threads, lambda: target.copy_(source)) for threads in _thread_counts()]
@@ -43,9 +42,6 @@ def cases(numel: int) -> list[Case]:
     for threads in _thread_counts():
         compiled = buffers.calls(kernels_for(CPU, torch.float32, threads), updates.descend_)
         found += [Case(kernel, "numba", threads, call) for kernel, call in compiled.items()]
-    chain = Chain(numel, NUM_ROWS, random)
-    for kernel in ("encode_sum", "encode_lerp", "serve", "decode", "descend"):
-        found += [Case(kernel, "chain", threads, getattr(chain, kernel)) for threads in _thread_counts()]
     plain = buffers.calls(PLAIN, updates.descend_in_torch_)
     found += [Case(kernel, "reference", 1, call, slow=True) for kernel, call in plain.items()]
     return sorted(found, key=lambda case: case.threads)  # changing torch's threads costs time: once a round

@@ -46,45 +46,6 @@ def floor(num_rows: int) -> dict[str, list[Access]]:
     }
 
 
-_ENCODE = [
-    Access("square", 4, 4),
-    Access("sum of 8", 4, 0.5),
-    Access("segment sums", 0.5, 0),
-    Access("x >= 0", 4, 1),
-    Access("to uint8", 1, 1),
-    Access("shift", 1, 1),
-    Access("sum to bytes", 1, BIT),
-]
-_DECODE = [
-    Access("shift", BIT, 1),
-    Access("mask", 1, 1),
-    Access("to float", 1, 4),
-    Access("x 2", 4, 4),
-    Access("- 1", 4, 4),
-    Access("scales, repeated", 0, 0.5),
-    Access("x scale", 4.5, 4),
-]
-_ERROR = [*_DECODE, Access("negate", 4, 4), Access("+ sums", 8, 4)]
-
-
-def chain(num_rows: int) -> dict[str, list[Access]]:
-    """The same for the chain of torch operations of `chain.py`, operation by operation."""
-    return {
-        "encode_sum": [Access("+ error", 8, 4), *_ENCODE, *_ERROR],
-        "encode_lerp": [Access("lerp", 8, 4), Access("+ error", 8, 4), *_ENCODE, *_ERROR],
-        "serve": [
-            Access("zero", 0, 4),
-            *[*_DECODE, Access("+ row", 8, 4)] * num_rows,
-            Access("/ n", 4, 4),
-            Access("+ error", 8, 4),
-            *_ENCODE,
-            *_ERROR,
-        ],
-        "decode": _DECODE,
-        "descend": [*_DECODE, Access("x divisor", 8, 4), Access("x (1 - decay)", 4, 4), Access("- lr step", 8, 4)],
-    }
-
-
 def total(accesses: list[Access]) -> float:
     """Bytes a value, read and written."""
     return sum(access.read + access.written for access in accesses)

@@ -7,11 +7,6 @@ import torch
 
 from benchmarks.kernels import bench, traffic
 from benchmarks.kernels.cases import CORES, cases
-from benchmarks.kernels.chain import Chain
-from thinwire.comm.kernels.added import Vector
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.fused_reference import PLAIN
-from thinwire.comm.layout import VectorLayout
 
 
 def test_floors_are_what_each_array_is_read_and_written_once():
@@ -20,21 +15,6 @@ def test_floors_are_what_each_array_is_read_and_written_once():
     assert floor["descend"] == 12.125
     assert floor["serve"] == 8.375
     assert floor["copy"] == 8
-
-
-def test_the_chain_does_what_the_kernels_do():
-    """Else it would be a straw man: equal signs, and scales but for the order of the sums."""
-    chain = Chain(8192, 1, torch.Generator().manual_seed(0))
-    x = chain._x.clone()
-    chain.encode_sum()
-    table = BlockTable.of(VectorLayout.single(8192), 0, 8192, 4096, x)
-    c, scale = torch.zeros(8192), torch.zeros(2)
-    row = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), torch.float32)
-    PLAIN.encode(c, scale, Vector(x), table, row)
-    row_scale = row.values_V[table.scale_at]
-    assert torch.equal(chain._row[8:], row.bytes_B[table.bits_at[0] :])
-    assert torch.allclose(chain._row[:8].view(torch.float32), row_scale)
-    assert torch.allclose(chain._error, c - torch.where(c >= 0, 1, -1) * scale.repeat_interleave(4096), atol=1e-6)
 
 
 def test_a_run_times_every_kernel_and_writes_numbers_and_table(tmp_path, monkeypatch):

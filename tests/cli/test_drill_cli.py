@@ -2,9 +2,6 @@
 
 import json
 import re
-import tomllib
-from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,10 +9,7 @@ from typer.testing import CliRunner
 from thinwire.cli import commands
 from thinwire.cli.drill import OptimizerName, app
 from thinwire.tools.drill.asked import Account, Chaos, Drill, DrillFailed, Found, Spread
-from thinwire.tools.drill.run import run
 from thinwire.workers.recipes.of_job import OPTIMIZERS
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -43,16 +37,9 @@ def test_it_knows_each_optimizer_of_a_job_file():
     assert {name.value for name in OptimizerName} == set(OPTIMIZERS)
 
 
-def test_the_work_of_a_command_is_found_with_and_without_its_declaration(monkeypatch):
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][commands.WORK_GROUP]
-    assert declared == commands.OWN_WORK
-    theirs = EntryPoint("drill", "json:dumps", commands.WORK_GROUP)
-    monkeypatch.setattr(commands, "entry_points", lambda group: [theirs])
-    assert commands.work("drill") is json.dumps
-    monkeypatch.setattr(commands, "entry_points", lambda group: [])
-    assert commands.work("drill") is run
-    with pytest.raises(commands.CommandMissing, match="nobody does the work of `thinwire nap`"):
-        commands.work("nap")
+@pytest.mark.parametrize("name", commands.WORK)
+def test_the_work_of_each_command_is_where_it_is_said_to_be(name):
+    assert callable(commands.work(name))
 
 
 def test_the_figures_of_the_work_are_printed(monkeypatch, tmp_path):

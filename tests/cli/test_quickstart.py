@@ -20,10 +20,16 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService, live_service
 from thinwire.cli import quickstart, watch
-from thinwire.cli.child_server import ChildServer, Interrupts
 from thinwire.cli.client import Client, Unreachable, server_of
 from thinwire.cli.job_file import JobFileError
-from thinwire.cli.quickstart import INTERRUPTED, QuickstartError, results_in, run_quickstart
+from thinwire.cli.quickstart import (
+    INTERRUPTED,
+    ChildServer,
+    Interrupts,
+    QuickstartError,
+    results_in,
+    run_quickstart,
+)
 from thinwire.contract.jobs import JobState
 from thinwire.service.launch.protocol import LaunchState
 

@@ -13,7 +13,7 @@ from tests.cli.command_line import Run
 from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, wait_until
 from tests.service.live_service import LiveService
-from thinwire.cli import resize
+from thinwire.cli import main, watch
 from thinwire.cli.client import Client, Unreachable
 from thinwire.contract.jobs import Job
 from thinwire.service.launch.protocol import LaunchState
@@ -85,14 +85,14 @@ def test_resize_waits_until_so_many_workers_train(thinwire: Callable[..., Run], 
 
     polls: list[str] = []
     with meanwhile(follow), pytest.MonkeyPatch.context() as patched:
-        seen = resize.waiting_text
+        seen = watch.waiting_text
 
         def watched(job: Job) -> str | None:
             text = seen(job)
             polls.append("waiting" if text else "")
             return text
 
-        patched.setattr(resize, "waiting_text", watched)
+        patched.setattr(watch, "waiting_text", watched)
         run = thinwire("resize", job_id, "--min", "4", "--max", "6", "--wait")
     assert (run.code, run.out) == (0, "")
     lines = run.err.splitlines()
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_the_waiting_and_what_was_asked_stands(
         raise KeyboardInterrupt
 
     job_id = live.service.running(workers=ELASTIC)
-    monkeypatch.setattr(resize, "wait_for_workers", interrupt)
+    monkeypatch.setattr(main, "wait_for_workers", interrupt)
     run = thinwire("resize", job_id, "--max", "8", "--wait")
     assert run.code == 130
     assert "what was asked stands" in run.err
@@ -153,7 +153,7 @@ def test_waiting_goes_on_while_the_service_is_away_and_says_so_now_and_then(live
             return super().job(job_id)
 
     with Away() as client:
-        job = resize.wait_for_workers(client, job_id, said.append, clock=lambda: now_s[0], sleep=sleep)
+        job = watch.wait_for_workers(client, job_id, said.append, clock=lambda: now_s[0], sleep=sleep)
     assert job.world_size == 2
     assert said == ["control plane not reachable, waiting (nobody answers)"] * 3
 

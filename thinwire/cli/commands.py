@@ -1,17 +1,16 @@
-"""Commands of other packages, joined to `thinwire` by the entry-point group `thinwire.commands`.
+"""Commands that are imported only when they are called: four of our own, and those of other packages.
 
-An entry point names a `typer.Typer`; its name becomes the command's name:
+Another package joins `thinwire` by the entry-point group `thinwire.commands`. An entry point names a `typer.Typer`; its
+name becomes the command's name:
 
     [project.entry-points."thinwire.commands"]
-    lab = "thinwire.tools.lab.cli:app"
-
-What a command of ours does may need torch and ray. The command line imports neither: it finds the function by name,
-in the group `thinwire.work`, when the command is called.
+    survey = "my_package.survey:app"
 
 A Typer with one command and no callback becomes a plain command (`thinwire drill --kill 3`), any other a group
-(`thinwire lab up`). `thinwire --help` imports every module named here except our own, whose help is OWN_HELP: they
-need torch. Import what is heavy inside the commands, not at the top of the module. A module that another one is missing
-for shows as a command that says what to install.
+(`thinwire lab up`). `thinwire --help` imports every module named in the group, and none of our own: import what is
+heavy inside the commands, not at the top of the module. A command whose module lacks another one says what to install.
+
+What some commands of ours do needs torch and ray. The command line imports neither: `work` finds the function by name.
 """
 
 from __future__ import annotations
@@ -25,22 +24,21 @@ import typer
 
 from thinwire.cli.extras import install_line
 
-GROUP, WORK_GROUP = "thinwire.commands", "thinwire.work"
-OWN_WORK = {
+GROUP = "thinwire.commands"
+OWN_COMMANDS = {
+    "bench": ("thinwire.cli.bench:app", "Measure kernels, the exchange and whole training steps in a lab."),
+    "doctor": ("thinwire.cli.doctor:app", "Say what is wrong with boxes and links, before a job suffers from it."),
+    "drill": ("thinwire.cli.drill:app", "Kill workers of a real job, and see what it costs."),
+    "lab": ("thinwire.cli.lab:app", "Several machines on slow Ethernet, in a box: check, up, run, down."),
+}
+"""Name, where it is, and its help in the list of all commands."""
+WORK = {
     "drill": "thinwire.tools.drill.run:run",
     "chaos": "thinwire.tools.drill.chaos:run",
     "plan": "thinwire.workers.plan.run:run",
     "fetch": "thinwire.workers.weights:fetch",
 }
-"""What pyproject.toml declares: a checkout that was installed before may not know it yet."""
-OWN_COMMANDS = {"doctor": "thinwire.cli.doctor:app"}
-"""The same: those that came after others were installed."""
-OWN_HELP = {
-    "thinwire.cli.doctor:app": "Say what is wrong with boxes and links, before a job suffers from it.",
-    "thinwire.tools.lab.cli:app": "Several machines on slow Ethernet, in a box: check, up, run, down.",
-    "thinwire.cli.drill:app": "Kill workers of a real job, and see what it costs.",
-    "thinwire.cli.bench:app": "Measure kernels, the exchange and whole training steps in a lab.",
-}
+"""The function that does what a command shows."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +48,15 @@ class CommandMissing(Exception):
 
 
 def installed_commands() -> list[EntryPoint]:
-    """The entry points of the group, in order of name."""
-    found = {name: EntryPoint(name, value, GROUP) for name, value in OWN_COMMANDS.items()}
-    found |= {point.name: point for point in entry_points(group=GROUP)}
+    """Our own and those of the group, in order of name. Another package cannot replace ours."""
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    found |= {name: EntryPoint(name, value, GROUP) for name, (value, _) in OWN_COMMANDS.items()}
     return [found[name] for name in sorted(found)]
 
 
 def work(name: str) -> Any:
-    """The function that does what our command `name` shows. Raises ModuleNotFoundError, and CommandMissing."""
-    declared = {point.name: point for point in entry_points(group=WORK_GROUP)}
-    if name in OWN_WORK:
-        declared.setdefault(name, EntryPoint(name, OWN_WORK[name], WORK_GROUP))
-    if name not in declared:
-        raise CommandMissing(f"nobody does the work of `thinwire {name}`: no entry point of {WORK_GROUP} has that name")
-    return declared[name].load()
+    """The function that does what our command `name` shows. Raises ModuleNotFoundError."""
+    return EntryPoint(name, WORK[name], GROUP).load()
 
 
 def join_commands(
@@ -79,8 +72,8 @@ def join_commands(
     for point in found:
         if point.name in own:
             logger.warning("command_ignored name=%s entry_point=%s reason=own_command", point.name, point.value)
-        elif called is None and point.value in OWN_HELP:
-            app.command(point.name, help=OWN_HELP[point.value])(lambda: None)  # for the list only: nothing is called
+        elif called is None and (listed := dict(OWN_COMMANDS.values()).get(point.value)) is not None:
+            app.command(point.name, help=listed)(lambda: None)  # for the list only: nothing is called
         elif called is None or called == point.name:
             _join(app, point)
 

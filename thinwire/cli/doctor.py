@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import json
 import secrets
@@ -9,33 +10,42 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from thinwire.cli.job_file import JobFileError, read_job_file
-from thinwire.contract.spec import read_spec
+from thinwire.cli.job_file import JobFileError, read_job_spec
+from thinwire.cli.quantities import rate_mbit
+from thinwire.cli.screen import complain
+from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.service.launch.protocol import LauncherError
 from thinwire.tools.doctor.clusters import NotExamined, Order, examine_cluster
 from thinwire.tools.doctor.examination import Box, Examination, Here, Peer, examine
 from thinwire.tools.doctor.facts import Questions
-from thinwire.tools.doctor.finding import Finding, Wishes, asked_by
+from thinwire.tools.doctor.finding import Finding, Wishes, asked_by, names_of
 from thinwire.tools.doctor.findings import findings
 from thinwire.tools.doctor.link import SHORTEST_SECRET
 from thinwire.tools.doctor.listener import Listener
-from thinwire.tools.doctor.report import UNEXAMINED, as_json, as_text, exit_code
-from thinwire.tools.lab.cli import rate_mbit
 
 PORT = 7655
-"""Where a doctor listens unless told otherwise."""
+"""Where a doctor listens unless another port is given."""
 
 app = typer.Typer(rich_markup_mode="markdown")
 
 
 CLUSTER_LIMIT_S = 900.0
 """For the job that examines a Ray cluster: 64 nodes take 63 rounds of some ten seconds."""
+
+
+FINE, SUFFERS, UNEXAMINED = 0, 1, 2
+"""Exit codes: nothing that will hurt; something will; nobody could be examined, or what was asked makes no sense."""
+_COLOURS = {"fault": "red", "warning": "yellow", "note": "dim"}
+_WIDTH = 160
 
 
 class Unusable(Exception):
@@ -146,12 +156,13 @@ def doctor(
         if listen:
             _listen(_secret(token_file), host or "", port)
             return
-        questions, wishes = _asked(job, store or [], interface, expect)
+        spec = None if job is None else _spec(job)
+        questions, wishes = _asked(spec, store or [], interface, expect)
         if (address is not None) + (peers is not None) + kubernetes > 1:
             raise Unusable("--address, --peers and --kubernetes: give one, all that it names is examined")
         order = Order(questions, _ports(ports), seconds, CLUSTER_LIMIT_S, _say)
         if kubernetes:
-            seen = _pods(pods, job, (namespace, template, image), order)
+            seen = _pods(pods, spec, (namespace, template, image), order)
         elif address is not None:
             seen = examine_cluster(address, "" if token_file is None else _token(token_file), order, python)
         elif peers is not None:
@@ -159,12 +170,12 @@ def doctor(
         else:
             seen = examine([_alone()], questions)
     except (Unusable, NotExamined) as error:
-        typer.echo(f"thinwire: {error}", err=True)
+        complain(str(error))
         raise typer.Exit(UNEXAMINED) from None
-    _tell(seen, findings(seen, wishes), json_)
+    _print(seen, findings(seen, wishes), json_)
 
 
-def _tell(seen: Examination, found: list[Finding], json_: bool) -> NoReturn:
+def _print(seen: Examination, found: list[Finding], json_: bool) -> NoReturn:
     if json_:
         typer.echo(json.dumps(as_json(seen, found)))
     else:
@@ -172,19 +183,18 @@ def _tell(seen: Examination, found: list[Finding], json_: bool) -> NoReturn:
     raise typer.Exit(exit_code(seen, found))
 
 
+def _spec(job: Path) -> TrainSpec | ScriptSpec:
+    try:
+        return read_job_spec(job)
+    except JobFileError as error:
+        raise Unusable(str(error)) from error
+
+
 def _asked(
-    job: Path | None, stores: Sequence[str], interface: str | None, expect: str | None
+    spec: TrainSpec | ScriptSpec | None, stores: Sequence[str], interface: str | None, expect: str | None
 ) -> tuple[Questions, Wishes]:
-    """Of the job file, and of the options beside it, which win."""
-    questions, wishes = Questions(), Wishes()
-    if job is not None:
-        try:
-            questions, wishes = asked_by(read_spec(read_job_file(job)))
-        except JobFileError as error:
-            raise Unusable(str(error)) from error
-        except ValidationError as error:
-            wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            raise Unusable(f"{job} is not a job: {'; '.join(wrong[:5])}") from error
+    """Of the job, and of the options beside it, which win."""
+    questions, wishes = (Questions(), Wishes()) if spec is None else asked_by(spec)
     changed: dict[str, object] = {}
     if interface is not None:
         changed["interface"] = interface
@@ -196,7 +206,10 @@ def _asked(
 
 
 def _pods(
-    pods: int | None, job: Path | None, kind: tuple[str | None, Path | None, str | None], order: Order
+    pods: int | None,
+    spec: TrainSpec | ScriptSpec | None,
+    kind: tuple[str | None, Path | None, str | None],
+    order: Order,
 ) -> Examination:
     """kind: namespace, template and image."""
     try:
@@ -204,7 +217,6 @@ def _pods(
         from thinwire.tools.doctor.pods import examine_pods
     except ModuleNotFoundError as error:
         raise Unusable("--kubernetes needs the Kubernetes client: pip install 'thinwire[kubernetes]'") from error
-    spec = None if job is None else read_spec(read_job_file(job))
     namespace, template, image = kind
     number = pods or (2 if spec is None else spec.workers.max)
     try:
@@ -315,3 +327,102 @@ def _rate(text: str) -> float:
         return rate_mbit(text)
     except ValueError as error:
         raise Unusable(f"--expect {error}") from error
+
+
+# what a person reads, and what a program does
+
+
+def exit_code(seen: Examination, found: list[Finding]) -> int:
+    """Notes do not count."""
+    if not any(box.facts is not None for box in seen.boxes):
+        return UNEXAMINED
+    return SUFFERS if any(one.severity != "note" for one in found) else FINE
+
+
+def as_json(seen: Examination, found: list[Finding]) -> dict[str, Any]:
+    """Everything, for a program: names, what was found, and what was measured."""
+    return {
+        "exit_code": exit_code(seen, found),
+        "findings": [asdict(one) for one in found],
+        "names": names_of(seen),
+        **seen.model_dump(mode="json"),
+    }
+
+
+def as_text(seen: Examination, found: list[Finding], *, colours: bool = False) -> str:
+    """Two tables, then each finding in two lines: what is, and what to change."""
+    written = io.StringIO()
+    console = Console(file=written, width=_WIDTH, force_terminal=colours, highlight=False, soft_wrap=True)
+    console.print(_boxes(seen))
+    if seen.calls:
+        console.print(_links(seen))
+    console.print()
+    for one in found:
+        line = Text(f"{one.severity}: ", style=_COLOURS[one.severity])
+        console.print(line.append(one.what, style="default"))
+        console.print(Text(f"    {one.change}"))
+    counts = [f"{number} {kind}{'s' * (number > 1)}" for kind in _COLOURS if (number := _number(found, kind))]
+    console.print(", ".join(counts) + "." if counts else _fine(seen))
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+
+
+def _number(found: list[Finding], severity: str) -> int:
+    return sum(one.severity == severity for one in found)
+
+
+def _fine(seen: Examination) -> str:
+    boxes, calls = len(seen.boxes), len(seen.calls)
+    links = f" and {calls // 2} link{'s' * (calls > 2)}" if calls else ""
+    return f"Nothing found that would hurt a job: {boxes} box{'es' * (boxes > 1)}{links} examined."
+
+
+def _boxes(seen: Examination) -> Table:
+    table = Table(
+        "box", "address", "CPUs", "memory free", "disk free", "GPUs", "interfaces", "python", "torch", "ray", box=None
+    )
+    for name, box in zip(names_of(seen), seen.boxes, strict=True):
+        facts = box.facts
+        if facts is None:
+            table.add_row(name, box.where, "not examined")
+            continue
+        free = [folder.free_bytes for folder in facts.folders if folder.free_bytes is not None]
+        up = [one for one in facts.interfaces if one.up and one.addresses and one.name != "lo"]
+        table.add_row(
+            name,
+            box.where,
+            str(facts.cpus),
+            f"{(facts.available_bytes or 0) / 2**30:.1f} GiB",
+            f"{min(free) / 2**30:.1f} GiB" if free else "",
+            str(len(facts.gpus)),
+            ", ".join(f"{one.name} {one.mtu}" for one in up),
+            facts.python,
+            facts.versions.get("torch", "none"),
+            facts.versions.get("ray", "none"),
+        )
+    return table
+
+
+def _links(seen: Examination) -> Table:
+    names = names_of(seen)
+    table = Table("from", "to", "there and back", "there", "back", "both at once", "frame", "clock", box=None)
+    for call in seen.calls:
+        visit = call.visit
+        if visit.connect != "ok":
+            table.add_row(names[call.source], names[call.target], visit.connect)
+            continue
+        both = (visit.both_there_mbit, visit.both_back_mbit)
+        table.add_row(
+            names[call.source],
+            names[call.target],
+            f"{visit.round_trip_ms:.2f} ms",
+            _mbit(visit.there_mbit),
+            _mbit(visit.back_mbit),
+            " + ".join(f"{rate:.0f}" for rate in both if rate is not None),
+            "" if visit.frame_bytes is None else f"{visit.frame_bytes} B",
+            "" if visit.clock_s is None else f"{visit.clock_s * 1e3:+.1f} ms",
+        )
+    return table
+
+
+def _mbit(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:.0f} Mbit/s"

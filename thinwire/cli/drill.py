@@ -1,4 +1,4 @@
-"""`thinwire drill`: kill workers of a real job, and see what it costs. Nothing heavy is imported at the top."""
+"""`thinwire drill`: kill workers of a real job, and see what it costs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from thinwire.cli.commands import work
+from thinwire.cli.screen import complain, progress
 from thinwire.tools.drill.asked import PICTURE_NAME, Account, Chaos, ChaosDrilling, Drill, DrillFailed, Drilling, Found
 
 
@@ -89,9 +90,6 @@ def drill(
 
     Examples: `thinwire drill --workers 4 --kill-every 30 --minutes 5`, `thinwire drill --chaos --minutes 20 --seed 7`
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     if not chaos and kill_every >= 60 * minutes:
         raise typer.BadParameter(
             f"{kill_every:g} s is not less than --minutes {minutes:g}: nobody would be killed",
@@ -104,33 +102,26 @@ def drill(
         raise typer.BadParameter(
             f"{out}: {error.strerror}; name a folder that can be written", param_hint="--out"
         ) from error
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("starting", total=1.0)
-
-        def say(what: str, done: float) -> None:
-            progress.update(task, description=what, completed=done)
-
-        try:
+    try:
+        with progress("starting") as say:
             if chaos:
                 run_chaos: ChaosDrilling = work("chaos")
                 verdict = run_chaos(Chaos(workers, minutes, folder, optimizer, seed, shadow, kill_all, beside), say)
             else:
                 run: Drilling = work("drill")
                 found = run(Drill(workers, kill_every, minutes, folder, optimizer, seed, shadow), say)
-        except DrillFailed as error:
-            console.print(f"[red]drill failed[/red]: {error}", highlight=False)
-            raise typer.Exit(1) from error
+    except DrillFailed as error:
+        complain(f"the drill failed: {error}")
+        raise typer.Exit(1) from error
     if chaos:
-        _tell(_verdict_lines(verdict), verdict.as_json() if as_json else None)
+        _print(_verdict_lines(verdict), verdict.as_json() if as_json else None)
         if verdict.violations:
             raise typer.Exit(1)
     else:
-        _tell([*_lines(found), f"timeline: {folder / PICTURE_NAME}"], found.as_json() if as_json else None)
+        _print([*_lines(found), f"timeline: {folder / PICTURE_NAME}"], found.as_json() if as_json else None)
 
 
-def _tell(lines: list[str], whole: dict[str, Any] | None) -> None:
+def _print(lines: list[str], whole: dict[str, Any] | None) -> None:
     for line in lines:
         typer.echo(line)
     if whole is not None:

@@ -1,6 +1,7 @@
 """A job file, YAML or JSON, read as the body of a request.
 
-Only reading happens here; what the fields mean is checked by the service, which answers with every problem at once.
+What the fields mean is checked by the service, which answers with every problem at once; by `read_job_spec` for
+commands that ask no service.
 YAML is read as its JSON subset: a date stays text, 1e-3 is a number, a key given twice is refused.
 """
 
@@ -9,14 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from thinwire.contract.jobs import BODY_LIMIT_BYTES, Problem
+from thinwire.contract.spec import AnySpec, ScriptSpec, TrainSpec, read_spec
 
 
 class JobFileError(Exception):
@@ -50,6 +52,20 @@ def read_job_file(path: Path) -> dict[str, JsonValue]:
         kind = _KINDS[type(document)]
         raise JobFileError(f"{path} holds {kind}, not a mapping of fields: see examples/quickstart.yaml")
     return document
+
+
+def read_job_spec(path: Path, document: Mapping[str, JsonValue] | None = None) -> TrainSpec | ScriptSpec:
+    """What the service would make of the file. document: in place of what is in it. Raises JobFileError, with every
+    problem at once.
+    """
+    from thinwire.service.problems import describe_problems
+
+    try:
+        return read_spec(read_job_file(path) if document is None else document)
+    except ValidationError as error:
+        schema = TypeAdapter(AnySpec).json_schema()
+        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise explain_rejection(path, "it is no job", describe_problems(errors, schema, schema)) from error
 
 
 def explain_rejection(path: Path, message: str, problems: Sequence[Problem]) -> JobFileError:

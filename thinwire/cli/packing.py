@@ -1,4 +1,6 @@
-"""The folder of a script made into a package: a zip of what is not ignored, the same bytes for the same content.
+"""The folder of a script, made into a package and brought to the service.
+
+A package is a zip of what is not ignored, the same bytes for the same content.
 
 Files stand in it by name, without times and owners; of their modes only whether they can be executed. A link inside of
 the folder is packed as what it leads to; one that leads out is refused, as is what is neither a file nor a folder.
@@ -16,17 +18,24 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from pathspec import GitIgnoreSpec
+from pydantic import JsonValue
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from thinwire.cli.client import Client
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.quantities import bytes_text
+from thinwire.cli.screen import note
 from thinwire.contract.packages import MOST_BYTES, MOST_ENTRIES, MOST_UNPACKED_BYTES, odd_name
 
 _WAYS_OUT = (
@@ -34,6 +43,9 @@ _WAYS_OUT = (
     "where it is; or put the folder on all boxes and name it in recipe.working_dir of a job file"
 )
 _LEVEL = 6
+LARGE_BYTES = 5 << 20
+"""Above it the progress is shown."""
+_MOST_NAMED = 5
 
 
 class Unpackable(JobFileError):
@@ -73,6 +85,72 @@ class Packed:
     size: int
 
 
+def folder_of(job: Mapping[str, JsonValue], job_file: Path) -> Path | None:
+    """The folder on this machine that a job file names; None where it names none, or one on the boxes."""
+    recipe = job.get("recipe")
+    if not isinstance(recipe, dict) or recipe.get("name") != "script":
+        return None
+    folder = recipe.get("working_dir")
+    if not isinstance(folder, str) or recipe.get("package") is not None or folder.startswith("/"):
+        return None
+    return job_file.parent / folder
+
+
+def packed_job(client: Client, job: Mapping[str, JsonValue], folder: Path) -> dict[str, JsonValue]:
+    """The job with a package of the folder, which the service has now. It says on stderr what it does.
+
+    Raises: Unpackable, ClientError.
+    """
+    listing = list_folder(folder)
+    recipe = job["recipe"]
+    assert isinstance(recipe, dict)
+    _check_entry(listing, recipe.get("entry"))
+    with _progress("packing", listing.size) as packing:
+        packed = pack(listing, packing)
+    with packed.file:
+        note(_summary(listing, packed))
+        if client.has_package(packed.sha256):
+            note("The service has this package already.")
+        else:
+            with _progress("uploading", packed.size) as uploading:
+                client.put_package(packed.sha256, packed.file, packed.size, uploading)
+    kept = {field: value for field, value in recipe.items() if field != "working_dir"}
+    return {**job, "recipe": {**kept, "package": packed.sha256}}
+
+
+def _check_entry(listing: Listing, entry: JsonValue) -> None:
+    if entry in {one.name for one in listing.entries} or not isinstance(entry, str):
+        return
+    for left_out in listing.left_out:
+        if entry == left_out or entry.startswith(f"{left_out}/"):
+            raise Unpackable(
+                f"{listing.folder / left_out} is left out by .gitignore or .rayignore, and {entry} with it"
+            )
+    raise Unpackable(f"there is no file {entry} in {listing.folder}: recipe.entry is the script, seen from its folder")
+
+
+def _summary(listing: Listing, packed: Packed) -> str:
+    files = sum(not entry.name.endswith("/") for entry in listing.entries)
+    text = (
+        f"Packed {files} {'file' if files == 1 else 'files'} of {listing.folder}: {bytes_text(listing.size)}, "
+        f"{bytes_text(packed.size)} as a zip."
+    )
+    if not listing.left_out:
+        return text
+    more = f" and {len(listing.left_out) - _MOST_NAMED} more" if len(listing.left_out) > _MOST_NAMED else ""
+    return f"{text} Left out: {', '.join(listing.left_out[:_MOST_NAMED])}{more}."
+
+
+@contextmanager
+def _progress(what: str, size: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr for what is large, where somebody looks; it takes how many bytes more are done."""
+    columns, hidden = (TextColumn("{task.description}"), BarColumn(), DownloadColumn()), size < LARGE_BYTES
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=hidden or not sys.stderr.isatty()) as shown:
+        task = shown.add_task(what, total=size)
+        yield lambda done: shown.advance(task, done)
+
+
 def list_folder(folder: Path) -> Listing:
     """Look at all that is not ignored. Raises Unpackable."""
     try:
@@ -91,7 +169,7 @@ def list_folder(folder: Path) -> Listing:
 
 
 def pack(listing: Listing, progress: Callable[[int], None] = lambda size: None) -> Packed:
-    """Make the zip. progress is told how many bytes more have been packed. Raises Unpackable."""
+    """Make the zip. progress: called with how many bytes more have been packed. Raises Unpackable."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller that uploads it closes it
     try:
         with ZipFile(file, "w", ZIP_DEFLATED, compresslevel=_LEVEL) as archive:

@@ -8,7 +8,7 @@ import typer
 from pydantic import ValidationError
 
 from thinwire.cli.client import Client, Rejected
-from thinwire.cli.screen import complain, note, print_columns, time_text
+from thinwire.cli.screen import complain, complain_of, note, print_columns, time_text
 from thinwire.contract.people import AuditLine, AuditList, NewToken, Role, TokenItem, TokenList
 
 tokens = typer.Typer(
@@ -37,8 +37,7 @@ def create(
         with Client() as client:
             made = client.create_token(asked)
     except ValidationError as error:
-        for problem in error.errors():
-            complain(f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r}: {problem['msg']}")
+        complain_of(error)
         raise typer.Exit(2) from None
     except Rejected as error:
         complain(str(error))

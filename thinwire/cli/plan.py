@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from thinwire.cli.commands import work
-from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
-from thinwire.cli.quantities import bytes_text
-from thinwire.cli.script_job import folder_of, script_job
+from thinwire.cli.job_file import JobFileError, read_job_file, read_job_spec
+from thinwire.cli.packing import folder_of
+from thinwire.cli.quantities import bytes_text, rate_mbit, time_ms
+from thinwire.cli.screen import complain, progress
+from thinwire.cli.submit import script_job
 from thinwire.contract.plan import Link, MethodPlan, Plan, PlanFailed, Planning, PlanRequest, hours, ms
-from thinwire.contract.spec import MOST_WORKERS, ScriptSpec, TrainSpec
-
-if TYPE_CHECKING:
-    from thinwire.tools.doctor.probe import Visit
+from thinwire.contract.spec import MOST_WORKERS, ScriptSpec
 
 GOODPUT = 0.957
 """The most payload that frames of 1500 bytes leave of a link's rate."""
@@ -87,14 +86,15 @@ def plan(
     `thinwire plan train.py --rate 1gbit --workers 4 -- --lr 1e-3`,
     `torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 --no-python thinwire plan job.yaml` on each of two machines
     """
-    spec = _job(file, arguments or (), working_dir, env or ())
+    spec = read_job_spec(file, _document(file, arguments or (), working_dir, env or ()))
     request = PlanRequest(spec, link_of(rate, latency, doctor), workers, per_machine, steps)
     _refuse_what_cannot_be(request)
     planning: Planning = work("plan")
     try:
-        found = _with_progress(lambda say: planning(request, say))
+        with progress("reading the job", transient=True) as say:
+            found = planning(request, say)
     except PlanFailed as error:
-        typer.echo(f"thinwire: no plan for {file}: {error}", err=True)
+        complain(f"no plan for {file}: {error}")
         raise typer.Exit(1) from error
     if found is not None:
         typer.echo(json.dumps(found.as_json()) if as_json else "\n".join(lines(found)))
@@ -141,22 +141,6 @@ def _table(methods: tuple[MethodPlan, ...]) -> list[str]:
         "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs)).rstrip()
         for pairs in (list(zip(row, widths, strict=True)) for row in (columns, *rows))
     ]
-
-
-def _job(file: Path, arguments: Sequence[str], working_dir: Path | None, env: Sequence[str]) -> TrainSpec | ScriptSpec:
-    """The spec in a job file, or of a script. Raises: JobFileError, with every problem at once."""
-    from pydantic import TypeAdapter, ValidationError
-
-    from thinwire.contract.spec import AnySpec, read_spec
-    from thinwire.service.problems import describe_problems
-
-    document = _document(file, arguments, working_dir, env)
-    try:
-        return read_spec(document)
-    except ValidationError as error:
-        schema = TypeAdapter(AnySpec).json_schema()
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise explain_rejection(file, "it is no job", describe_problems(errors, schema, schema)) from error
 
 
 def _document(
@@ -213,24 +197,6 @@ def _refuse_what_cannot_be(request: PlanRequest) -> None:
         )
 
 
-def _with_progress(do: Callable[[Callable[[str, float], None]], Plan | None]) -> Plan | None:
-    """Show on stderr what goes on, while it goes on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("reading the job", total=1.0)
-
-        def say(what: str, done: float) -> None:
-            progress.update(task, description=what, completed=done)
-            if not console.is_terminal:
-                typer.echo(f"{what} ...", err=True)
-
-        return do(say)
-
-
 def _link_text(link: Link) -> str:
     if link.bytes_per_s == float("inf"):
         return link.source
@@ -243,8 +209,6 @@ def link_of(rate: str | None, latency: str | None, doctor: Path | None) -> Link 
         if rate is not None or latency is not None:
             raise typer.BadParameter("says what --rate and --latency say; give one of both", param_hint="--doctor")
         return _examined(doctor)
-    from thinwire.tools.lab.cli import rate_mbit, time_ms
-
     if rate is None:
         if latency is not None:
             raise typer.BadParameter("is of a link that is given: it needs --rate", param_hint="--latency")
@@ -262,12 +226,10 @@ def link_of(rate: str | None, latency: str | None, doctor: Path | None) -> Link 
 
 def _examined(file: Path) -> Link:
     """The slowest direction of any link, with both busy as in an exchange, and the longest way of a small message."""
-    from pydantic import TypeAdapter, ValidationError
-
     from thinwire.tools.doctor.examination import Examination
 
     try:
-        seen = TypeAdapter(Examination).validate_json(file.read_bytes())
+        seen = Examination.model_validate_json(file.read_bytes())
     except OSError as error:
         raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="--doctor") from error
     except ValidationError as error:
@@ -275,7 +237,12 @@ def _examined(file: Path) -> Link:
             f"{file} is not what `thinwire doctor --json` prints: {error.errors()[0]['msg']}", param_hint="--doctor"
         ) from error
     visits = [call.visit for call in seen.calls]
-    rates = [rate for visit in visits for rate in _rates_mbit(visit)]
+    rates = [
+        rate
+        for visit in visits
+        for rate in (visit.there_mbit, visit.back_mbit, visit.both_there_mbit, visit.both_back_mbit)
+        if rate
+    ]
     round_trips = [visit.round_trip_ms for visit in visits if visit.round_trip_ms is not None]
     if not rates or not round_trips:
         raise typer.BadParameter(
@@ -283,8 +250,3 @@ def _examined(file: Path) -> Link:
             param_hint="--doctor",
         )
     return Link(1e-3 * max(round_trips) / 2, min(rates) * 1e6 / 8, f"the slowest of {len(visits)} in {file}")
-
-
-def _rates_mbit(visit: Visit) -> list[float]:
-    told = (visit.there_mbit, visit.back_mbit, visit.both_there_mbit, visit.both_back_mbit)
-    return [rate for rate in told if rate]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from thinwire.cli.client import Client
 from thinwire.cli.watch import outcome, watch
@@ -31,6 +34,28 @@ def note(message: str) -> None:
 def complain(message: str) -> None:
     """An error, in the name of the command."""
     typer.echo(f"thinwire: {message}", err=True)
+
+
+def complain_of(error: ValidationError) -> None:
+    """A line for each option with a value that it cannot have."""
+    for problem in error.errors():
+        complain(f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r}: {problem['msg']}")
+
+
+@contextmanager
+def progress(first: str, *, transient: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr. What it gives takes what goes on now and the part that is done; lines, where no terminal is."""
+    shown_on = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=shown_on, transient=transient) as shown:
+        task = shown.add_task(first, total=1.0)
+
+        def say(what: str, done: float) -> None:
+            shown.update(task, description=what, completed=done)
+            if transient and not shown_on.is_terminal:
+                note(f"{what} ...")
+
+        yield say
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:

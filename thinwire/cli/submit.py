@@ -1,8 +1,14 @@
-"""The command `thinwire submit`: a job file, or a script with its folder, in one line."""
+"""`thinwire submit`: a job file, or a script with its folder, in one line; and `thinwire manifest`.
+
+`thinwire submit train.py` and a job file whose recipe is a script with a relative working_dir end in the same: a
+package that the service has, and its hash in recipe.package.
+"""
 
 from __future__ import annotations
 
+import re
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +16,16 @@ import typer
 from pydantic import JsonValue
 
 from thinwire.cli.client import Client, Rejected, Unreachable
-from thinwire.cli.job_file import explain_rejection, read_job_file
+from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file, read_job_spec
+from thinwire.cli.packing import Unpackable, folder_of, packed_job
 from thinwire.cli.screen import note, watch_to_end
-from thinwire.cli.script_job import Option, folder_of, packed_job, script_job
+from thinwire.contract.spec import ScriptSpec
 
 _OF_SCRIPTS = "Scripts"
+
+
+class Option(JobFileError):
+    """An option of the command line cannot be read; the message names it."""
 
 
 def submit(
@@ -199,3 +210,116 @@ def _submit(file: Path, job: dict[str, JsonValue], folder: Path | None, key: str
     note(
         f"{accepted.name} is {accepted.state}. Next: `thinwire watch {accepted.id}`, `thinwire logs {accepted.id} -f`."
     )
+
+
+def script_job(
+    script: Path,
+    working_dir: Path | None,
+    arguments: Sequence[str],
+    *,
+    name: str | None,
+    workers: Mapping[str, int],
+    store: str | None,
+    start: Mapping[str, JsonValue],
+    pip: Sequence[str],
+    env: Sequence[str],
+    secrets: Sequence[str],
+) -> tuple[dict[str, JsonValue], Path]:
+    """The job as JSON, without its package, and the folder to pack. Raises: Option, Unpackable."""
+    folder = script.parent if working_dir is None else working_dir
+    try:
+        entry = script.resolve(strict=True).relative_to(folder.resolve(strict=True)).as_posix()
+    except OSError as error:
+        raise Unpackable(f"{error.filename or script} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise Unpackable(f"{script} does not lie in {folder}: --working-dir names a folder above the script") from None
+    recipe: dict[str, JsonValue] = {"name": "script", "entry": entry, "args": list(arguments)}
+    if pip:
+        recipe["pip"] = list(pip)
+    if env:
+        recipe["env_vars"] = dict(_pair(one, "--env", "NAME=VALUE") for one in env)
+    if secrets:
+        recipe["secrets"] = dict(_secret(one) for one in secrets)
+    job: dict[str, JsonValue] = {"name": _named(script) if name is None else name, "recipe": recipe}
+    if workers:
+        job["workers"] = dict(workers)
+    if store is not None:
+        job["checkpoint"] = {"store": store}
+    if start:
+        job["start"] = dict(start)
+    return job, folder
+
+
+def _named(script: Path) -> str:
+    name = re.sub(r"[^a-z0-9.-]+", "-", script.stem.lower()).strip(".-")
+    return name[:63].strip(".-") or "job"
+
+
+def _pair(given: str, option: str, form: str) -> tuple[str, str]:
+    name, equals, value = given.partition("=")
+    if not name or not equals:
+        raise Option(f"{option} {given!r} must be {form}")
+    return name, value
+
+
+def _secret(given: str) -> tuple[str, JsonValue]:
+    form = "NAME=env:VARIABLE or NAME=file:/a/path, which each box reads for itself"
+    name, equals, source = given.partition("=")
+    kind, colon, where = source.partition(":")
+    if not name or not equals or not colon or kind not in ("env", "file"):
+        # Not the value: a person who mistook the option may have written the secret itself.
+        raise Option(f"--secret {name if equals else ''}=... must be {form}")
+    return name, {kind: where}
+
+
+def manifest(
+    file: Annotated[Path, typer.Argument(help="A job file, as for `thinwire submit`.", show_default=False)],
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            help="A RayJob to fill in. Default: the service's own, or $THINWIRE_KUBERAY_TEMPLATE.",
+            envvar="THINWIRE_KUBERAY_TEMPLATE",
+        ),
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="Of head and workers. Default: those of the template.", envvar="THINWIRE_KUBERAY_IMAGE"),
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Of the RayJob.", envvar="THINWIRE_KUBERAY_NAMESPACE")] = "default",
+) -> None:
+    """Print the RayJob that a service with the launcher kuberay makes of a job file. Nothing is started.
+
+    For reading, and as the beginning of a template of your own (docs/kubernetes.md). The words in capitals, such as
+    TICKET, are filled in by the service when it submits an attempt: a RayJob applied by hand would be refused by it.
+
+    Example: `thinwire manifest examples/quickstart.yaml | kubectl apply --dry-run=server -f -`
+    """
+    from thinwire.service.launch.driver import command_line
+    from thinwire.service.launch.kuberay.manifest import Attempt, TemplateRefused, printed, rayjob, read_template
+    from thinwire.service.launch.protocol import Code
+
+    spec = read_job_spec(file)
+    code = package = None
+    job_id = f"{spec.name}-SUFFIX"
+    if isinstance(spec, ScriptSpec):
+        code = Code(None, None, spec.recipe.working_dir, spec.recipe.pip, spec.recipe.env_vars)
+        if spec.recipe.package is not None or spec.recipe.working_dir is None:
+            package = spec.recipe.package or "SHA256"
+    try:
+        made = rayjob(
+            read_template(template, image),
+            Attempt(
+                service_id="SERVICE",
+                submission_id=job_id,
+                entrypoint=command_line("URL", job_id, 1, "TICKET", code, package),
+                metadata={"job_id": job_id, "job_name": spec.name, "attempt": "1"},
+                spec=spec,
+                least=spec.workers.min,
+                most=spec.workers.max,
+                code=code,
+                namespace=namespace,
+            ),
+        )
+    except TemplateRefused as error:
+        raise JobFileError(str(error)) from None
+    typer.echo(printed(made), nl=False)

@@ -132,6 +132,41 @@ def watch(
             sleep(POLL_S)
 
 
+def wait_for_workers(
+    client: Client,
+    job_id: str,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Job:
+    """Wait until as many workers train together as are wanted, or the job is over; return it as it then is.
+
+    say: called for each change, and every LINE_EVERY_S that nothing has changed.
+    Raises: ClientError, but waits where the service is Unreachable.
+    """
+    shown, due_s = "", 0.0
+    while True:
+        try:
+            job = client.job(job_id)
+            if job.state.terminal or has_wanted_workers(job):
+                return job
+            training = f"workers {workers_text(job, job.world_size or 0)}"
+            line = f"{job.state}: {waiting_text(job) or training}"
+        except Unreachable as error:
+            line = f"control plane not reachable, waiting ({error})"
+        if line != shown or clock() >= due_s:
+            shown, due_s = line, clock() + LINE_EVERY_S
+            say(line)
+        sleep(POLL_S)
+
+
+def has_wanted_workers(job: Job) -> bool:
+    """Does it train with a number of workers that is within the limits?"""
+    if job.state is not JobState.RUNNING or job.world_size is None or job.waiting_for_workers is not None:
+        return False
+    return job.wanted_workers.min <= job.world_size <= job.wanted_workers.max
+
+
 def outcome(job: Job) -> str:
     """How a job ended, in one line: the state and, where there is one, the reason."""
     return f"{job.state}: {job.reason}" if job.reason else str(job.state)

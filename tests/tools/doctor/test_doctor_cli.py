@@ -84,7 +84,7 @@ def test_the_doctor_is_a_command_of_thinwire() -> None:
         (["--peers", "bert", "--token-file", "TOKEN", "--ports", "http"], "must be port numbers"),
         (["--peers", "bert", "--address", "http://head"], "give one"),
         (["--job", "/none"], "cannot be read"),
-        (["--job", "WRONG"], "steps: Field required"),
+        (["--job", "WRONG"], "steps: this field is required"),
     ],
 )
 def test_what_makes_no_sense_is_exit_code_2_and_says_what_to_do(words: list[str], reason: str, tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from thinwire.tools.doctor.blame import Blame, blamed
+from thinwire.cli.doctor import as_text, exit_code
 from thinwire.tools.doctor.examination import BoxReport, Call, Examination, rounds
 from thinwire.tools.doctor.facts import Facts, Folder, Gpu, Interface, unwritable
-from thinwire.tools.doctor.finding import Finding, Wishes
+from thinwire.tools.doctor.finding import Blame, Finding, Wishes, blamed
 from thinwire.tools.doctor.findings import findings
 from thinwire.tools.doctor.probe import Visit
-from thinwire.tools.doctor.report import as_text, exit_code
 
 NAMES = ("anna", "bert", "carl", "dora")
 EVERY = [(a, b) for a in range(4) for b in range(4) if a != b]

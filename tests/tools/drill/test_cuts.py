@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from thinwire.tools.drill import cuts
-from thinwire.tools.drill.cuts import HEAD, Cut, Cuts, Mended
-from thinwire.tools.drill.later import Later
+from thinwire.tools.drill.cuts import HEAD, Cut, Cuts, Later, Mended
 
 HOSTS = range(5)
 MEMBERS = [1, 2, 3, 4]

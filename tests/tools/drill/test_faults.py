@@ -5,8 +5,8 @@ from unittest.mock import Mock
 import pytest
 
 from thinwire.tools.drill import faults
+from thinwire.tools.drill.cuts import Later
 from thinwire.tools.drill.faults import Faults
-from thinwire.tools.drill.later import Later
 
 
 class Job:

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
+from thinwire.cli.lab import measure
 from thinwire.tools.lab import Lab, LabError, LabRunFailed, LabSpec, Line, difference
-from thinwire.tools.lab.goodput import measure
 
 PAYLOAD = 2_000_000
 MSS, HEADERS = 1448, 66  # Ethernet 14, IP 20, TCP 32 with timestamps
@@ -97,10 +97,9 @@ def test_the_delay_is_there_and_tcp_is_the_same_everywhere(lab):
 
 def test_the_round_trip_takes_at_least_the_delay(namespaces):
     with Lab(LabSpec(hosts=2, rate_mbit=100, delay_ms=2.0)) as slow:
-        found = measure(slow, "one-way", seconds=0.2)
+        found = measure(slow, seconds=0.2)
     assert found.round_trip_ms >= 2.0  # one direction's worth: a timer may have been about to fire
-    assert len(found.received_mbit) == 1
-    assert 0 < found.least_share < 1
+    assert 0 < found.there_mbit < 100
 
 
 def test_every_rank_knows_its_place(lab):

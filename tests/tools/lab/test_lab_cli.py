@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.tools.lab.conftest import namespaces_of, network_namespaces
+from thinwire.cli.lab import app
 from thinwire.tools.lab import Lab, LabError, LabSpec
-from thinwire.tools.lab.cli import app
 from thinwire.tools.lab.lab import end_lab, find_labs
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]

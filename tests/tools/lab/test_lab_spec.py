@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from thinwire.cli.quantities import rate_mbit, time_ms
 from thinwire.tools.lab import HostCounters, Lab, LabError, LabSpec, network
-from thinwire.tools.lab.cli import rate_mbit, time_ms
 from thinwire.tools.lab.counters import token_buckets
 from thinwire.tools.lab.network import shaping_of
 

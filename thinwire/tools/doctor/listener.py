@@ -19,8 +19,7 @@ from typing import Any
 
 from thinwire.tools.doctor.facts import Facts, Questions, look
 from thinwire.tools.doctor.link import PATIENCE_S, Link
-from thinwire.tools.doctor.probe import SESSION_BYTES, Target, visit
-from thinwire.tools.lab.streams import count, send
+from thinwire.tools.doctor.probe import SESSION_BYTES, Target, count, send, visit
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,13 @@
-"""What is wrong with the links between boxes that reach each other."""
+"""What is wrong with the links between boxes: who does not reach whom, at which port; frames, clocks and speeds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median_low
 
-from thinwire.tools.doctor.blame import Blame, Pair, blamed
 from thinwire.tools.doctor.examination import Examination
 from thinwire.tools.doctor.facts import Interface
-from thinwire.tools.doctor.finding import Finding, Wishes, between
+from thinwire.tools.doctor.finding import Blame, Finding, Pair, Wishes, between, blamed, boxes_of
 
 CLOCK_S = 1.0
 SLOW = 0.5
@@ -23,12 +22,57 @@ FAR_MS = 10.0
 
 
 def of_links(seen: Examination, names: Sequence[str], wishes: Wishes) -> Iterator[Finding]:
-    """Large frames, clocks, speeds, and how far a message takes."""
+    """Ports, large frames, clocks, speeds, and how long a message takes."""
+    yield from _ports(seen, names)
     yield from _frames(seen, names)
     yield from _clocks(seen, names)
     yield from _speeds(seen, names, wishes)
     yield from _half_duplex(seen, names)
     yield from _far(seen, names)
+
+
+def _ports(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
+    by_port: dict[str, dict[Pair, str]] = {}
+    for call in between(seen):
+        met = {int(seen.boxes[call.target].where.rpartition(":")[2]): call.visit.connect, **call.visit.ports}
+        for port, how in met.items():
+            chosen = port not in seen.ports and not seen.boxes[call.target].where.endswith(f":{port}")
+            by_port.setdefault("" if chosen else str(port), {})[call.source, call.target] = how
+    for which, doors in by_port.items():
+        bad = {pair for pair, how in doors.items() if how not in ("ok", "not asked")}
+        for blame in blamed(bad, doors):
+            yield _port(seen, names, which, blame, doors)
+    for call in seen.calls:
+        if call.visit.connect == "not asked":
+            name, other = names[call.source], names[call.target]
+            what = f"{name} did not say how it reaches {other}: {call.visit.why}"
+            change = f"Ask again; if it stays so, look at what `thinwire doctor --listen` says on {name}."
+            yield Finding("fault", "unheard", (name,), what, change)
+
+
+def _port(seen: Examination, names: Sequence[str], port: str, blame: Blame, met: dict[Pair, str]) -> Finding:
+    source, target = blame.pairs[0]
+    how = met[source, target]
+    facts = seen.boxes[target].facts
+    first, last = (facts.ports if facts is not None else None) or (32768, 60999)
+    which = f"TCP port {port}" if port else f"TCP ports that the kernel chooses ({first} to {last}), as workers use,"
+    pairs = "; ".join(f"{names[a]} to {names[b]}" for a, b in blame.pairs)
+    heard = {"silent": "no answer", "refused": "refused", "no route": "no route"}.get(how, how)
+    sides = {
+        "into": f"on {names[blame.box]}, inwards" if blame.box is not None else "",
+        "out": f"on {names[blame.box]}, outwards" if blame.box is not None else "",
+        "box": f"on {names[blame.box]}, both ways" if blame.box is not None else "",
+        "both": f"on {names[source]} and {names[target]}",
+        "all": "on every box, or in what joins them",
+    }
+    side = sides.get(blame.what, f"on {names[target]} inwards, or on {names[source]} outwards")
+    if how == "no route":
+        change = f"Give {names[source]} a route to {names[target]}."
+    else:
+        change = f"Open {which.rstrip(',')} in the firewall {side}."
+    what = f"{which} cannot be reached from {pairs}: {heard}"
+    boxes = tuple(dict.fromkeys(names[place] for pair in blame.pairs for place in pair))
+    return Finding("fault", "no route" if how == "no route" else "firewall", boxes, what, change)
 
 
 def _frames(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
@@ -47,29 +91,27 @@ def _frames(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
         largest = max(_mtu(seen, pair) or 0 for pair in blame.pairs)
         fits = min(known) if known else None
         card = _interface(seen, blame.pairs[0])
-        change = f"`ip link set dev {card.name if card else 'NAME'} mtu {fits or 1500}`"
-        yield Finding(
-            severity="fault",
-            kind="mtu",
-            boxes=_boxes(names, blame),
-            what=f"large frames vanish {_where(names, blame)}: the interfaces send up to {largest} bytes, "
+        command = f"`ip link set dev {card.name if card else 'NAME'} mtu {fits or 1500}`"
+        what = (
+            f"large frames vanish {_where(names, blame)}: the interfaces send up to {largest} bytes, "
             + (f"{fits} arrive" if fits and fits < largest else "these do not arrive")
-            + "; small ones pass",
-            change=f"Set the MTU of these boxes to {fits or 1500} ({change}), "
-            f"or let the switches and tunnels between them carry {largest}.",
+            + "; small ones pass"
         )
+        change = (
+            f"Set the MTU of these boxes to {fits or 1500} ({command}), "
+            f"or let the switches and tunnels between them carry {largest}."
+        )
+        yield Finding("fault", "mtu", boxes_of(names, blame), what, change)
     for pair, size in sizes.items():
         mtu = _mtu(seen, pair)
         other = _mtu(seen, pair[::-1])
         if pair not in bad and pair < pair[::-1] and mtu and other and size < min(mtu, other):
-            yield Finding(
-                severity="note",
-                kind="mtu",
-                boxes=tuple(names[place] for place in pair),
-                what=f"between {names[pair[0]]} and {names[pair[1]]} packets of {size} bytes arrive and larger ones do "
-                f"not, though the interfaces send {mtu}; TCP has found out",
-                change=f"Set the MTU of both to {size}, so that nothing has to find out.",
+            what = (
+                f"between {names[pair[0]]} and {names[pair[1]]} packets of {size} bytes arrive and larger ones do "
+                f"not, though the interfaces send {mtu}; TCP has found out"
             )
+            change = f"Set the MTU of both to {size}, so that nothing has to find out."
+            yield Finding("note", "mtu", tuple(names[place] for place in pair), what, change)
 
 
 def _mtu(seen: Examination, pair: Pair) -> int | None:
@@ -96,14 +138,11 @@ def _clocks(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
         skew = clock - usual
         if abs(skew) > CLOCK_S:
             other = f"that of {names[next(one for one in ahead if one != place)]}" if len(ahead) == 2 else "the others'"
-            yield Finding(
-                severity="warning",
-                kind="clock",
-                boxes=(names[place],),
-                what=f"the clock of {names[place]} is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {other}",
-                change=f"Let chrony or systemd-timesyncd set the clock of {names[place]}: events and leases compare "
-                "times.",
+            what = f"the clock of {names[place]} is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {other}"
+            change = (
+                f"Let chrony or systemd-timesyncd set the clock of {names[place]}: events and leases compare times."
             )
+            yield Finding("warning", "clock", (names[place],), what, change)
 
 
 def _clocks_ahead(seen: Examination) -> dict[int, float]:
@@ -151,12 +190,9 @@ def _speeds(seen: Examination, names: Sequence[str], wishes: Wishes) -> Iterator
         figures = f"{_span(reached)} Mbit/s"
         if one_way and opposite:
             figures += f", and {_span(opposite)} the other way"
+        what = f"slow {_where(names, blame)}: {figures}; {expected:.0f} are expected"
         yield Finding(
-            severity="warning",
-            kind="asymmetry" if one_way else "slow link",
-            boxes=_boxes(names, blame),
-            what=f"slow {_where(names, blame)}: {figures}; {expected:.0f} are expected",
-            change=_mend_speed(names, blame),
+            "warning", "asymmetry" if one_way else "slow link", boxes_of(names, blame), what, _mend_speed(names, blame)
         )
 
 
@@ -186,14 +222,12 @@ def _half_duplex(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
         both = sum(rate or 0.0 for rate in together)
         if both < HALF_DUPLEX * (there + back):
             pair = (names[call.source], names[call.target])
-            yield Finding(
-                severity="warning",
-                kind="half duplex",
-                boxes=pair,
-                what=f"between {pair[0]} and {pair[1]} both directions share one speed: {there:.0f} and {back:.0f} "
-                f"Mbit/s alone, {both:.0f} together",
-                change="Set card and switch port both to negotiate (`ethtool -s NAME autoneg on`): one is half duplex.",
+            what = (
+                f"between {pair[0]} and {pair[1]} both directions share one speed: {there:.0f} and {back:.0f} "
+                f"Mbit/s alone, {both:.0f} together"
             )
+            change = "Set card and switch port both to negotiate (`ethtool -s NAME autoneg on`): one is half duplex."
+            yield Finding("warning", "half duplex", pair, what, change)
 
 
 def _far(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
@@ -204,13 +238,9 @@ def _far(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
             far[pair] = max(far.get(pair, 0.0), call.visit.round_trip_ms)
     for pair, took in far.items():
         one, other = sorted(names[place] for place in pair)
-        yield Finding(
-            severity="warning",
-            kind="latency",
-            boxes=(one, other),
-            what=f"a message between {one} and {other} takes {took:.1f} ms there and back",
-            change="Look for a detour, a full queue or a busy machine: boxes of one site need less than 1 ms.",
-        )
+        what = f"a message between {one} and {other} takes {took:.1f} ms there and back"
+        change = "Look for a detour, a full queue or a busy machine: boxes of one site need less than 1 ms."
+        yield Finding("warning", "latency", (one, other), what, change)
 
 
 # words
@@ -231,12 +261,6 @@ def _where(names: Sequence[str], blame: Blame) -> str:
             return f"between {one} and {other}"
         case "pair":
             return f"from {one} to {other}"
-
-
-def _boxes(names: Sequence[str], blame: Blame) -> tuple[str, ...]:
-    if blame.box is not None:
-        return (names[blame.box],)
-    return tuple(dict.fromkeys(names[place] for pair in blame.pairs for place in pair))
 
 
 def _span(rates: Sequence[float]) -> str:

@@ -22,7 +22,6 @@ from pydantic import Field
 
 from thinwire.tools.doctor.facts import Frozen, interfaces
 from thinwire.tools.doctor.link import PATIENCE_S, Link, LinkError, call, refusal
-from thinwire.tools.lab.streams import HEAD_START_S, count, send
 
 ROUND_TRIPS = 50
 LARGE_BYTES = 1 << 16
@@ -33,6 +32,11 @@ _TRIES, _TRY_S = 3, 0.25
 # From linux/in.h: set "don't fragment", and heed nothing that was learned about the path.
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
 SMALLEST_MTU = 576
+MOST_SENT_BYTES = 32 << 30
+"""In each measurement of speed, however long it is."""
+HEAD_START_S = 0.3
+"""What arrives before is not counted: TCP is still finding out how fast the link is."""
+_CHUNK = bytes(1 << 18)
 
 
 class Target(Frozen):
@@ -216,6 +220,35 @@ def _arrives(sender: socket.socket, session: bytes, size: int) -> bool:
 
 
 # speed
+
+
+def send(opened: socket.socket, seconds: float) -> None:
+    """Send for so long after a head start, and say that this was all.
+
+    Raises: OSError; TimeoutError where nothing is taken any more.
+    """
+    until, left = time.monotonic() + HEAD_START_S + seconds, MOST_SENT_BYTES
+    while left > 0 and time.monotonic() < until:
+        left -= opened.send(_CHUNK)
+    opened.shutdown(socket.SHUT_WR)
+
+
+def count(opened: socket.socket) -> float:
+    """Receive until the other side has sent all, and give 10^6 bit/s. Raises: OSError."""
+    buffer = memoryview(bytearray(1 << 20))
+    began = last = time.monotonic()
+    counted_from, counted, before = None, 0, 0
+    while size := opened.recv_into(buffer):
+        last = time.monotonic()
+        if counted_from is not None:
+            counted += size
+        else:
+            before += size
+            if last - began >= HEAD_START_S:
+                counted_from = last
+    if counted_from is None or last <= counted_from:  # a link so slow that all came in the head start, or in one piece
+        return before * 8e-6 / max(last - began, 1e-6)
+    return counted * 8e-6 / (last - counted_from)
 
 
 def _there(target: Target, secret: bytes, seconds: float) -> float | None:

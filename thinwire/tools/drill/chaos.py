@@ -18,10 +18,9 @@ from typing import Any
 from thinwire.contract.reports import EventKind, Sample
 from thinwire.tools.drill import hosts
 from thinwire.tools.drill.asked import Chaos, DrillFailed, Found, Say, Verdict
-from thinwire.tools.drill.cuts import Cuts, Network
+from thinwire.tools.drill.cuts import Cuts, Later, Network
 from thinwire.tools.drill.faults import TICK_S, Faults
 from thinwire.tools.drill.job import Job, Left, made_by, own_ray, small_gpt
-from thinwire.tools.drill.later import Later
 from thinwire.tools.drill.survivors import Survivors, has_committed, lives
 from thinwire.tools.drill.verdict import judge, read
 from thinwire.workers.telemetry.trace import FOLDER

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
-
-from thinwire.tools.drill.later import Later
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +121,47 @@ def draw(
             return None
         ways, words = off(chosen, hosts), f"{' and '.join(f'host {host}' for host in chosen)} from all others"
     return lot.choice(ways) if one_way else both(*ways, words)
+
+
+class Later:
+    """What is to be undone after some seconds, whatever a fault waits for meanwhile: each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[threading.Timer, Callable[[], None]] = {}
+        self._error: Exception | None = None
+
+    def do(self, seconds: float, action: Callable[[], None]) -> None:
+        """After so many seconds."""
+        timer = threading.Timer(seconds, lambda: self._run(timer))
+        timer.daemon = True
+        with self._lock:
+            self._waiting[timer] = action
+        timer.start()
+
+    def check(self) -> None:
+        """Raises: what an action has raised."""
+        if self._error is not None:
+            raise self._error
+
+    def all_now(self) -> None:
+        """What still waits, in its order. Raises: what one of them raises."""
+        for timer in list(self._waiting):
+            timer.cancel()
+            self._run(timer)
+        for timer in list(self._waiting):  # one whose time had come just then
+            timer.join()
+        self.check()
+
+    def _run(self, timer: threading.Timer) -> None:
+        with self._lock:
+            action = self._waiting.pop(timer, None)
+        if action is None:
+            return
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the border of a thread: raised by check()
+            self._error = error
 
 
 class Cuts:

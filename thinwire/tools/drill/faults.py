@@ -31,9 +31,8 @@ from typing import Any
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
-from thinwire.tools.drill.cuts import Cuts
+from thinwire.tools.drill.cuts import Cuts, Later
 from thinwire.tools.drill.job import Job
-from thinwire.tools.drill.later import Later
 from thinwire.tools.drill.survivors import lives
 from thinwire.tools.drill.verdict import Touch
 

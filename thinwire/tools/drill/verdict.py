@@ -68,24 +68,22 @@ def judge(
     processes: Sequence[Process], undisturbed: Sequence[Process], touches: Collection[Touch], living: Collection[int]
 ) -> Verdict:
     """The verdict. living: the pids that were alive when the run was stopped."""
-    violations: list[str] = []
-    by_two = sum(1 for _ in _said(_commits_by_two(processes), violations))
-    differ = sum(1 for _ in _said(_replicas_that_differ(processes), violations))
-    wrong = sum(1 for _ in _said(_wrong_samples(processes, undisturbed), violations))
-    lost = sum(1 for _ in _said(_lost_holders(processes, touches, living), violations))
-    redone = 0
-    for count, words in _redone(processes, touches):
-        redone += count
-        violations.append(words)
+    by_two = list(_commits_by_two(processes))
+    differ = list(_replicas_that_differ(processes))
+    wrong = list(_wrong_samples(processes, undisturbed))
+    lost = list(_lost_holders(processes, touches, living))
+    redone = list(_redone(processes, touches))
     steps = {one["step"] for process in processes for one in process.commits}
-    compared = len(steps & {one["step"] for process in undisturbed for one in process.commits})
-    return Verdict(max(steps, default=0), compared, redone, by_two, wrong, differ, lost, tuple(violations))
-
-
-def _said(found: Iterator[str], violations: list[str]) -> Iterator[str]:
-    for words in found:
-        violations.append(words)
-        yield words
+    return Verdict(
+        committed=max(steps, default=0),
+        compared=len(steps & {one["step"] for process in undisturbed for one in process.commits}),
+        redone=sum(count for count, _ in redone),
+        commits_by_two=len(by_two),
+        samples_wrong=len(wrong),
+        replicas_differ=len(differ),
+        holders_lost=len(lost),
+        violations=(*by_two, *differ, *wrong, *lost, *(words for _, words in redone)),
+    )
 
 
 def _by_generation(processes: Sequence[Process]) -> dict[int, list[tuple[int, dict[str, Any]]]]:

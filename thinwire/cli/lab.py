@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
+import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from thinwire.cli.quantities import rate_mbit, time_ms
+from thinwire.tools.doctor.examination import Examination
+from thinwire.tools.doctor.probe import Visit
 from thinwire.tools.lab import network
 from thinwire.tools.lab.counters import HostCounters
-from thinwire.tools.lab.goodput import MOST_OF_RATE, PATTERNS, measure
 from thinwire.tools.lab.lab import Lab, end_lab, find_labs, require_machine
 from thinwire.tools.lab.run import Line
-from thinwire.tools.lab.spec import LabError, LabSpec
+from thinwire.tools.lab.spec import LabError, LabRunFailed, LabSpec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +50,7 @@ RanksPerHost = Annotated[int, typer.Option(help="Ranks on each host. They share 
 @app.command()
 def check(
     rate: Rate = "1gbit",
-    seconds: Annotated[float, typer.Option(help="Seconds to send in each of two measurements.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=10.0, help="Seconds to send in each measurement.")] = 2.0,
 ) -> None:
     """Say what this machine can do, and measure which rate a lab of two hosts reaches.
 
@@ -198,34 +201,15 @@ def _plain_errors() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-RATE_MBIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
-TIME_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
-
-
-def rate_mbit(text: str) -> float:
-    """100mbit, 2.7gbit -> 10^6 bit/s. Raises: ValueError."""
-    return _read(text, RATE_MBIT, "a rate with its unit, such as 100mbit or 2.7gbit")
-
-
-def time_ms(text: str) -> float:
-    """0.1ms, 100us, 0 -> milliseconds. Raises: ValueError."""
-    return 0.0 if text.strip() == "0" else _read(text, TIME_MS, "a time with its unit, such as 0.1ms or 100us, or 0")
-
-
-def _read(text: str, units: dict[str, float], what: str) -> float:
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) *([a-z]+)(?:/s)?", text.strip().lower())
-    if not found or found[2] not in units:
-        raise ValueError(f"{text!r} is not {what}; the units are {', '.join(units)}")
-    return float(found[1]) * units[found[2]]
-
-
 BUSY_LOAD = 0.5
+MOST_OF_RATE = 1448 / 1514
+"""Of a full frame's 1538 byte times on a wire, a lab counts 1514; 1448 of them are TCP's payload."""
 
 
 def check_machine(spec: LabSpec, seconds: float, say: Callable[[str], object]) -> bool:
-    """Say line by line what is there and what the hosts of this spec reach; False where a lab cannot be made.
+    """Say line by line what is there and what two hosts of this spec reach; False where a lab cannot be made.
 
-    seconds: time to send, for each pattern. Raises: LabRunFailed where the measurement itself fails.
+    seconds: time to send, for each speed. Raises: LabRunFailed where the measurement itself fails.
     """
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     say(f"machine       Linux {platform.release()}, {cores} cores, load {load:.1f}")
@@ -247,14 +231,40 @@ def check_machine(spec: LabSpec, seconds: float, say: Callable[[str], object]) -
         else:
             say("loss          no: this kernel has no netem. " + network.kernel_module_hint("sch_netem"))
             say("delay         by the receiver's NAPI timer: round trip of twice the delay + 0.07 ms, with jitter")
-        for pattern in PATTERNS:
-            found = measure(lab, pattern, seconds)
-            reached = ", ".join(f"{rate:.1f}" for rate in found.received_mbit)
-            direction = "one way" if pattern == "one-way" else "both ways"
+        found = measure(lab, seconds)
+        both = (found.both_there_mbit, found.both_back_mbit)
+        for direction, measured in (("one way", (found.there_mbit,)), ("both ways", both)):
+            rates = [rate or 0.0 for rate in measured]
             say(
-                f"{direction:13} asked {spec.rate_mbit:g} Mbit/s, reached {reached} = {found.least_share:.3f} of it "
-                f"(most possible: {MOST_OF_RATE:.3f}); round trip {found.round_trip_ms:.3f} ms"
+                f"{direction:13} asked {spec.rate_mbit:g} Mbit/s, reached {', '.join(f'{rate:.1f}' for rate in rates)} "
+                f"= {min(rates) / spec.rate_mbit:.3f} of it (most possible: {MOST_OF_RATE:.3f})"
             )
+        say(f"round trip    {found.round_trip_ms:.3f} ms")
     if load > BUSY_LOAD * cores:
         say(f"The machine was busy (load {load:.1f} on {cores} cores): these rates may be its own, not the links'.")
     return True
+
+
+def measure(lab: Lab, seconds: float) -> Visit:
+    """What the doctor of host 0 measures of host 1, in a lab of two ranks. Raises: LabError, LabRunFailed."""
+    with tempfile.NamedTemporaryFile("w") as token:
+        token.write(secrets.token_hex(16))
+        token.flush()
+        doctor = [sys.executable, "-m", "thinwire.cli.main", "doctor", "--token-file", token.name]
+        heard, said = os.pipe()
+        with os.fdopen(heard) as listening:
+            try:
+                lab.start(1, [*doctor, "--listen"], stderr=said)  # it ends with the lab
+            finally:
+                os.close(said)
+            listening.readline()
+            asked = [*doctor, "--peers", lab.addresses[1], "--seconds", f"{seconds:g}", "--json"]
+            result = lab.run([asked, ["true"]])
+    try:
+        # Its exit code is about the machine's disks and versions too.
+        visit = Examination.model_validate_json(result.stdout[0]).calls[0].visit
+    except (ValueError, IndexError) as error:
+        raise LabRunFailed(f"the doctor of host 0 said: {result.stderr[0] or result.stdout[0]}") from error
+    if visit.round_trip_ms is None:
+        raise LabRunFailed(f"host 0 did not reach host 1: {visit.why}")
+    return visit
