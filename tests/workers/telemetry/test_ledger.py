@@ -192,10 +192,7 @@ def test_interfaces_are_read_without_loopback() -> None:
         "    lo: 999 9 0 0 0 0 0 0 999 9 0 0 0 0 0 0\n"
         "  eth0:1000 10 0 0 0 0 0 0 2000 20 0 0 0 0 0 0\n"
     )
-    found = read_interfaces(text)
-    assert list(found) == ["eth0"]
-    assert (found["eth0"].sent_bytes, found["eth0"].sent_frames) == (2000, 20)
-    assert (found["eth0"].received_bytes, found["eth0"].received_frames) == (1000, 10)
+    assert read_interfaces(text) == {"eth0": 2000}
 
 
 @pytest.mark.parametrize(("name", "why"), [("lo", "loopback"), ("no-such0", "is not an interface")])
