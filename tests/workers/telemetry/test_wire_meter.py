@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import logging
 
-import httpx
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.workers.telemetry.stub_service import Service
+from tests.workers.telemetry.test_reporter import scrape
 from thinwire.comm import SoloGroup
 from thinwire.comm.protocol import Stats
 from thinwire.comm.wire.link_classes import Box, Boxes
@@ -119,9 +118,7 @@ def test_a_worker_that_measures_exports_all_three_and_another_none(
         stats.count("all_to_all", 1_000_000)
         interface.sent_bytes += 500_000
         reporter.steps([Sample(step=1, phase="compressed", world_size=3, time=1.0)], 1, {"optimizer": 1})
-        text = httpx.get(f"http://{reporter.metrics.address}/metrics", trust_env=False).text
-        values = {one.name: one.value for family in text_string_to_metric_families(text) for one in family.samples}
-        found.append({name: value for name, value in values.items() if name in WIRE_METRICS})
+        found.append({name: of[()] for name, of in scrape(reporter.metrics, 1).items() if name in WIRE_METRICS})
         reporter.close()
     counted, predicted, ratio = (found[0][name] for name in WIRE_METRICS)
     assert counted == 500_000
