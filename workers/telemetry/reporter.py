@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import JsonValue
 
-from thinwire.contract.metric_names import METRICS, PHASES, MetricKind, Scope
+from thinwire.contract.metric_names import METRICS, PHASES, Scope
 from thinwire.contract.reports import Event, EventKind, Failure, Health, Sample
 from thinwire.contract.summary import Summary
 from thinwire.workers.run_place import Place
@@ -192,7 +192,7 @@ class WorkerMetrics:
                 continue
             labels = (*self._constant, *metric.labels)
             family: CounterMetricFamily | GaugeMetricFamily
-            if metric.kind is MetricKind.COUNTER:  # the library takes `_total` off the name and exports it again
+            if metric.kind == "counter":  # the library takes `_total` off the name and exports it again
                 family = CounterMetricFamily(name, metric.help, labels=labels)
             else:
                 family = GaugeMetricFamily(name, metric.help, labels=labels)

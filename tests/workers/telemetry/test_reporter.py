@@ -106,7 +106,7 @@ def test_kind_help_and_labels_are_those_declared(metrics: WorkerMetrics) -> None
         for family in text_string_to_metric_families(answer.text)
     }
     for name, metric in METRICS.items():
-        assert families[name].type == metric.kind.value
+        assert families[name].type == metric.kind
         assert families[name].documentation == metric.help
         assert set(families[name].samples[0].labels) == {"job_id", "rank", *metric.labels}
 
