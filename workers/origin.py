@@ -172,8 +172,8 @@ class Origin:
 
     def _found(self, store: CheckpointStore, training: Training) -> CheckpointId:
         """Which one, on all ranks alike. Collective. Raises: StartRefused, alike."""
-        told = json.dumps(self._look_for(store) if training.group.rank == 0 else None)
-        found = json.loads(gather_texts(training.group, told.encode(), training.device)[0])
+        found_here = json.dumps(self._look_for(store) if training.group.rank == 0 else None)
+        found = json.loads(gather_texts(training.group, found_here.encode(), training.device)[0])
         if isinstance(found, str):
             raise StartRefused(found)
         return CheckpointId(*found)
@@ -323,14 +323,14 @@ def refuse_misfits(given: Given, mine: Mapping[str, Tensor]) -> None:
         ),
         _told("has other types", [f"{name} in {given.tensors[name][0]}, the model's {types[name]}" for name in dtypes]),
     ]
-    told = "; ".join(filter(None, problems))
-    if not told:
+    wrong = "; ".join(filter(None, problems))
+    if not wrong:
         return
     if dtypes and not shapes and problems[:2] == ["", ""]:
         remedy = "make the model in the type of the weights (precision in the job file, .to(dtype) in a script)"
     else:
         remedy = "give weights of this model, or make the model that they are of"
-    raise StartRefused(f"{given.where} does not fit the model of this job: it {told}: {remedy}")
+    raise StartRefused(f"{given.where} does not fit the model of this job: it {wrong}: {remedy}")
 
 
 def _told(what: str, found: Sequence[str]) -> str:

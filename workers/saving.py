@@ -64,7 +64,7 @@ _OF_A_RECIPE: dict[str, Any] = {"model": {}}
 
 
 class Saving:
-    """The checkpoints of one rank. Training goes on while one is written; what became of it is told later."""
+    """The checkpoints of one rank. Training goes on while one is written; what became of it is reported later."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Saving:
     def seated(self, seat: Seat | None) -> None:
         """Checkpoints are of this generation from here on, and a rank that is not in it gives no part of those before.
 
-        To be told of each seat, also of a generation that never formed. Local. None where ranks are fixed: then
+        To be called for each seat, also of a generation that never formed. Local. None where ranks are fixed: then
         resume() draws the generation.
         """
         self._seat, self._generation = seat, None if seat is None else seat.generation
@@ -145,7 +145,7 @@ class Saving:
             raise PeerLost(f"rank {refused[0]} cannot save: {why}", ranks=refused)
 
     def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
-        """Begin to write a checkpoint of `step`. A disk that refuses is told, and the run goes on. Collective.
+        """Begin to write a checkpoint of `step`. A disk that refuses is reported, and the run goes on. Collective.
 
         Where the one before is still being written it waits for that, and looks meanwhile.
         Raises: PeerLost; ReplicasDiffer; what `look` raises.
@@ -219,7 +219,7 @@ class Saving:
             look()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait for what is being written, and tell it. Safe to call twice."""
+        """Wait for what is being written, and report it. Safe to call twice."""
         if self._closed:
             return
         self._closed = True

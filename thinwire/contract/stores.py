@@ -1,4 +1,4 @@
-"""Which places take checkpoints: what can be none is told at once, and what errors say of a URL that nothing opens."""
+"""Which places take checkpoints: what cannot be one, and what errors say of a URL that nothing opens."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ClippedInStep(Strategy):  # type: ignore[misc]
             _hand_on(wrapper)
 
     def setup_precision_plugin(self) -> None:
-        """As Lightning's; where the plugin would clip each rank's own gradient, the optimizer is told to."""
+        """As Lightning's; where the plugin would clip each rank's own gradient, the optimizer does it."""
         super().setup_precision_plugin()
         if self.optimizers:
             self.precision_plugin.clip_gradients = self._clip

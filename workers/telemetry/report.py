@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.summary import CompressionRatios, Losses, PayloadBytes, Rounds, Seconds, Summary, Told, WaitedFor
+from thinwire.contract.summary import (
+    CompressionRatios,
+    Losses,
+    PayloadBytes,
+    Rounds,
+    Seconds,
+    Spread,
+    Summary,
+    WaitedFor,
+)
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.lateness import NAMED as MOSTLY
 
@@ -120,7 +129,7 @@ def prediction(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _waited_for(rounds: Sequence[Sample]) -> WaitedFor | None:
-    """Who came last in more than MOSTLY of the rounds that sent something."""
+    """The worker that came last in more than MOSTLY of the rounds that sent something."""
     exchanged = [sample for sample in rounds if sample.payload_bytes]
     counts = Counter(sample.last_worker for sample in exchanged if sample.last_worker is not None)
     if not counts:
@@ -139,12 +148,12 @@ def _waited_for(rounds: Sequence[Sample]) -> WaitedFor | None:
     return WaitedFor(worker=worker, share=round(share, 4), seconds=round(seconds, 3), computing=computing)
 
 
-def _health(samples: Sequence[Sample]) -> dict[str, Told]:
+def _health(samples: Sequence[Sample]) -> dict[str, Spread]:
     """Of each number of reports.Health that was ever known: the first, the last and the largest."""
-    told = [sample.health.model_dump(exclude_none=True) for sample in samples if sample.health is not None]
-    names = dict.fromkeys(name for health in told for name in health)
-    values = {name: [health[name] for health in told if name in health] for name in names}
-    return {name: Told(first=found[0], last=found[-1], max=max(found)) for name, found in values.items()}
+    found = [sample.health.model_dump(exclude_none=True) for sample in samples if sample.health is not None]
+    names = dict.fromkeys(name for health in found for name in health)
+    values = {name: [health[name] for health in found if name in health] for name in names}
+    return {name: Spread(first=of[0], last=of[-1], max=max(of)) for name, of in values.items()}
 
 
 def write_report(run_dir: Path, summary: Summary) -> None:

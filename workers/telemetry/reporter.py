@@ -291,7 +291,7 @@ class Reporter:
                 self._poster.samples(self._recent)
 
     def went_back(self, step: int) -> None:
-        """History after `step` comes again: a peer was lost that had told it, or had not yet."""
+        """History after `step` comes again: a peer was lost that had reported it, or had not yet."""
         while self._recent and self._recent[-1].step > step:
             self._recent.pop()
         if self._leads and self._files is not None:  # the service takes the later sample of each step
