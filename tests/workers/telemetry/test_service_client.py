@@ -48,16 +48,6 @@ def test_status_decides_whether_trying_again_can_help(
         client.post(Telemetry(attempt=2))
 
 
-def test_client_follows_the_service_to_its_new_address(service: Service, client: ServiceClient) -> None:
-    client.register("a:1")
-    service.stop()
-    with pytest.raises(ServiceUnavailable):
-        client.register("a:1")
-    service.start()
-    client.register("a:1")
-    assert len(service.requests) == 2
-
-
 def test_token_is_in_no_error_and_no_log(
     service: Service, client: ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,7 +92,7 @@ def test_proxy_of_the_environment_never_sees_the_token(service: Service, monkeyp
     assert len(service.requests) == 1
 
 
-def test_silence_and_return_are_logged_once_each_and_failures_counted(
+def test_a_service_is_found_at_its_new_address_and_silence_and_return_are_logged_once_each(
     service: Service, client: ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.stop()
