@@ -209,7 +209,7 @@ class LocalGradients:
                 f"clip_grad_norm_(..., {max_norm}) with overlap: gradients are on their way already. Give the "
                 f"optimizer max_grad_norm={max_norm} and leave this line out"
             )
-        self.unscale_gradients(prepared)
+        self.unscale_gradients(prepared)  # type: ignore[attr-defined]
         if max_norm != float("inf"):
             prepared.clip_next = float(max_norm)
         return torch.nn.utils.get_total_norm([param.grad for param in given if param.grad is not None])
@@ -243,10 +243,6 @@ class LocalGradients:
         finally:
             for prepared in self._optimizers:
                 prepared.file = None
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As Accelerator.unscale_gradients."""
-        super().unscale_gradients(optimizer)  # type: ignore[misc]
 
     def _save_shares(self, models: Any, weights: Any, folder: str) -> None:
         """Called by save_state() with the folder that it writes to."""

@@ -272,11 +272,6 @@ class Reporter:
         self.metrics = WorkerMetrics(job_id, number)
         self.metrics.serve(address, self._client)
 
-    @property
-    def ranks_here(self) -> int:
-        """Ranks that share this worker's box, itself included, as far as is known."""
-        return self.metrics.ranks_here
-
     def seated(self, group: Group, device: torch.device) -> None:
         """This worker trains with these ranks from here on, and rank 0 speaks for all.
 
