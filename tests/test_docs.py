@@ -172,7 +172,7 @@ def test_the_table_of_metrics_is_the_declaration_of_the_metrics():
     table = rows(ROOT / "docs/operations.md")
     for metric in METRICS.values():
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
-        expected = [f"`{metric.name}`", metric.kind.value, metric.unit or "-", labels, metric.scope.value, metric.help]
+        expected = [f"`{metric.name}`", metric.kind, metric.unit or "-", labels, metric.scope.value, metric.help]
         assert table.get(metric.name) == expected, metric.name
     worker = {name for name in table if name.startswith("thinwire_") and not name.startswith("thinwire_service_")}
     assert worker == set(METRICS)

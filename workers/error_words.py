@@ -32,8 +32,8 @@ def as_failure(error: BaseException, text: str, step: int | None) -> Failure:
 def let_stderr_take_any_text() -> None:
     """Halves of characters are written to it as escapes, as Python's own stderr does it. Modifies: sys.stderr.
 
-    Ray opens it strictly: an error that names a file whose name is no UTF-8 could not be printed, and whoever wanted to
-    print it, as a traceback in the log, would fail in its place, and nobody be told of the error.
+    Ray opens it strictly: an error that names a file whose name is no UTF-8 could not be printed, and what
+    prints it, as a traceback in the log, would fail in its place, so that nobody would see the error.
     """
     reconfigure = getattr(sys.stderr, "reconfigure", None)  # Ray puts an object of its own around the stream
     if reconfigure is not None:

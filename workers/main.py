@@ -97,8 +97,8 @@ def _run(place: Place, attempt: int, name: str | None, package: str | None) -> i
         if failure.kind == SUPERSEDED:  # the run is that of the newer attempt
             return UNTOLD
         place.fail(failure)
-    if (told := place.failure()) is not None:
-        logger.error("job_failed kind=%s message=%s", told.kind, told.message)
+    if (why := place.failure()) is not None:
+        logger.error("job_failed kind=%s message=%s", why.kind, why.message)
         return 1
     if not place.has_succeeded():
         logger.error("job_ended_without_summary reason=rank 0 was lost as it wrote it; a further attempt will")
@@ -300,11 +300,11 @@ def _reported_before(folder: RunFolder) -> set[tuple[str, float]]:
         lines = folder.events.read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    told = set()
+    reported = set()
     for line in lines:
         with suppress(ValidationError):
-            told.add(_key(Event.model_validate_json(line)))
-    return told
+            reported.add(_key(Event.model_validate_json(line)))
+    return reported
 
 
 def _fit_in_place(

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +43,7 @@ from thinwire.workers.saving import on_all, registered_in, restore, restored
 from thinwire.workers.session.training import Training
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SIGNED = "start"
 """The field of the signature, and of the plain values of the run's checkpoints."""
@@ -152,28 +153,20 @@ class Origin:
 
     def _read(self, store: CheckpointStore, training: Training) -> tuple[CheckpointId, Content]:
         """The checkpoint that rank 0 finds; a newer one where the other job removes that meanwhile. Collective."""
-        held: dict[CheckpointId, Content] = {}
         tried: list[CheckpointId] = []
-
-        def load(which: CheckpointId) -> None:
-            held[which] = store.load(which, training.device)
-
         while True:
             which = self._found(store, training)
             try:
-                _on_all(training, partial(load, which))
+                return which, _on_all(training, partial(store.load, which, training.device))
             except (StartRefused, StartRefusedElsewhere):
                 if which in tried or len(tried) == TRIES:
                     raise
                 tried.append(which)
-            else:
-                return which, held[which]
-            held.clear()
 
     def _found(self, store: CheckpointStore, training: Training) -> CheckpointId:
         """Which one, on all ranks alike. Collective. Raises: StartRefused, alike."""
-        told = json.dumps(self._look_for(store) if training.group.rank == 0 else None)
-        found = json.loads(gather_texts(training.group, told.encode(), training.device)[0])
+        found_here = json.dumps(self._look_for(store) if training.group.rank == 0 else None)
+        found = json.loads(gather_texts(training.group, found_here.encode(), training.device)[0])
         if isinstance(found, str):
             raise StartRefused(found)
         return CheckpointId(*found)
@@ -223,16 +216,17 @@ class Origin:
         return which.step
 
 
-def _on_all(training: Training, read: Callable[[], None]) -> None:
+def _on_all(training: Training, read: Callable[[], T]) -> T:
     """Do it on every rank. Collective.
 
     Raises: StartRefused where this rank cannot; StartRefusedElsewhere where others alone cannot.
     """
-    why, failed = on_all(training, read, StartRefused, CheckpointRefused, OSError)
-    if training.group.rank in failed:
-        raise StartRefused(why)
-    if failed:
-        raise StartRefusedElsewhere(f"rank {failed[0]} cannot begin: {why}", ranks=failed)
+    found = on_all(training, read, StartRefused, CheckpointRefused, OSError)
+    if found.error is not None:
+        raise StartRefused(found.why) from found.error
+    if found.failed:
+        raise StartRefusedElsewhere(f"rank {found.failed[0]} cannot begin: {found.why}", ranks=found.failed)
+    return cast(T, found.value)
 
 
 def _listed(numbers: Iterable[int]) -> str:
@@ -323,14 +317,14 @@ def refuse_misfits(given: Given, mine: Mapping[str, Tensor]) -> None:
         ),
         _told("has other types", [f"{name} in {given.tensors[name][0]}, the model's {types[name]}" for name in dtypes]),
     ]
-    told = "; ".join(filter(None, problems))
-    if not told:
+    wrong = "; ".join(filter(None, problems))
+    if not wrong:
         return
     if dtypes and not shapes and problems[:2] == ["", ""]:
         remedy = "make the model in the type of the weights (precision in the job file, .to(dtype) in a script)"
     else:
         remedy = "give weights of this model, or make the model that they are of"
-    raise StartRefused(f"{given.where} does not fit the model of this job: it {told}: {remedy}")
+    raise StartRefused(f"{given.where} does not fit the model of this job: it {wrong}: {remedy}")
 
 
 def _told(what: str, found: Sequence[str]) -> str:

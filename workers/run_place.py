@@ -294,11 +294,6 @@ class Place:
         return True
 
 
-def place_of(run_dir: Path, credentials: Credentials | None, attempt: int | Callable[[], int]) -> Place:
-    """That of a process which is given these. run_dir: the driver's."""
-    return Place(run_dir, attempt) if credentials is None else Place.of_its_own(credentials, attempt)
-
-
 def _put(path: Path, value: BaseModel) -> None:
     """Write it where it says something else. Raises OSError."""
     content = value.model_dump_json(indent=2) + "\n"

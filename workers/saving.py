@@ -18,9 +18,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 CLOSE_S = 50.0
@@ -64,7 +66,7 @@ _OF_A_RECIPE: dict[str, Any] = {"model": {}}
 
 
 class Saving:
-    """The checkpoints of one rank. Training goes on while one is written; what became of it is told later."""
+    """The checkpoints of one rank. Training goes on while one is written; what became of it is reported later."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Saving:
     def seated(self, seat: Seat | None) -> None:
         """Checkpoints are of this generation from here on, and a rank that is not in it gives no part of those before.
 
-        To be told of each seat, also of a generation that never formed. Local. None where ranks are fixed: then
+        To be called for each seat, also of a generation that never formed. Local. None where ranks are fixed: then
         resume() draws the generation.
         """
         self._seat, self._generation = seat, None if seat is None else seat.generation
@@ -107,7 +109,7 @@ class Saving:
         rank cannot load what rank 0 has found twice; FileNotFoundError where this rank does not see it,
         CheckpointRefused where it reads something else; OSError.
         """
-        group, refused, before = training.group, None, None
+        group, loaded, before = training.group, None, None
         with meter.part("control"):
             self._prove(training)
         while True:
@@ -122,13 +124,16 @@ class Saving:
                 raise PeerLost("the store of checkpoints knows a newer generation than this, says the log of rank 0")
             if which.step < 0:
                 return None
-            if which == before:
-                raise refused or PeerLost(f"another rank cannot load {self._writer.store.address(which)}: see its log")
-            content, refused = self._load(which, training.device)
+            store = self._writer.store
+            if loaded is not None and which == before:
+                raise loaded.error or PeerLost(f"another rank cannot load {store.address(which)}: {loaded.why}")
+            load = partial(store.load, which, training.device)
             with meter.part("control"):
-                if _all_have(content is not None, training):
-                    break
+                loaded = on_all(training, load, CheckpointRefused, FileNotFoundError)
+            if not loaded.failed:
+                break
             before = which  # a late writer may have removed it: there is a newer one then
+        content = loaded.value
         assert content is not None
         restore(content, training)
         meter.load(content.plain["meter"])  # type: ignore[arg-type]
@@ -138,14 +143,14 @@ class Saving:
 
     def _prove(self, training: Training) -> None:
         """Can every rank save? Collective. Raises: StoreRefused where this one cannot; PeerLost where others cannot."""
-        why, refused = on_all(training, lambda: prove(self._writer.store.storage), StoreRefused)
-        if training.group.rank in refused:
-            raise StoreRefused(why)
-        if refused:
-            raise PeerLost(f"rank {refused[0]} cannot save: {why}", ranks=refused)
+        proved = on_all(training, partial(prove, self._writer.store.storage), StoreRefused)
+        if proved.error is not None:
+            raise proved.error
+        if proved.failed:
+            raise PeerLost(f"rank {proved.failed[0]} cannot save: {proved.why}", ranks=proved.failed)
 
     def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
-        """Begin to write a checkpoint of `step`. A disk that refuses is told, and the run goes on. Collective.
+        """Begin to write a checkpoint of `step`. A disk that refuses is reported, and the run goes on. Collective.
 
         Where the one before is still being written it waits for that, and looks meanwhile.
         Raises: PeerLost; ReplicasDiffer; what `look` raises.
@@ -186,14 +191,6 @@ class Saving:
             return 0, 0, -1
         return generation, *(store.newest_whole() or (0, -1))
 
-    def _load(self, which: CheckpointId, device: torch.device) -> tuple[Content | None, Exception | None]:
-        """The checkpoint, or why this rank cannot load it."""
-        try:
-            return self._writer.store.load(which, device), None
-        except (CheckpointRefused, FileNotFoundError) as error:
-            logger.warning("checkpoint_refused path=%s reason=%s", self._writer.store.address(which), error)
-            return None, error
-
     def tell(self) -> None:
         """Report those that have become whole, or have not, since the last time."""
         for ticket in self._writer.ended():
@@ -219,7 +216,7 @@ class Saving:
             look()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Wait for what is being written, and tell it. Safe to call twice."""
+        """Wait for what is being written, and report it. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -228,25 +225,30 @@ class Saving:
         self.tell()
 
 
-def on_all(training: Training, do: Callable[[], None], *errors: type[Exception]) -> tuple[str, tuple[int, ...]]:
-    """Do it on every rank. Returns the ranks where one of these errors came of it, and the words of this rank's, or
-    else of the first of them. Collective. Raises: PeerLost.
+@dataclass(frozen=True, slots=True)
+class OnAll(Generic[T]):
+    """What came of a call on every rank: the value or the error of this one, and the ranks where it failed.
+
+    why: the words of this rank's error, else of that of the first of those ranks.
     """
-    own = ""
+
+    value: T | None
+    error: Exception | None
+    failed: tuple[int, ...]
+    why: str
+
+
+def on_all(training: Training, call: Callable[[], T], *errors: type[Exception]) -> OnAll[T]:
+    """Call it on every rank, and compare which of them met one of these errors. Collective. Raises: PeerLost."""
+    value, failure, own = None, None, ""
     try:
-        do()
+        value = call()
     except errors as error:
-        own = str(error) or type(error).__name__
+        failure, own = error, str(error) or type(error).__name__
         logger.warning("rank_refuses rank=%d reason=%s", training.group.rank, own)
     said = [text.decode(errors="replace") for text in gather_texts(training.group, own.encode(), training.device)]
-    return own or next(filter(None, said), ""), tuple(rank for rank, text in enumerate(said) if text)
-
-
-def _all_have(mine: bool, training: Training) -> bool:
-    """Does every rank say so? Collective. Raises: PeerLost."""
-    said = torch.full((1,), float(mine), device=training.device)
-    training.group.mean_(said)
-    return float(said) == 1.0
+    failed = tuple(rank for rank, text in enumerate(said) if text)
+    return OnAll(value, failure, failed, own or next(filter(None, said), ""))
 
 
 def store_of(run_dir: Path, settings: Checkpoint, attempt: Callable[[], int] = lambda: 0) -> CheckpointStore:

@@ -133,7 +133,7 @@ class Stillness:
         self._where, self._still_s, self._unknown_s = where, still_s, unknown_s
         self._longest_s: dict[str, float] = {}
         self._at: tuple[str, float] = ("", 0.0)  # what it was last seen at, and for how long
-        self._has_told = False
+        self._has_reported = False
 
     def look(self) -> Doing | None:
         """What it is at, once for each part of the run that takes too long. Call it again and again."""
@@ -143,13 +143,13 @@ class Stillness:
         if doing.what != before or doing.seconds < seconds:
             kind = _kind(before)
             self._longest_s[kind] = max(seconds, self._longest_s.get(kind, 0.0))
-            self._has_told = False
+            self._has_reported = False
         self._at = doing.what, doing.seconds
         longest_s = self._longest_s.get(_kind(doing.what))
         limit_s = self._unknown_s if longest_s is None else max(self._still_s, LONGEST * longest_s)
-        if self._has_told or doing.waits or doing.seconds < limit_s:
+        if self._has_reported or doing.waits or doing.seconds < limit_s:
             return None
-        self._has_told = True
+        self._has_reported = True
         return doing
 
 
@@ -173,23 +173,23 @@ class StillnessWatch:
         while not self._closing.wait(LOOK_S):
             doing = self._still.look()
             if doing is not None:
-                self._tell(doing)
+                self._report(doing)
 
-    def _tell(self, doing: Doing) -> None:
+    def _report(self, doing: Doing) -> None:
         host, pid = socket.gethostname(), os.getpid()
         at = "its start" if doing.what == START else doing.what
-        told = (
+        words = (
             f"worker {self._number} (rank {self._number}, {host}, pid {pid}) has been at {at} for "
             f"{doing.seconds:.0f} s, and waits for nobody: {', '.join(doing.stack)}"
         )
         step = self._ranks.step
-        logger.warning("%s step=%d %s", EventKind.WORKER_STUCK, step, told)
+        logger.warning("%s step=%d %s", EventKind.WORKER_STUCK, step, words)
         event = Event(
             kind=EventKind.WORKER_STUCK,
             step=step,
             time=time.time(),
             fields={
-                "told": told,
+                "told": words,
                 "slot": self._number,
                 "rank": self._number,
                 "host": host,

@@ -23,7 +23,7 @@ from thinwire.contract.spec import JobSpec, ScriptSpec, read_spec
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
 from thinwire.workers.error_words import as_failure, let_stderr_take_any_text, words_of
 from thinwire.workers.nodes import own_address, use_interface_of
-from thinwire.workers.run_place import Credentials, Place, place_of
+from thinwire.workers.run_place import Credentials, Place
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +66,19 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     let_stderr_take_any_text()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    place = place_of(Path(config["run_dir"]), credentials, lambda: max(config["attempt"], adopted_by()))
+
+    run_dir, own_attempt = Path(config["run_dir"]), int(config["attempt"])  # the driver's
+
+    def attempt() -> int:
+        return max(own_attempt, adopted_by())
+
+    place = Place(run_dir, attempt) if credentials is None else Place.of_its_own(credentials, attempt)
     if place.has_failed():  # a peer has failed for good while this rank saw only that it was gone
         return None
     place.begin()
     job = json.loads(place.folder.job.read_text())
     spec = read_spec(job["spec"])
-    run = Run(place.run_dir, job["created_at"], config["attempt"], adopted_by, shared=place.is_shared)
+    run = Run(place.run_dir, job["created_at"], own_attempt, adopted_by, shared=place.is_shared)
     address = own_address(spec.network.interface)
     use_interface_of(address)
     device = ray.train.torch.get_device()

@@ -47,6 +47,13 @@ def test_sample_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
         sample(**changes)
 
 
+def test_a_round_is_skipped_by_who_has_peers_and_sends_nothing() -> None:
+    skipped = {"world_size": 2, "payload_bytes": 0}
+    assert sample(**skipped).skipped_round
+    others: list[dict[str, int]] = [{"step": 0}, {"payload_bytes": 1}, {"world_size": 1}]
+    assert not any(sample(**skipped | other).skipped_round for other in others)
+
+
 def test_registration_belongs_to_an_attempt() -> None:
     with pytest.raises(ValidationError):
         WorkerRegistration(address="a:1", attempt=0, pid=1, node="n")

@@ -1,6 +1,6 @@
-"""Why can Ray not make a job's environment on a box? One or two lines for the job's owner, out of Ray 2.60's pages.
+"""Why Ray cannot make a job's environment on a box: one or two lines for the job's owner, out of Ray 2.60's pages.
 
-Each case is known by what Ray or pip writes; a case that is not known is told by the last line of its traceback. The
+Each case is known by what Ray or pip writes; a case that is not known by the last line of its traceback. The
 service reads these pages where no process of a job has begun, the workers where a box fails later than the driver's.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 LONGEST: Final = 600
-"""Characters of what is told."""
+"""Characters of what is said."""
 
 _NODE = re.compile(r"^\[Node (\S+)\]", re.MULTILINE)
 _PIP_ERROR = re.compile(r"^\s*ERROR: (.+)$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A package: the folder of a script as one zip. What it may hold, for who packs it and for who takes it.
+"""A package: the folder of a script as one zip. What it may hold, for those who pack and take it.
 
 Both sides go by these limits, so that a folder is refused before it is sent, and a zip of another hand when it comes.
 """

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 OPERATOR: Final = "operator"
-"""The name of who has the token in the service's home; no other token may be called so."""
+"""The name that goes with the token in the service's home; no other token may be called so."""
 LONGEST_DAYS: Final = 3650.0
 
 

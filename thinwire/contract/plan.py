@@ -1,4 +1,4 @@
-"""What `thinwire plan` asks of the workers, and what it is told. Who does it: workers/plan."""
+"""What `thinwire plan` asks of the workers, and what they answer. It is done in workers/plan."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
     GET  /v1/jobs/{id}/metrics          the history so far
 
 A ticket stands in the command line that the cluster shows to all its users. It is of one attempt, and worth nothing
-once it was used: whoever uses it names a secret of his own, and is answered again, so that an answer may be lost.
+once it was used: the process that uses it names a secret of its own, and is answered again if an answer was lost.
 """
 
 from __future__ import annotations

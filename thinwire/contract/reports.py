@@ -114,7 +114,7 @@ class Health(_Report):
 class Sample(_Report):
     """One step of the history. Losses in nats per byte; bytes are payload sent by rank 0, counted by the transport.
 
-    A loss that is not finite is kept as None: JSON has no such number, and the run's Failure tells of it.
+    A loss that is not finite is kept as None: JSON has no such number, and the run's Failure reports it.
     """
 
     step: int = Field(ge=0, description="steps committed; 0 is the state before training")
@@ -165,9 +165,9 @@ class Sample(_Report):
 
 
 class EventKind(StrEnum):
-    """Every kind of event that is told. docs/operations.md lists them with their fields.
+    """Every kind of event that is reported. docs/operations.md lists them with their fields.
 
-    The job's workers and driver tell the first ones; the service the rest: a job_ for each of a job's states.
+    The job's workers and driver report the first ones; the service the rest: a job_ for each of a job's states.
     """
 
     RESUMED = "resumed"

@@ -22,89 +22,32 @@ written itself; what they have to know of each other goes through the service (c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The folder at `path`; it need not exist yet. Each property is the path of a file that may not exist either."""
+    """The folder at `path`; it need not exist yet. Each attribute is the path of a file that may not exist either."""
 
-    path: Path
-
-    @property
-    def job(self) -> Path:
-        """What is to be done."""
-        return self.path / "job.json"
-
-    @property
-    def workers(self) -> Path:
-        """How many workers are wanted now."""
-        return self.path / "workers.json"
-
-    @property
-    def token(self) -> Path:
-        """What the job shows to the service."""
-        return self.path / "token"
-
-    @property
-    def service_url(self) -> Path:
-        """Where the service listens."""
-        return self.path / "service_url"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints, where the spec names no other place."""
-        return self.path / "checkpoints"
-
-    @property
-    def script(self) -> Path:
-        """The folder of a script with a loop and checkpoints of its own."""
-        return self.path / "script"
-
-    @property
-    def buckets(self) -> Path:
-        """The size of buckets."""
-        return self.path / "buckets.json"
-
-    @property
-    def history(self) -> Path:
-        """What happened at each step."""
-        return self.path / "history.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """What happened once."""
-        return self.path / "events.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """How it succeeded."""
-        return self.path / "summary.json"
-
-    @property
-    def picture(self) -> Path:
-        """The same, to look at."""
-        return self.path / "loss.png"
-
-    @property
-    def failure(self) -> Path:
-        """Why it failed."""
-        return self.path / "failure.json"
-
-    @property
-    def logs(self) -> Path:
-        """The logs that drivers elsewhere have sent."""
-        return self.path / "logs"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job = path / "job.json"
+        self.workers = path / "workers.json"
+        self.token = path / "token"
+        self.service_url = path / "service_url"
+        self.checkpoints = path / "checkpoints"
+        self.script = path / "script"
+        self.buckets = path / "buckets.json"
+        self.history = path / "history.jsonl"
+        self.events = path / "events.jsonl"
+        self.summary = path / "summary.json"
+        self.picture = path / "loss.png"
+        self.failure = path / "failure.json"
+        self.logs = path / "logs"
+        self.ray = path / "ray"
 
     def log_of(self, attempt: int) -> Path:
-        """That of this attempt."""
+        """What the driver of this attempt, elsewhere, has sent of its log."""
         return self.logs / f"attempt-{attempt}.log"
-
-    @property
-    def ray(self) -> Path:
-        """Ray Train's own."""
-        return self.path / "ray"
 
 
 def checkpoints_in(store: str, job_id: str) -> str:

@@ -1,8 +1,8 @@
 """A script of the user's own as a recipe: where its files are, how it is called, what it needs. Torch-free.
 
 A script makes its own model, data and optimizer, and says itself how long it trains. What it may not be given here is a
-secret: the job file is stored, shown by the service and written into run folders, and Ray shows env_vars to whoever
-may look at a job. `secrets` names where each box finds one.
+secret: the job file is stored, shown by the service and written into run folders, and Ray shows env_vars to all
+who may look at a job. `secrets` names where each box finds one.
 """
 
 from __future__ import annotations

@@ -510,9 +510,7 @@ def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
     found = _impossible_workers(spec)
     store = spec.checkpoint.store
     if store is not None and (words := stores.misplaced(store)):
-        found.append(("checkpoint.store", start.shown(store), words))
-    elif store is not None and start.has_password(store):
-        found.append(("checkpoint.store", start.shown(store), start.misplaced(store) or ""))
+        found.append(("checkpoint.store", stores.shown(store), words))
     if spec.start is not None:
         found += start.impossible(spec.start)
     return found

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -69,32 +68,9 @@ def impossible(start: Start) -> Iterator[tuple[str, object, str]]:
             if value is not None:
                 yield f"start.{name}", value, "left out with start.weights, which is a file of weights alone"
     path, place = start.place
-    if place is not None and (words := misplaced(place)):
-        yield path, shown(place), words
-
-
-def misplaced(place: str) -> str | None:
-    """What a path or URL that all workers open has to be, where this is none; None where it is."""
-    if wrong := stores.misplaced(place):
-        return wrong
-    if place.startswith("memory://"):
-        return "a place that all workers reach: what is in the memory of one process no other sees"
-    if has_password(place):
-        return (
-            "without credentials, which everybody who sees the job would read: give them to the boxes, in the "
-            "environment in which Ray is started"
-        )
-    return None
-
-
-def has_password(url: str) -> bool:
-    """Does a URL say user:password@? A user alone is no secret: Azure's containers stand there."""
-    try:
-        return urlsplit(url).password is not None
-    except ValueError:
-        return False
-
-
-def shown(place: str) -> str:
-    """As an answer may show it."""
-    return f"{place.partition('://')[0]}://***" if has_password(place) else place
+    if place is None:
+        return
+    if words := stores.misplaced(place):
+        yield path, stores.shown(place), words
+    elif place.startswith("memory://"):
+        yield path, place, "a place that all workers reach: what is in the memory of one process no other sees"

@@ -1,8 +1,9 @@
-"""Which places take checkpoints: what can be none is told at once, and what errors say of a URL that nothing opens."""
+"""Which places take checkpoints: what cannot be one, and what errors say of a URL that nothing opens."""
 
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*")
@@ -21,7 +22,7 @@ def nobody_opens(error: Exception) -> bool:
 
 
 def misplaced(place: str) -> str | None:
-    """What a folder, a file or a URL that all workers open has to be, where this can be none; None where it can."""
+    """What a folder, a file or a URL that all workers open has to be, where this is none; None where it is."""
     if any(ord(one) < 32 or ord(one) == 127 for one in place):
         return "text without control characters"
     if place != place.strip():
@@ -37,7 +38,25 @@ def misplaced(place: str) -> str | None:
         return f"a URL with a bucket: {scheme}://bucket/folder"
     if not rest.strip("/"):
         return f"a URL that says where, such as {scheme}://place/folder"
+    if _has_password(place):
+        return (
+            "without credentials, which everybody who sees the job would read: give them to the boxes, in the "
+            "environment in which Ray is started"
+        )
     return None
+
+
+def shown(place: str) -> str:
+    """As an answer may show it."""
+    return f"{place.partition('://')[0]}://***" if _has_password(place) else place
+
+
+def _has_password(url: str) -> bool:
+    """Does a URL say user:password@? A user alone is no secret: Azure's containers stand there."""
+    try:
+        return urlsplit(url).password is not None
+    except ValueError:
+        return False
 
 
 def _no_path(place: str) -> str:

@@ -70,7 +70,7 @@ class Seconds(_Part):
         return self.__pydantic_extra__
 
 
-class Told(_Part):
+class Spread(_Part):
     """One number of reports.Health over the run."""
 
     first: int | float
@@ -110,7 +110,7 @@ class Summary(_Part):
     measured_step_seconds: float | None = Field(None, description="mean over the same steps")
     prediction_error: float | None = Field(None, description="predicted over measured, less 1")
     waited_for: WaitedFor | None = Field(None, description="None where no worker came last in most steps")
-    health: dict[str, Told] = Field(default_factory=dict, description="by the names of reports.Health")
+    health: dict[str, Spread] = Field(default_factory=dict, description="by the names of reports.Health")
     attempts: int = 1
 
     def as_json(self) -> dict[str, JsonValue]:

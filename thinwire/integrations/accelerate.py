@@ -7,7 +7,7 @@
 Accelerate would put DistributedDataParallel around the model, which sends every gradient in full. Here nothing is put
 around it: `prepare` moves it, sets autocast up and compiles it, as always. What the wrapper did beside averaging is
 done here: what no optimizer trains (frozen parameters, a teacher, buffers) is sent from rank 0 once, and ends of
-accumulation are told to optimizers that send during backward. Accelerate itself is imported inside the functions.
+accumulation are passed to optimizers that send during backward. Accelerate itself is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def own_optimizer(optimizer: Any) -> FlatOptimizer[Any] | None:
 
 
 class StepsTogether:
-    """Mixed into accelerate's AcceleratedOptimizer: a step that was left out is told, and clipping is of the mean."""
+    """Mixed into accelerate's AcceleratedOptimizer: reports a step that was left out, and clips the mean."""
 
     optimizer: FlatOptimizer[Any]
     gradient_state: Any
@@ -209,7 +209,7 @@ class LocalGradients:
                 f"clip_grad_norm_(..., {max_norm}) with overlap: gradients are on their way already. Give the "
                 f"optimizer max_grad_norm={max_norm} and leave this line out"
             )
-        self.unscale_gradients(prepared)
+        self.unscale_gradients(prepared)  # type: ignore[attr-defined]
         if max_norm != float("inf"):
             prepared.clip_next = float(max_norm)
         return torch.nn.utils.get_total_norm([param.grad for param in given if param.grad is not None])
@@ -243,10 +243,6 @@ class LocalGradients:
         finally:
             for prepared in self._optimizers:
                 prepared.file = None
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As Accelerator.unscale_gradients."""
-        super().unscale_gradients(optimizer)  # type: ignore[misc]
 
     def _save_shares(self, models: Any, weights: Any, folder: str) -> None:
         """Called by save_state() with the folder that it writes to."""
@@ -319,9 +315,9 @@ def send_untrained(model: torch.nn.Module, trained: Sequence[Tensor]) -> None:
     held = {id(param) for param in trained if param.requires_grad}
     everything = (*model.named_parameters(), *model.named_buffers())
     sent = [(name, x) for name, x in everything if name not in excepted and id(x) not in held and x.numel()]
-    told = [f"{name}, {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in sent]
+    words = [f"{name}, {tuple(tensor.shape)}, {tensor.dtype}" for name, tensor in sent]
     device = everything[0][1].device if everything else torch.device("cpu")
-    refuse_other_models(group, "prepare()", [f"{type(model).__name__}, what no optimizer sends", *told], device)
+    refuse_other_models(group, "prepare()", [f"{type(model).__name__}, what no optimizer sends", *words], device)
     for _, tensor in sent:
         flat = tensor.detach().reshape(-1).contiguous()
         group.broadcast_(flat.view(torch.uint8))  # bytes: whatever the dtype

@@ -85,7 +85,7 @@ def average_compressed(
 
 @dataclass(slots=True)
 class _Taken:
-    """A bucket of DDP's in this backward: its memory, its gradients in it, and who waits for it."""
+    """A bucket of DDP's in this backward: its memory, its gradients in it, and the future that waits for it."""
 
     buffer: Tensor
     gradients: list[Tensor]

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from thinwire.comm.protocol import Group
 from thinwire.integrations.accelerate import mixed
-from thinwire.integrations.lightning_clipping import ClippedInStep, refuse_clipping
+from thinwire.integrations.lightning import ClippedInStep, refuse_clipping
 from thinwire.integrations.run import Run
 from thinwire.optim.engine.optimizer import FlatOptimizer
 

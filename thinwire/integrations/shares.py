@@ -1,4 +1,4 @@
-"""Where do the shares of the ranks lie in a checkpoint whose optimizer file rank 0 writes alone?
+"""Where the shares of the ranks lie in a checkpoint whose optimizer file rank 0 writes alone.
 
     optimizer.pt                  the library's file: the share of rank 0
     optimizer-rank-1-of-2.pt      beside it, each written by its rank

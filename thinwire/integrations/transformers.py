@@ -138,7 +138,7 @@ class TrainsTogether:
         """Nothing: step() clips, the mean gradient where it is exchanged in full."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """Nothing yet: step() knows it, and log() tells it."""
+        """Nothing yet: step() knows it, and log() reports it."""
         ours = own_optimizer(self.optimizer)
         assert ours is not None
         plan = ours.plan(ours.num_steps + 1)
@@ -202,8 +202,8 @@ class TrainsTogether:
         saves = settings.pop("saves", "together")
         made = optimizer_class([group for group in groups if group["params"]], **settings)
         made.saves = saves
-        told = {name: value for name, value in settings.items() if name != "model"}
-        logger.info("optimizer_made class=%s ranks=%d settings=%s", optimizer_class.__name__, made.group.size, told)
+        shown = {name: value for name, value in settings.items() if name != "model"}
+        logger.info("optimizer_made class=%s ranks=%d settings=%s", optimizer_class.__name__, made.group.size, shown)
         return made
 
     def _with_buffers(self, model: Any) -> Any:

@@ -179,7 +179,7 @@ class _First(TrainerCallback):  # type: ignore[misc]
         state.is_world_process_zero = state.is_local_process_zero = self._trainer._thinwire_run.rank == 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Trainer counts batches that were drawn here: with those of lost steps, without those of before."""
+        """Trainer counts batches that were drawn here: with those of lost steps, without those drawn earlier."""
         dataset = self._trainer.train_dataset
         of_epoch = len(dataset) / args.per_device_train_batch_size if hasattr(dataset, "__len__") else state.max_steps
         state.epoch = state.global_step / of_epoch

@@ -236,10 +236,10 @@ def from_json(value: JsonValue) -> object:
     return {key: from_json(item) for key, item in value.items()}
 
 
-def _tensor(told: dict[str, JsonValue]) -> Tensor:
-    dtype = getattr(torch, str(told["dtype"]), None)
+def _tensor(given: dict[str, JsonValue]) -> Tensor:
+    dtype = getattr(torch, str(given["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {told['dtype']!r} is none of torch's")
-    shape = from_json(told["shape"])
+        raise ValueError(f"dtype {given['dtype']!r} is none of torch's")
+    shape = from_json(given["shape"])
     assert isinstance(shape, list)
-    return torch.tensor(from_json(told["values"]), dtype=dtype).reshape(shape)
+    return torch.tensor(from_json(given["values"]), dtype=dtype).reshape(shape)

@@ -107,7 +107,7 @@ def check(record: ShardRecord, tally: Tally) -> None:
 
 
 class _Reader:
-    """Bytes by count, out of chunks as they come. A stream that ends early ends with zeros: its tally tells."""
+    """Bytes by count, out of chunks as they come. A stream that ends early ends with zeros: its checksum differs."""
 
     def __init__(self, chunks: Iterator[memoryview]) -> None:
         self._chunks = chunks
@@ -135,13 +135,13 @@ class _Reader:
 
 
 def _header(pieces: Sequence[tuple[Piece, Tensor]]) -> bytes:
-    told: dict[str, object] = {"__metadata__": {piece.tensor: f"{piece.start}:{piece.stop}" for piece, _ in pieces}}
+    header: dict[str, object] = {"__metadata__": {piece.tensor: f"{piece.start}:{piece.stop}" for piece, _ in pieces}}
     at = 0
     for piece, piece_N in pieces:
         end = at + piece_N.nbytes
-        told[piece.tensor] = {"dtype": DTYPES[piece_N.dtype], "shape": [piece_N.numel()], "data_offsets": [at, end]}
+        header[piece.tensor] = {"dtype": DTYPES[piece_N.dtype], "shape": [piece_N.numel()], "data_offsets": [at, end]}
         at = end
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

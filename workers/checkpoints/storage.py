@@ -281,7 +281,7 @@ def _os_errors(path: str) -> Iterator[None]:
             raise
         number = errno.EACCES if isinstance(error, PermissionError) else error.errno or errno.EIO
         raise OSError(number, error.strerror or str(error), path) from error
-    except ValueError:  # of who reads and finds what is wrong
+    except ValueError:  # of a reader that finds what is wrong
         raise
     except Exception as error:
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error
@@ -298,7 +298,7 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _copy_new(source: Path, target: Path) -> None:
-    """Where there are no links. A crash in between leaves a torn file, which its checksum tells."""
+    """Where there are no links. A crash in between leaves a torn file, which its checksum shows."""
     with target.open("xb") as file:
         try:
             file.write(source.read_bytes())
@@ -388,7 +388,7 @@ def _try(storage: Storage) -> None:
         # A client without credentials says so in an error of its own, which is the cause here.
         for_good = error.errno in _FOR_GOOD or "Credentials" in type(error.__cause__).__name__
         raise _Refusal(what, error, for_good=for_good) from error
-    except Exception as error:  # the border of the thread: a defect of a store's client is told too
+    except Exception as error:  # the border of the thread: a defect of a store's client is reported too
         raise _Refusal(what, error, for_good=True) from error
 
 

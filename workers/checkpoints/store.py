@@ -5,7 +5,7 @@ one number, and no older one makes a checkpoint whole after that. A generation w
 here: they go on from one another, and the membership has seen to it that nobody else does (workers/membership).
 
 A membership knows its own workers alone. A service that takes over submits the job as a further attempt, on another Ray
-perhaps, while nobody can tell the attempt before that it is over; its membership numbers on. So begun.json has the
+perhaps, while nobody can let the attempt before know that it is over; its membership numbers on. So begun.json has the
 attempt too: where a newer one has gone on from here, an older one begins nothing and makes nothing whole, whatever its
 generation.
 
@@ -275,11 +275,11 @@ class CheckpointStore:
             if rank not in known and name in files:
                 try:
                     with self.storage.read(folder, name) as stream:
-                        told = unseal(stream.read())
+                        said = unseal(stream.read())
                 except ValueError:
                     continue
-                is_refusal = isinstance(told, dict) and "refused" in told
-                found[rank] = (Refusal if is_refusal else ShardRecord).model_validate(told)
+                is_refusal = isinstance(said, dict) and "refused" in said
+                found[rank] = (Refusal if is_refusal else ShardRecord).model_validate(said)
         return found
 
     def commit(
@@ -382,7 +382,7 @@ class CheckpointStore:
     def _bury(self, which: CheckpointId) -> None:
         """Remove one without a manifest, unless it gets one at this moment. Raises: OSError.
 
-        An empty manifest is put first. Of two who put one only the first succeeds: either it is whole and stays, or the
+        An empty manifest is put first. Of two that put one the first succeeds: either it is whole and stays, or the
         writer that would make it whole finds out.
         """
         folder = folder_of(which)

@@ -31,7 +31,7 @@ the writer's thread, again and again."""
 
 
 def without_end(missing: Collection[int]) -> tuple[float, str]:
-    """A Patience where nobody tells who has gone: commit_timeout_s has to do."""
+    """A Patience where nobody knows which ranks have gone: commit_timeout_s has to do."""
     return math.inf, ""
 
 
@@ -165,7 +165,7 @@ class Writer:
         return ticket
 
     def mark(self, which: CheckpointId) -> int:
-        """What tells the files of a save from those of any other: rank 0 draws it, all ranks save with it.
+        """What distinguishes the files of a save from those of any other: rank 0 draws it, all ranks save with it.
 
         A checkpoint that is being saved, or is saved, has the one that it has.
         """
@@ -247,7 +247,7 @@ class Writer:
             one.ticket.attempt_over = isinstance(error, AttemptSuperseded)
             self._end(one, f"{type(error).__name__}: {error}")
             return True
-        if one.refusals:  # told at once; what there is of it is removed when nobody writes it any more
+        if one.refusals:  # reported at once; what there is of it is removed when nobody writes it any more
             one.ticket._fail(one.refusals[0])
         until, why = one.ticket.patience(one.missing)
         if time.monotonic() < min(one.deadline, until):
@@ -255,8 +255,8 @@ class Writer:
         waited_s = time.monotonic() - one.since
         missing = ", ".join(map(str, one.missing))
         if missing:
-            told = why or "a worker that died, or a place that not all workers share"
-            self._end(one, f"no shard of rank {missing} within {waited_s:.1f} s: {told}")
+            reason = why or "a worker that died, or a place that not all workers share"
+            self._end(one, f"no shard of rank {missing} within {waited_s:.1f} s: {reason}")
         else:
             self._end(one, f"for {waited_s:.1f} s this worker could not tell whether others go on without it")
         return True
@@ -268,7 +268,7 @@ class Writer:
         one.ticket._fail(reason)
 
     def _refuse(self, snapshot: Snapshot, ticket: Ticket, reason: str) -> None:
-        """On another rank: tell rank 0."""
+        """On another rank: let rank 0 know."""
         try:
             self.store.refuse(snapshot, reason)
         except OSError as error:

@@ -451,7 +451,7 @@ class Course:
         self._log.prediction = self._prediction()
 
     def _prediction(self) -> Prediction:
-        return Prediction(self._run.directory, self.training.group, self._reporter.ranks_here)
+        return Prediction(self._run.directory, self.training.group, self._reporter.metrics.ranks_here)
 
     def _draw(self) -> None:
         """The shares of this rank among those of now, from the next step on."""

@@ -1,1 +1,1 @@
-"""What a worker tells: metrics to be scraped, history and events in the run folder and at the service, the summary."""
+"""What a worker reports: metrics to be scraped, history and events in the run folder and at the service."""

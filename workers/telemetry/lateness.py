@@ -2,9 +2,9 @@
 
 Nobody's clock is compared with another's: of a step's ranks the one that waited least came last. How long each waited
 travels with the losses, in the one collective that averages them every few steps (step_log.py): 8 bytes a rank and
-step, and nothing more is sent or waited for. So does how long each computed outside of optimizer.step(): of who came
-last it tells whether it computed longer than the others by about as much as they waited, or no longer than they, and
-then came late by what is not computing: its data, its link, other work on its cores.
+step, and nothing more is sent or waited for. So does how long each computed outside of optimizer.step(): it shows
+whether the last one computed longer than the others by about as much as they waited, or no longer, and then came late
+by what is not computing: its data, its link, other work on its cores.
 
     comes last      it computes longer, waits for its data, writes, or shares its cores: the others wait longer than it
     a slow link     all wait, the one behind that link as long as the others: nobody is named, for nobody came late
@@ -33,14 +33,14 @@ NAMED = 0.7
 FORGIVEN = 0.35
 """Below it, it is said of a worker that was named that it is so no more."""
 MOSTLY = 0.5
-"""Of the wait: who computes longer by so much is late because it computes."""
+"""Of the wait: a rank that computes longer by so much is late because it computes."""
 LEAST_SHARE, LEAST_S = 0.05, 1e-3
-"""Of a step, and seconds: who makes the others wait for less makes nobody wait."""
+"""Of a step, and seconds: a rank that makes the others wait for less makes nobody wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """Who came last to the exchange of a step, and how much longer the others waited (their median), seconds.
+    """The rank that came last to the exchange of a step, and how much longer the others waited (their median), seconds.
 
     computed_s: how much longer than the others (their median) it computed; None where that is not known of all.
     """
@@ -71,9 +71,9 @@ def _more(values: Sequence[float], rank: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Who is the last in this share of so many steps: its rank, and how long the others wait in such a step, of how
-    long a one. over: it was told of, and is so no more. computed_s: how much longer than they it computes in such a
-    step; None where that is not known."""
+    """A rank that comes last in this share of so many steps, and how long the others wait in such a step, of how
+    long a one. over: it was named before, and is late no more. computed_s: how much longer than they it computes in
+    such a step; None where that is not known."""
 
     rank: int
     share: float
@@ -85,7 +85,7 @@ class Slow:
 
 
 class Recent:
-    """The last steps of which it is known who came last."""
+    """The last steps of which it is known which rank came last."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[Last | None, float]] = deque(maxlen=RECENT)
@@ -109,7 +109,7 @@ class Recent:
         return rank, count / len(self._steps)
 
     def news(self) -> Slow | None:
-        """Who is the last most of the time, or is so no more, where that was not said yet."""
+        """The rank that is last most of the time, or is so no more, where that was not reported yet."""
         if len(self._steps) < LEAST_KNOWN:
             return None
         counts = Counter(last.rank for last, _ in self._steps if last is not None)
@@ -138,7 +138,7 @@ class Recent:
 
 
 class Waits:
-    """How long this rank waits in the steps of one group, and who came last in them. Made when the group is."""
+    """How long this rank waits in the steps of one group, and which rank came last in them. Made when the group is."""
 
     def __init__(self, group: Group, seat: Seat | None = None) -> None:
         """seat: who the ranks are, where that is known."""

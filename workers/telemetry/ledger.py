@@ -291,31 +291,18 @@ def unexplained_ratio(counted_bytes: float, predicted_bytes: float) -> float | N
     return abs(counted_bytes - predicted_bytes) / counted_bytes if counted_bytes else None
 
 
-@dataclass(frozen=True, slots=True)
-class InterfaceCounters:
-    """Of one interface since it was made."""
-
-    interface: str
-    sent_frames: int
-    sent_bytes: int
-    received_frames: int
-    received_bytes: int
-
-
-def read_interfaces(text: str | None = None) -> dict[str, InterfaceCounters]:
-    """Every interface by name but loopback. text: what /proc/net/dev says, None to read it. Raises: OSError."""
+def read_interfaces(text: str | None = None) -> dict[str, int]:
+    """Bytes that each interface but loopback has sent. text: of /proc/net/dev, None to read it. Raises: OSError."""
     found = {}
     for line in (_PROC.read_text() if text is None else text).splitlines()[2:]:
         name, _, numbers = line.partition(":")
-        if name.strip() == LOOPBACK:
-            continue
-        column = [int(number) for number in numbers.split()]
-        found[name.strip()] = InterfaceCounters(name.strip(), column[9], column[8], column[1], column[0])
+        if name.strip() != LOOPBACK:
+            found[name.strip()] = int(numbers.split()[8])
     return found
 
 
-def read_interface(name: str) -> InterfaceCounters:
-    """One interface. Raises: ValueError where there is none of that name or it is loopback; OSError."""
+def read_interface(name: str) -> int:
+    """Bytes that one has sent. Raises: ValueError where there is none of that name or it is loopback; OSError."""
     found = read_interfaces()
     if name not in found:
         why = "is loopback, where no frame goes" if name == LOOPBACK else "is not an interface of this machine"
@@ -346,11 +333,11 @@ class WireMeter:
     """Compares one interface with the ledger of one group. Trouble with its counters is logged and ends it."""
 
     def __init__(
-        self, ledger: Ledger, box_id: str, interface: str, read: Callable[[str], InterfaceCounters] = read_interface
+        self, ledger: Ledger, box_id: str, interface: str, read: Callable[[str], int] = read_interface
     ) -> None:
         """Raises: ValueError where there is no such interface; OSError."""
         self._ledger, self._box_id, self._interface, self._read = ledger, box_id, interface, read
-        self._before = self._last = read(interface).sent_bytes
+        self._before = self._last = read(interface)
         self._ended = False
 
     def account(self) -> WireAccount | None:
@@ -358,7 +345,7 @@ class WireMeter:
         if self._ended:
             return None
         try:
-            now = self._read(self._interface).sent_bytes
+            now = self._read(self._interface)
         except (OSError, ValueError) as error:
             self._end(str(error))
             return None

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -89,30 +88,6 @@ class Prediction:
             sample.payload_bytes,
         )
         return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Predicted and measured seconds of a step, means over the same steps. error: of the first against the second."""
-
-    predicted_s: float
-    measured_s: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted_s / self.measured_s - 1
-
-
-def held(samples: Sequence[Sample]) -> Held | None:
-    """Over the steps of the last phase that were predicted, as many as the others were: the new normal of a run."""
-    known = [one for one in samples if one.predicted_step_seconds is not None and one.phase == samples[-1].phase]
-    if not known or not all(one.step_seconds > 0 for one in known):
-        return None
-    return Held(
-        statistics.fmean(one.predicted_step_seconds or 0.0 for one in known),
-        statistics.fmean(one.step_seconds for one in known),
-    )
 
 
 def _sent(sample: Sample, vector_bytes: int | None, buckets: int) -> Sent:

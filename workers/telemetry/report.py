@@ -11,15 +11,24 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.summary import CompressionRatios, Losses, PayloadBytes, Rounds, Seconds, Summary, Told, WaitedFor
+from thinwire.contract.summary import (
+    CompressionRatios,
+    Losses,
+    PayloadBytes,
+    Rounds,
+    Seconds,
+    Spread,
+    Summary,
+    WaitedFor,
+)
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.lateness import NAMED as MOSTLY
-from thinwire.workers.telemetry.prediction import held
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,27 +104,32 @@ def summarise(
             compressed_phase=_ratio(compressed_fp32, sent_compressed), overall=_ratio(fp32, sent)
         ),
         seconds=Seconds.model_validate({"total": round(seconds["total"], 3), **parts, "other": other}),
-        **_prediction(samples),
+        **prediction(samples),
         waited_for=_waited_for(rounds),
         health=_health(samples),
         attempts=attempts,
     )
 
 
-def _prediction(samples: Sequence[Sample]) -> dict[str, float]:
-    """What steps should have taken beside what they took, where that was predicted."""
-    found = held(samples)
-    if found is None:
+def prediction(samples: Sequence[Sample]) -> dict[str, float]:
+    """What steps should have taken beside what they took: of the last phase, as far as that was predicted.
+
+    Means over those steps, which are as many as the others were: the new normal of a run. Empty where there are none.
+    """
+    known = [one for one in samples if one.predicted_step_seconds is not None and one.phase == samples[-1].phase]
+    if not known or not all(one.step_seconds > 0 for one in known):
         return {}
+    predicted_s = fmean(one.predicted_step_seconds or 0.0 for one in known)
+    measured_s = fmean(one.step_seconds for one in known)
     return {
-        "predicted_step_seconds": round(found.predicted_s, 6),
-        "measured_step_seconds": round(found.measured_s, 6),
-        "prediction_error": round(found.error, 4),
+        "predicted_step_seconds": round(predicted_s, 6),
+        "measured_step_seconds": round(measured_s, 6),
+        "prediction_error": round(predicted_s / measured_s - 1, 4),
     }
 
 
 def _waited_for(rounds: Sequence[Sample]) -> WaitedFor | None:
-    """Who came last in more than MOSTLY of the rounds that sent something."""
+    """The worker that came last in more than MOSTLY of the rounds that sent something."""
     exchanged = [sample for sample in rounds if sample.payload_bytes]
     counts = Counter(sample.last_worker for sample in exchanged if sample.last_worker is not None)
     if not counts:
@@ -134,12 +148,12 @@ def _waited_for(rounds: Sequence[Sample]) -> WaitedFor | None:
     return WaitedFor(worker=worker, share=round(share, 4), seconds=round(seconds, 3), computing=computing)
 
 
-def _health(samples: Sequence[Sample]) -> dict[str, Told]:
+def _health(samples: Sequence[Sample]) -> dict[str, Spread]:
     """Of each number of reports.Health that was ever known: the first, the last and the largest."""
-    told = [sample.health.model_dump(exclude_none=True) for sample in samples if sample.health is not None]
-    names = dict.fromkeys(name for health in told for name in health)
-    values = {name: [health[name] for health in told if name in health] for name in names}
-    return {name: Told(first=found[0], last=found[-1], max=max(found)) for name, found in values.items()}
+    found = [sample.health.model_dump(exclude_none=True) for sample in samples if sample.health is not None]
+    names = dict.fromkeys(name for health in found for name in health)
+    values = {name: [health[name] for health in found if name in health] for name in names}
+    return {name: Spread(first=of[0], last=of[-1], max=max(of)) for name, of in values.items()}
 
 
 def write_report(run_dir: Path, summary: Summary) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import JsonValue
 
-from thinwire.contract.metric_names import METRICS, PHASES, MetricKind, Scope
+from thinwire.contract.metric_names import METRICS, PHASES, Scope
 from thinwire.contract.reports import Event, EventKind, Failure, Health, Sample
 from thinwire.contract.summary import Summary
 from thinwire.workers.run_place import Place
@@ -192,7 +192,7 @@ class WorkerMetrics:
                 continue
             labels = (*self._constant, *metric.labels)
             family: CounterMetricFamily | GaugeMetricFamily
-            if metric.kind is MetricKind.COUNTER:  # the library takes `_total` off the name and exports it again
+            if metric.kind == "counter":  # the library takes `_total` off the name and exports it again
                 family = CounterMetricFamily(name, metric.help, labels=labels)
             else:
                 family = GaugeMetricFamily(name, metric.help, labels=labels)
@@ -272,11 +272,6 @@ class Reporter:
         self.metrics = WorkerMetrics(job_id, number)
         self.metrics.serve(address, self._client)
 
-    @property
-    def ranks_here(self) -> int:
-        """Ranks that share this worker's box, itself included, as far as is known."""
-        return self.metrics.ranks_here
-
     def seated(self, group: Group, device: torch.device) -> None:
         """This worker trains with these ranks from here on, and rank 0 speaks for all.
 
@@ -291,7 +286,7 @@ class Reporter:
                 self._poster.samples(self._recent)
 
     def went_back(self, step: int) -> None:
-        """History after `step` comes again: a peer was lost that had told it, or had not yet."""
+        """History after `step` comes again: a peer was lost that had reported it, or had not yet."""
         while self._recent and self._recent[-1].step > step:
             self._recent.pop()
         if self._leads and self._files is not None:  # the service takes the later sample of each step

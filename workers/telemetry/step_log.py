@@ -32,7 +32,7 @@ from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTi
 logger = logging.getLogger(__name__)
 
 
-MOST_LEFT_OUT_TOLD = 100
+MOST_LEFT_OUT_LOGGED = 100
 """Names in the log that are not taken: a script that makes one of each step would fill it."""
 
 
@@ -114,7 +114,7 @@ class StepLog:
         means = self._row(0, names)
         self._steps.clear()
         self.training.group.mean_(means)
-        return _told(means.tolist(), names)
+        return _reported(means.tolist(), names)
 
     def record(
         self,
@@ -175,10 +175,10 @@ class StepLog:
             size = self.waits.size
             row, waits, computed = whole[: -2 * size], self._of_ranks(whole[-2 * size : -size]), whole[-size:]
             self._part(number, waits)
-            sample, told = self._timed(self._sample(number), waits, self._of_ranks(computed)), _told(row, names)
-            if self.training.refuses_nan and told["loss"] is not None:
-                refuse_non_finite(f"training loss of step {number}", told["loss"], group, finite)
-            samples.append(sample.model_copy(update=told))
+            sample, means_of = self._timed(self._sample(number), waits, self._of_ranks(computed)), _reported(row, names)
+            if self.training.refuses_nan and means_of["loss"] is not None:
+                refuse_non_finite(f"training loss of step {number}", means_of["loss"], group, finite)
+            samples.append(sample.model_copy(update=means_of))
         if validation_loss is not None:
             samples[-1] = samples[-1].model_copy(update={"validation_loss": validation_loss})
         samples[-1] = samples[-1].model_copy(update={"health": health})
@@ -192,24 +192,24 @@ class StepLog:
         """The names that any rank has reported since the last time, and whether any asks for a checkpoint. Collective.
 
         A name that the run had keeps its place among the MOST_REPORTED, and one that is new takes a free one: that is
-        decided by what the ranks have told one another alone, for a newcomer knows of none. Raises: PeerLost.
+        decided by what the ranks have sent one another alone, for a newcomer knows of none. Raises: PeerLost.
         """
         mine = sorted({name for part in self._steps.values() for name in part.numbers})
         wrong = {name: why for name in mine if (why := wrong_with_reported_name(name))}
         self._leave_out(wrong)
         here = json.dumps([self._names, [name for name in mine if name not in wrong], asks_to_save]).encode()
-        told = [json.loads(text) for text in gather_texts(self.training.group, here, self.training.device)]
-        said = {name for _, names, _ in told for name in names}
-        known = {name for names, _, _ in told for name in names}
+        all_said = [json.loads(text) for text in gather_texts(self.training.group, here, self.training.device)]
+        said = {name for _, names, _ in all_said for name in names}
+        known = {name for names, _, _ in all_said for name in names}
         self._names = [*sorted(known), *sorted(said - known - {"loss"})][:MOST_REPORTED]
         taken = said & {"loss", *self._names}
         self._leave_out(dict.fromkeys(sorted(said - taken), f"a run has at most {MOST_REPORTED} names"))
-        return sorted(taken), any(asked for _, _, asked in told)
+        return sorted(taken), any(asked for _, _, asked in all_said)
 
     def _leave_out(self, names: Mapping[str, str]) -> None:
-        """Log what is not taken and why, each once; many names are not all told. names: each with its reason."""
+        """Log what is not taken and why, each once; of many names not all. names: each with its reason."""
         for name, why in names.items():
-            if name in self._left_out or len(self._left_out) >= MOST_LEFT_OUT_TOLD:
+            if name in self._left_out or len(self._left_out) >= MOST_LEFT_OUT_LOGGED:
                 continue
             self._left_out.add(name)
             logger.warning("reported_left_out name=%r reason=%r", name[:100], why)
@@ -220,18 +220,18 @@ class StepLog:
         Then, at the place of this rank, 1 + how long it waited, and 1 + how long it computed, where it knows that.
         """
         part, device, size = self._steps.get(number), self.training.device, self.waits.size
-        told = 2 * len(names)
-        length = told + 2 * size
+        values = 2 * len(names)
+        length = values + 2 * size
         if part is None:
             return torch.zeros(length, dtype=torch.float64, device=device)
         row = torch.zeros(length, dtype=torch.float64)
         if part.waits is self.waits:  # else it was made with other ranks
-            row[told + self.waits.rank] = 1.0 + part.waited_s
+            row[values + self.waits.rank] = 1.0 + part.waited_s
             computed_s = _computed_s(part)
             if computed_s is not None:
-                row[told + size + self.waits.rank] = 1.0 + computed_s
+                row[values + size + self.waits.rank] = 1.0 + computed_s
         weights = [part.weight if name in part.numbers else 0.0 for name in names]
-        row[1:told:2] = torch.tensor(weights, dtype=torch.float64)
+        row[1:values:2] = torch.tensor(weights, dtype=torch.float64)
         row = row.to(device)
         for index, name in enumerate(names):
             if name in part.numbers:
@@ -263,8 +263,8 @@ class StepLog:
     def _tell_waits(self, step: int) -> None:
         waits = self.waits
         slowest = waits.recent.slowest
-        told = None if slowest is None else (waits.worker(slowest[0]), slowest[1])
-        self._reporter.waits(waits.recent.share(waits.rank), waits.mean_s, told)
+        last = None if slowest is None else (waits.worker(slowest[0]), slowest[1])
+        self._reporter.waits(waits.recent.share(waits.rank), waits.mean_s, last)
         if self._clock is not None:
             self._reporter.step_parts(self._parts.seconds)
         slow = waits.recent.news()
@@ -305,7 +305,7 @@ def _computed_s(part: _Part) -> float | None:
     return None if part.times is None else max(0.0, part.sample.step_seconds - part.times.inside_s)
 
 
-def _told(row: list[float], names: list[str]) -> dict[str, Any]:
+def _reported(row: list[float], names: list[str]) -> dict[str, Any]:
     """What the samples say, by the means over ranks: of those ranks that are still here and have said it."""
     found = {name: row[2 * index] / row[2 * index + 1] for index, name in enumerate(names) if row[2 * index + 1] > 0}
     return {"loss": found.pop("loss", None), "reported": {n: _in_json(x) for n, x in found.items()} or None}

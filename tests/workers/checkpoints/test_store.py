@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -58,18 +59,30 @@ def test_a_shard_is_a_safetensors_file(store):
 
 
 DAMAGE = {
-    "cut shard": lambda path: cut(path / "shard-00001-of-00002.safetensors"),
-    "long shard": lambda path: append(path / "shard-00001-of-00002.safetensors"),
-    "missing shard": lambda path: (path / "shard-00000-of-00002.safetensors").unlink(),
-    "flipped byte": lambda path: flip(path / "shard-00000-of-00002.safetensors", -100),
-    "flipped header": lambda path: flip(path / "shard-00001-of-00002.safetensors", 0),
-    "swapped shards": lambda path: swap(path),
-    "missing manifest": lambda path: (path / "manifest.json").unlink(),
-    "torn manifest": lambda path: cut(path / "manifest.json"),
-    "empty manifest": lambda path: (path / "manifest.json").write_bytes(b""),
-    "no manifest": lambda path: (path / "manifest.json").write_text("[]"),
-    "changed manifest": lambda path: replace(path / "manifest.json", '"num_steps": 17', '"num_steps": 18'),
-    "future manifest": lambda path: replace(path / "manifest.json", '"format": 2', '"format": 99'),
+    "cut shard": (lambda path: cut(path / "shard-00001-of-00002.safetensors"), "shard-00001-of-00002.safetensors has"),
+    "long shard": (lambda path: append(path / "shard-00001-of-00002.safetensors"), "its manifest says"),
+    "missing shard": (
+        lambda path: (path / "shard-00000-of-00002.safetensors").unlink(),
+        "shard-00000-of-00002.safetensors is missing",
+    ),
+    "flipped byte": (
+        lambda path: flip(path / "shard-00000-of-00002.safetensors", -100),
+        "shard-00000-of-00002.safetensors does not match its checksum",
+    ),
+    "flipped header": (lambda path: flip(path / "shard-00001-of-00002.safetensors", 0), "does not match its checksum"),
+    "swapped shards": (lambda path: swap(path), "shard-00000-of-00002.safetensors"),
+    "missing manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    "torn manifest": (lambda path: cut(path / "manifest.json"), "manifest.json is torn"),
+    "empty manifest": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json is torn"),
+    "no manifest": (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json says no format"),
+    "changed manifest": (
+        lambda path: replace(path / "manifest.json", '"num_steps": 17', '"num_steps": 18'),
+        "manifest.json does not match its checksum",
+    ),
+    "future manifest": (
+        lambda path: replace(path / "manifest.json", '"format": 2', '"format": 99'),
+        "manifest.json has format 99, this version reads 2",
+    ),
 }
 
 
@@ -100,33 +113,16 @@ def swap(path):
     one.write_bytes(contents[1])
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_torn_or_corrupt_one_is_refused_by_name_and_the_one_before_is_used(store, damage, caplog):
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_a_torn_or_corrupt_one_is_refused_by_name_and_the_one_before_is_used(store, damage, reason, caplog):
     before, torn = save(store, 10), save(store, 20)
-    DAMAGE[damage](folder(store, torn))
+    damage(folder(store, torn))
     with caplog.at_level(logging.WARNING):
         assert store.newest_whole() == before
-    assert f"checkpoint_refused path={store.address(torn)} reason=" in caplog.text
+    assert re.search(f"checkpoint_refused path={store.address(torn)} reason=.*{re.escape(reason)}", caplog.text)
     with pytest.raises(CheckpointRefused, match="step-00000020"):
         store.load(torn, CPU)
     assert_same(store.load(before, CPU), state(10))
-
-
-def test_reasons_name_the_file_and_what_is_wrong_with_it(store, caplog):
-    for step, damage in enumerate(
-        ("missing shard", "flipped byte", "cut shard", "future manifest", "missing manifest")
-    ):
-        DAMAGE[damage](folder(store, save(store, step + 1)))
-    store.keep = 100
-    with caplog.at_level(logging.WARNING):
-        store.newest_whole()
-    for reason in (
-        "manifest.json is missing",
-        "manifest.json has format 99, this version reads 2",
-        "shard-00001-of-00002.safetensors has",
-        "shard-00000-of-00002.safetensors does not match its checksum",
-    ):
-        assert reason in caplog.text, reason
 
 
 def test_shards_that_do_not_add_up_make_no_checkpoint(store):

@@ -2,18 +2,12 @@
 
 from typing import ClassVar
 
-import httpx
 import pytest
-import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.workers.small_job import Recording, run_small, small_spec
-from tests.workers.telemetry.stub_service import Service
 from thinwire.comm import SoloGroup
-from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry import lateness, step_log
 from thinwire.workers.telemetry.lateness import LEAST_KNOWN, RECENT, Last, Recent, Waits, last_of
-from thinwire.workers.telemetry.reporter import Reporter
 
 
 @pytest.mark.parametrize(
@@ -145,22 +139,3 @@ def test_with_ties_or_alone_nothing_is_said(tmp_path, monkeypatch, size, planted
     assert summary["waited_for"] is None
     assert not [one for reporter in reporters for one in reporter.told if one[0] == "slow_worker"]
     assert {reporter.shares[-1][0] for reporter in reporters} == ({None} if size == 1 else {0.0})
-
-
-def test_the_metric_is_of_this_worker_alone_and_goes_when_it_is_not_known(service: Service):
-    reporter = Reporter.in_place(Place(service.run_dir, 2), 2)
-    reporter.serve("j-1", 2, "127.0.0.1")
-    reporter.seated(SoloGroup(), torch.device("cpu"))
-
-    def exported():
-        text = httpx.get(f"http://{reporter.metrics.address}/metrics", trust_env=False).text
-        found = [one for family in text_string_to_metric_families(text) for one in family.samples]
-        values = {(one.name, one.labels["rank"]): one.value for one in found}
-        assert values.pop(("thinwire_checkpoint_age_seconds", "2")) >= 0  # moves by itself
-        return values
-
-    reporter.waits(0.83, 0.12)
-    assert exported() == {("thinwire_last_ratio", "2"): 0.83, ("thinwire_exchange_wait_seconds", "2"): 0.12}
-    reporter.waits(None, None)
-    assert exported() == {}
-    reporter.close()

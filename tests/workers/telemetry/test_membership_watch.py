@@ -39,25 +39,36 @@ def test_a_job_that_starts_waits_only_where_that_takes_long():
     assert waiting(snapshot(generation=0), START_S + 1) == Waiting(1, 2, 60)
 
 
-def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_nothing(tmp_path):
-    answers = [RuntimeError("it is being started again"), None, snapshot(), snapshot(), snapshot(joined=0)]
-    answers += [snapshot("training"), snapshot(joined=0)]
-    all_seen = threading.Event()
+class Looks:
+    """What the membership answers in turn, and then nothing more. Errors are raised."""
 
-    def look():
-        if len(answers) == 1:
-            all_seen.set()
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+    def __init__(self, *answers):
+        self.left, self.all_seen = list(answers), threading.Event()
+
+    def __call__(self):
+        if not self.left:
+            self.all_seen.set()
+            return None
+        answer = self.left.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    watch = MembershipWatch(Place(tmp_path), look)
-    assert all_seen.wait(30)
+
+def reported(folder, *answers):
+    """The events of a run after a driver has had these answers."""
+    looks = Looks(*answers)
+    watch = MembershipWatch(Place(folder), looks)
+    assert looks.all_seen.wait(30)
     watch.close()
-    told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
-    assert [one["kind"] for one in told] == ["waiting_for_workers"] * len(told)
-    assert [one["fields"]["have"] for one in told] in ([1, 0], [1, 0, 0])  # the last look may come after the close
+    events = RunFolder(folder).events
+    return [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+
+
+def test_each_change_is_told_once_and_a_membership_that_does_not_answer_stops_nothing(tmp_path):
+    waits = [snapshot(), snapshot(), snapshot(joined=0), snapshot("training"), snapshot(joined=0)]
+    told = reported(tmp_path, RuntimeError("it is being started again"), None, *waits)
+    assert [(one["kind"], one["fields"]["have"]) for one in told] == [("waiting_for_workers", n) for n in (1, 0, 0)]
     assert all(one["step"] == 60 and one["fields"]["min"] == 2 for one in told)
 
 
@@ -68,19 +79,9 @@ def test_what_the_membership_gave_up_is_told_once_and_not_again_by_the_next_driv
     (one,) = net.said("minority")
     happened = {"kind": one.kind, "time": 1000.5, "generation": one.generation, "fields": one.fields}
     gave_up = {"kind": "gave_up", "time": 1001.5, "generation": 2, "fields": {"step": 70}}
-    for answers in ([{}, {"given_up": [happened]}], [{"given_up": [happened, gave_up]}]):
-        seen, left = threading.Event(), [snapshot("training") | answer for answer in answers]
-
-        def look(left=left, seen=seen):
-            if left:
-                return left.pop(0)
-            seen.set()
-            return None
-
-        watch = MembershipWatch(Place(tmp_path), look)
-        assert seen.wait(30)
-        watch.close()
-    minority, all_of_it = (json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines())
+    training = snapshot("training")
+    reported(tmp_path, training, training | {"given_up": [happened]})
+    minority, all_of_it = reported(tmp_path, training | {"given_up": [happened, gave_up]})
     assert (minority["kind"], minority["time"], minority["step"]) == ("membership_minority", 1000.5, one.fields["step"])
     assert minority["fields"].keys() == {"generation", "heard", "silent", "steps_given_up"}
     assert (all_of_it["kind"], all_of_it["step"], all_of_it["fields"]) == ("membership_gave_up", 70, {"generation": 2})
@@ -93,22 +94,8 @@ def test_who_is_waited_for_and_a_job_that_stands_still_are_told_once_and_logged_
         {"kind": one.kind, "time": 1000.5 + n, "generation": one.generation, "fields": one.fields}
         for n, one in enumerate(one for one in job.events if one.kind in ("waited_for", "stands_still"))
     ]
-    left, seen = (
-        [snapshot("training") | {"still": still[:1]}, snapshot("training") | {"still": still}],
-        threading.Event(),
-    )
-
-    def look():
-        if left:
-            return left.pop(0)
-        seen.set()
-        return None
-
     with caplog.at_level(logging.WARNING, "thinwire"):
-        watch = MembershipWatch(Place(tmp_path), look)
-        assert seen.wait(30)
-        watch.close()
-    told = [json.loads(line) for line in RunFolder(tmp_path).events.read_text().splitlines()]
+        told = reported(tmp_path, *(snapshot("training") | {"still": still[:known]} for known in (1, 2)))
     assert [(one["kind"], one["step"]) for one in told] == [("worker_stuck", 7), ("stalled", 7)]
     assert told[0]["fields"]["stack"] == list(HANGS.stack)
     assert "worker_stuck step=7 worker 1 (rank 1, box1, pid 101) has not come to all_to_all of" in caplog.text
@@ -130,20 +117,6 @@ def test_an_outage_of_the_service_delays_the_word_and_does_not_lose_it(service: 
 
 def test_a_membership_that_cannot_be_seen_is_logged_once_an_outage(tmp_path, caplog):
     gone = RuntimeError("the actor is away")
-    answers = [gone, gone, snapshot("training"), gone, gone]
-    all_seen = threading.Event()
-
-    def look():
-        if not answers:
-            all_seen.set()
-            return None
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
     with caplog.at_level(logging.INFO, "thinwire"):
-        watch = MembershipWatch(Place(tmp_path), look)
-        assert all_seen.wait(30)
-        watch.close()
+        reported(tmp_path, gone, gone, snapshot("training"), gone, gone)
     assert caplog.text.count("membership_unseen") == 2

@@ -1,12 +1,24 @@
+"""What a worker's process says to the service: each call, the heartbeat, and what is posted through outages."""
+
 import logging
 import socket
+import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from tests.workers.telemetry.stub_service import TOKEN, Service
-from thinwire.contract.reports import Sample, Telemetry, WorkerRegistration
-from thinwire.workers.telemetry.service_client import Refused, ServiceClient, ServiceUnavailable, Superseded
+from tests.workers.telemetry.stub_service import TOKEN, Service, until
+from thinwire.contract.reports import Event, Failure, Sample, Telemetry, WorkerRegistration
+from thinwire.workers.telemetry import service_client as telemetry
+from thinwire.workers.telemetry.service_client import (
+    Heartbeat,
+    Poster,
+    Refused,
+    ServiceClient,
+    ServiceUnavailable,
+    Superseded,
+)
 
 BATCH = Telemetry(attempt=2, samples=[Sample(step=1, phase="warmup", loss=2.0, time=1000.0)])
 
@@ -46,16 +58,6 @@ def test_status_decides_whether_trying_again_can_help(
     service.status = status
     with pytest.raises(error, match=rf"POST /v1/jobs/j-1/telemetry answered {status}: because"):
         client.post(Telemetry(attempt=2))
-
-
-def test_client_follows_the_service_to_its_new_address(service: Service, client: ServiceClient) -> None:
-    client.register("a:1")
-    service.stop()
-    with pytest.raises(ServiceUnavailable):
-        client.register("a:1")
-    service.start()
-    client.register("a:1")
-    assert len(service.requests) == 2
 
 
 def test_token_is_in_no_error_and_no_log(
@@ -102,7 +104,7 @@ def test_proxy_of_the_environment_never_sees_the_token(service: Service, monkeyp
     assert len(service.requests) == 1
 
 
-def test_silence_and_return_are_logged_once_each_and_failures_counted(
+def test_a_service_is_found_at_its_new_address_and_silence_and_return_are_logged_once_each(
     service: Service, client: ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.stop()
@@ -126,3 +128,182 @@ def test_service_that_takes_the_call_and_never_answers_is_an_outage(service: Ser
             client.register("a:1")
         assert time.monotonic() - start < 10.0
     client.close()
+
+
+@pytest.fixture
+def poster(client: ServiceClient) -> Iterator[Poster]:
+    poster = Poster(client, interval_s=0.02, retry_s=0.02)
+    yield poster
+    poster.close(timeout_s=0.1)
+
+
+def sample(step: int) -> Sample:
+    return Sample(step=step, phase="warmup", loss=2.0, time=1000.0 + step)
+
+
+def event(step: int) -> Event:
+    return Event(kind="checkpoint_saved", step=step, time=1000.0, fields={"bytes": 5})
+
+
+# --- the heartbeat
+
+
+def test_heartbeat_renews_and_ends_the_registration(service: Service, client: ServiceClient) -> None:
+    heartbeat = Heartbeat(client, "127.0.0.1:9000", interval_s=0.02)
+    until(lambda: len(service.requests) >= 3)
+    heartbeat.close()
+    assert {request.method for request in service.requests[:-1]} == {"PUT"}
+    assert service.requests[-1].method == "DELETE"
+
+
+def test_heartbeat_registers_soon_after_an_outage(service: Service, client: ServiceClient) -> None:
+    service.stop()
+    heartbeat = Heartbeat(client, "127.0.0.1:9000", interval_s=3600.0, retry_s=0.02)
+    until(lambda: client.num_failures >= 2)
+    service.start()
+    until(lambda: service.requests)
+    heartbeat.close()
+    assert [request.method for request in service.requests] == ["PUT", "DELETE"]
+
+
+def test_heartbeat_of_an_older_attempt_stops_and_leaves_the_newer_registration(
+    service: Service, client: ServiceClient
+) -> None:
+    service.status = 409
+    heartbeat = Heartbeat(client, "127.0.0.1:9000", interval_s=0.01)
+    until(lambda: not heartbeat.running)
+    heartbeat.close()
+    assert [request.method for request in service.requests] == ["PUT"]
+
+
+def test_closing_a_heartbeat_does_not_wait_for_a_dead_service(service: Service, client: ServiceClient) -> None:
+    heartbeat = Heartbeat(client, "127.0.0.1:9000", retry_s=0.01)
+    until(lambda: service.requests)
+    service.stop()
+    start = time.monotonic()
+    heartbeat.close()
+    assert not heartbeat.running
+    assert time.monotonic() - start < 10.0
+
+
+# --- the poster
+
+
+def test_everything_arrives_once_and_in_order(service: Service, poster: Poster) -> None:
+    for step in range(500):
+        poster.samples([sample(step)])
+    poster.event(event(3))
+    assert poster.close()
+    assert service.steps() == list(range(500))
+    assert [one for batch in service.accepted() for one in batch.events] == [event(3)]
+    assert {batch.attempt for batch in service.accepted()} == {2}
+
+
+def test_samples_are_posted_while_training_goes_on(service: Service, poster: Poster) -> None:
+    poster.samples([sample(0)])
+    until(lambda: service.steps() == [0])
+    poster.event(event(1))
+    until(lambda: sum(len(batch.events) for batch in service.accepted()) == 1)
+
+
+def test_many_samples_are_posted_before_the_interval_is_over(service: Service, client: ServiceClient) -> None:
+    poster = Poster(client, interval_s=3600.0)
+    for step in range(telemetry.POST_AT_SAMPLES):
+        poster.samples([sample(step)])
+    until(lambda: len(service.steps()) == telemetry.POST_AT_SAMPLES)
+    assert poster.close()
+
+
+def test_an_outage_loses_nothing_and_blocks_nobody(
+    service: Service, client: ServiceClient, poster: Poster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "thinwire"):
+        poster.samples([sample(0)])
+        until(lambda: service.steps() == [0])
+        service.stop()
+        start = time.monotonic()
+        for step in range(1, 3000):
+            poster.samples([sample(step)])
+        assert time.monotonic() - start < 10.0
+        until(lambda: client.num_failures >= 3)
+        service.start()
+        assert poster.close()
+    assert service.steps() == list(range(3000))
+    assert caplog.text.count("service_silent") == caplog.text.count("service_back") == 1
+
+
+@pytest.mark.parametrize("outage", [True, False])
+def test_last_word_comes_last_also_through_an_outage(service: Service, poster: Poster, outage: bool) -> None:
+    if outage:
+        service.stop()
+        threading.Timer(0.2, service.start).start()
+    for step in range(5):
+        poster.samples([sample(step)])
+    assert poster.close(summary={"state": "SUCCEEDED"})
+    assert service.steps() == list(range(5))
+    assert [batch.summary for batch in service.accepted()][-1] == {"state": "SUCCEEDED"}
+    assert all(batch.summary is None for batch in service.accepted()[:-1])
+
+
+def test_failure_is_delivered(service: Service, poster: Poster) -> None:
+    failure = Failure(kind="NonFiniteInput", message="the loss is NaN at step 3", step=3)
+    assert poster.close(failure=failure)
+    assert service.accepted()[-1].failure == failure
+
+
+def test_close_gives_up_in_time_and_says_what_is_missing(
+    service: Service, client: ServiceClient, poster: Poster, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.stop()
+    for step in range(7):
+        poster.samples([sample(step)])
+    poster.event(event(1))
+    until(lambda: client.num_failures >= 1)
+    start = time.monotonic()
+    assert not poster.close(summary={"state": "SUCCEEDED"}, timeout_s=0.3)
+    assert time.monotonic() - start < 10.0
+    assert "telemetry_undelivered samples=7 events=1 last_word=True" in caplog.text
+    until(lambda: not poster.running)
+
+
+def test_older_attempt_stops_posting(service: Service, poster: Poster) -> None:
+    service.status = 409
+    poster.samples([sample(0)])
+    until(lambda: poster.superseded)
+    until(lambda: not poster.running)
+    service.status = 204
+    service.requests.clear()
+    poster.samples([sample(1)])
+    assert not poster.close(summary={"state": "SUCCEEDED"})
+    assert service.requests == []
+
+
+def test_refused_batch_is_counted_and_does_not_hold_up_the_rest(
+    service: Service, poster: Poster, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.status = 422
+    poster.samples([sample(0)])
+    until(lambda: poster.num_lost == 1)
+    service.status = 204
+    service.requests.clear()
+    poster.samples([sample(1)])
+    assert not poster.close(summary={"state": "SUCCEEDED"})
+    assert service.steps() == [1]
+    assert service.accepted()[-1].summary == {"state": "SUCCEEDED"}
+    assert "telemetry_lost num=1" in caplog.text
+
+
+def test_memory_is_bounded_and_the_oldest_go_first(
+    service: Service, client: ServiceClient, poster: Poster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "MAX_PENDING", 10)
+    service.status = 503
+    poster.samples([sample(0)])
+    until(lambda: client.num_failures >= 1)  # step 0 is on its way, the others wait
+    for step in range(1, 16):
+        poster.samples([sample(step)])
+    service.status = 204
+    service.requests.clear()
+    assert not poster.close()
+    assert poster.num_lost == 5
+    assert service.steps() == [0, *range(6, 16)]

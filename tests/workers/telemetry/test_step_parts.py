@@ -8,10 +8,8 @@ import torch
 from tests.covering import parametrize
 from tests.workers.small_job import Recording, run_small, small_spec
 from thinwire.comm.protocol import Stats
-from thinwire.comm.wire.link_classes import Box, Boxes
-from thinwire.contract.metric_names import LINKS, STEP_PARTS
+from thinwire.contract.metric_names import STEP_PARTS
 from thinwire.workers.session.body import Bodies
-from thinwire.workers.telemetry.ledger import LinkBytes
 from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTimes
 
 LATE, LATE_S = 2, 0.05
@@ -131,19 +129,3 @@ def test_nothing_is_said_of_a_step_with_a_closure_and_each_step_is_taken_once():
     clock.close()
     optimizer.step()
     assert clock.take() is None
-
-
-def test_bytes_by_link_are_those_of_this_rank_over_all_its_groups():
-    links = LinkBytes()
-    assert links.by_link() == dict.fromkeys(LINKS, 0)
-    two_boxes = Boxes((Box("aa", "a"), Box("bb", "b"), Box("bb", "b")))
-    stats = Stats()
-    links.seated(stats, two_boxes, 1)
-    stats.count("all_to_all", 2000)  # 1000 to rank 0 in the other box, 1000 to rank 2 in this one
-    stats.count("mean", 600)  # the ring: to rank 0
-    assert links.by_link() == {"inside_box": 1000, "between_boxes": 1600}
-    assert sum(links.by_link().values()) == stats.sent_bytes
-    later = Stats()
-    links.seated(later, Boxes((Box("bb", "b"), Box("bb", "b"))), 0)
-    later.count("all_gather", 50)
-    assert links.by_link() == {"inside_box": 1050, "between_boxes": 1600}
