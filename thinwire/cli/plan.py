@@ -1,4 +1,4 @@
-"""`thinwire plan`: will compression pay for this job on this link? Nothing heavy is imported at the top."""
+"""`thinwire plan`: whether compression pays for this job on this link. Nothing heavy is imported at the top."""
 
 from __future__ import annotations
 

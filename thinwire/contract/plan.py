@@ -1,4 +1,4 @@
-"""What `thinwire plan` asks of the workers, and what they answer. It is done in workers/plan."""
+"""Request and result of `thinwire plan`, which workers/plan computes."""
 
 from __future__ import annotations
 

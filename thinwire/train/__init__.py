@@ -34,7 +34,7 @@ def session(folder: str | os.PathLike[str] | None = None, *, save_every: int = 5
     between two of them. keep: how many. In a job these three are ignored: the job's file says them.
     Raises: pydantic's ValidationError for numbers below 1; OSError for a folder that cannot be made.
     """
-    from thinwire.workers.session.begin import begin
+    from thinwire.workers.session.session import begin
 
     return begin(folder, save_every, keep)
 

@@ -1,6 +1,6 @@
-"""What does this worker compute of each step? The shares of a dataset, for any number of workers that come and go.
+"""The shares of a dataset that a worker computes, step by step, for any number of workers that come and go.
 
-A step is so many samples, whoever computes them. Which they are depends on its number alone:
+A step is a number of samples, independent of who computes them. Which they are depends on its number alone:
 
     map-style   len() and [i]: the order of an epoch is drawn from (seed, epoch), as in order.py. A worker reads
                 its own samples and no others, through a DataLoader. With visit(i, number) in place of [i] a dataset is

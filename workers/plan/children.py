@@ -1,6 +1,6 @@
 """Processes beside one another that work for one plan: each gets its orders, answers over a pipe, and ends with it.
 
-    python -m MODULE ORDERS TOLD ANSWERS      ORDERS as JSON, TOLD and ANSWERS descriptors of two pipes
+    python -m MODULE TOLD ANSWERS      the orders as JSON on stdin; TOLD and ANSWERS are descriptors of two pipes
 
 What a process says is a JSON object a line of ANSWERS. TOLD has one byte when it may go on, and ends with the parent.
 What it prints is kept, and shown where it fails.
@@ -66,27 +66,31 @@ class Children:
 
         Raises: PlanFailed, also where another one has failed: the others would wait for it.
         """
-        awaited_one, until = self._all[number], time.monotonic() + within_s
-        while b"\n" not in awaited_one.read:
+        child, until = self._all[number], time.monotonic() + within_s
+        while b"\n" not in child.read:
+            if child.answers not in self._heard:
+                raise self._ended(child)
             left_s = None if until == inf else max(0.0, until - time.monotonic())
             ready, _, _ = select.select(list(self._heard), [], [], left_s)
             if not ready:
-                raise PlanFailed(f"{self._what}: not {awaited} in {within_s:.0f} s. {awaited_one.words()}")
+                raise PlanFailed(f"{self._what}: not {awaited} in {within_s:.0f} s. {child.words()}")
             for answers in ready:
-                self._hear(self._heard[answers], awaited_one)
-        line, _, awaited_one.read = awaited_one.read.partition(b"\n")
+                self._hear(self._heard[answers])
+        line, _, child.read = child.read.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def _hear(self, child: _Child, awaited: _Child) -> None:
+    def _hear(self, child: _Child) -> None:
         part = os.read(child.answers, 1 << 16)
         child.read += part
-        if part:
-            return
-        del self._heard[child.answers]
+        if not part:
+            del self._heard[child.answers]
+            if child.process.wait(END_S):
+                raise self._ended(child)
+
+    def _ended(self, child: _Child) -> PlanFailed:
         code = child.process.wait(END_S)
-        if code or child is awaited:
-            raise PlanFailed(f"{self._what}: a process ended (exit code {code}). {child.words()}")
+        return PlanFailed(f"{self._what}: a process ended (exit code {code}). {child.words()}")
 
 
 class _Child:
@@ -97,15 +101,18 @@ class _Child:
         self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - end() closes it
         self.read = b""
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(orders), str(its_told), str(its_answers)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=(its_told, its_answers),
-                start_new_session=True,  # what it starts is ended with it
-            )
+            with tempfile.TemporaryFile("w+") as given:
+                json.dump(orders, given)
+                given.seek(0)
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", module, str(its_told), str(its_answers)],
+                    env=environment,
+                    stdin=given,  # not an argument: those have a limit, and a large model many shapes
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=(its_told, its_answers),
+                    start_new_session=True,  # what it starts is ended with it
+                )
         finally:
             os.close(its_told)
             os.close(its_answers)
@@ -130,9 +137,8 @@ class Parent:
     """In one of the processes: the way to the one that has started it. orders: what that wants."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        orders, told, answers = arguments
-        self.orders: dict[str, Any] = json.loads(orders)
-        self._told, self._answers = int(told), int(answers)
+        self._told, self._answers = map(int, arguments)
+        self.orders: dict[str, Any] = json.load(sys.stdin)
 
     def say(self, **message: Any) -> None:
         """One message."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Self
 
@@ -215,9 +215,7 @@ def dense_step(name: str, network: Network, found: Rehearsed) -> tuple[Sent, Wor
 
 
 def _with_gains(one: MethodPlan, runs: dict[str, float]) -> MethodPlan:
-    gains = {name: run_s / one.run_s for name, run_s in runs.items()}
-    told = {slot: getattr(one, slot) for slot in one.__slots__}
-    return MethodPlan(**told | {"gain_fp32": gains["dense_fp32"], "gain_bf16": gains["dense_bf16"]})
+    return replace(one, gain_fp32=runs["dense_fp32"] / one.run_s, gain_bf16=runs["dense_bf16"] / one.run_s)
 
 
 def _verdict(

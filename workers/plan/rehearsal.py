@@ -1,4 +1,4 @@
-"""What does a worker's processor do in a step? A few dry steps of the job's own model, by each method.
+"""Dry steps of the job's own model, by each method: the time that a worker's processor needs for a step.
 
 Forward and backward alone; torch's AdamW; and whole steps of our optimizers over a MirroredGroup, on which a rank runs
 all that a rank of so many runs, and only the wire is missing. Nothing is trained: each method gets a model of its own,
@@ -216,16 +216,21 @@ class Orders:
     recipe: dict[str, Any] | None = None
     script: dict[str, Any] | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """What the job's workers will use, of what is here."""
-        return device_of(self.wanted)
 
+def devices_for(wanted: str, count: int) -> list[str]:
+    """For so many processes of this machine or more, by `workers.device` of the job.
 
-def device_of(wanted: str) -> torch.device:
-    """What `workers.device` of a job means here."""
-    on_gpu = wanted == "gpu" or (wanted == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if on_gpu else "cpu")
+    Raises: PlanFailed where it has too few GPUs.
+    """
+    if wanted != "gpu" and not (wanted == "auto" and torch.cuda.is_available()):
+        return ["cpu"] * count
+    there = torch.cuda.device_count()
+    if there < count:
+        raise PlanFailed(
+            f"{count} workers on a machine, and this one has {there} GPUs: lower --per-machine, or set "
+            "workers.device = cpu"
+        )
+    return [f"cuda:{number}" for number in range(there)]
 
 
 def spawn(orders: Orders, say: Say) -> Rehearsed:
@@ -267,21 +272,16 @@ def run_rank(orders: Orders, group: TorchGroup, rehearsing: int, sharing: int, t
     Collective. Returns what all have found on rank 0, None on the others. Raises: PlanFailed.
     """
     fellows = dist.new_group(list(range(rehearsing)))  # who only times the transport is in no barrier
-    told: list[Rehearsed | None] = [None] * group.size
+    all_n: list[Rehearsed | None] = [None] * group.size
     own = _own(orders, group.rank, sharing, fellows, tell) if group.rank < rehearsing else None
-    dist.all_gather_object(told, own)
-    return slowest([one for one in told if one is not None]) if group.rank == 0 else None
+    dist.all_gather_object(all_n, own)
+    return slowest([one for one in all_n if one is not None]) if group.rank == 0 else None
 
 
 def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, tell: Tell) -> Rehearsed:
-    device, cores = orders.device, len(os.sched_getaffinity(0)) / sharing
-    if device.type == "cuda":
-        if torch.cuda.device_count() < orders.per_machine:
-            raise PlanFailed(
-                f"{orders.per_machine} workers on a machine, and this one has {torch.cuda.device_count()} GPUs: lower "
-                "--per-machine, or set workers.device = cpu"
-            )
-        device, cores = torch.device("cuda", rank % torch.cuda.device_count()), inf
+    devices = devices_for(orders.wanted, orders.per_machine)
+    device = torch.device(devices[rank % len(devices)])
+    cores = inf if device.type == "cuda" else len(os.sched_getaffinity(0)) / sharing
     setting = Setting(orders.workers, orders.bucket_elements, orders.steps, cores, device, orders.overlap)
 
     def together() -> None:
@@ -307,7 +307,8 @@ def _main(parent: Parent) -> None:
     group = TorchGroup()
     if group.rank == 0:
         parent.say(doing="what sending costs the processor")
-    own = Transport() if orders.device.type == "cuda" else time_transport(group)
+    on_gpu = devices_for(orders.wanted, orders.per_machine)[0] != "cpu"
+    own = Transport() if on_gpu else time_transport(group)
     all_n: list[Transport] = [own] * group.size
     dist.all_gather_object(all_n, own)
     dearest = Transport(*(max(getattr(one, kind) for one in all_n) for kind in Transport.__slots__))

@@ -16,7 +16,7 @@ from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
 from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.plan.forecast import PlannedJob, chosen_bucket, forecast, network_of
-from thinwire.workers.plan.rehearsal import PARTS, Orders, device_of, run_rank, spawn
+from thinwire.workers.plan.rehearsal import PARTS, Orders, devices_for, run_rank, spawn
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps
 from thinwire.workers.recipe import Recipe
 from thinwire.workers.recipes import recipe_of
@@ -48,7 +48,7 @@ def _alone(request: PlanRequest, say: Say) -> Plan:
     learned = None
     if isinstance(request.spec, ScriptSpec):
         say(DRY_STEPS, 0.0)
-        devices = _devices(request.spec, request.per_machine)
+        devices = devices_for(request.spec.workers.device, request.per_machine)
         learned = dry_steps(request.spec, workers, request.per_machine, request.steps, devices)
     job, orders = orders_of(request, link, workers, learned)
     found = spawn(orders, say)
@@ -59,7 +59,7 @@ def _alone(request: PlanRequest, say: Say) -> Plan:
 def orders_of(
     request: PlanRequest, link: Link, workers: int, learned: Learned | None = None
 ) -> tuple[PlannedJob, Orders]:
-    """What is planned, and what the processes that rehearse are told. learned: of a script.
+    """What is planned, and the orders of the processes that rehearse. learned: of a script.
 
     Raises: ValueError where machines are not full, more workers than samples.
     """
@@ -87,17 +87,6 @@ def orders_of(
     )
 
 
-def _devices(spec: ScriptSpec, count: int) -> list[str]:
-    """For so many processes of this machine. Raises: PlanFailed where it has too few GPUs."""
-    kind = device_of(spec.workers.device).type
-    if kind == "cuda" and torch.cuda.device_count() < count:
-        raise PlanFailed(
-            f"{count} workers on a machine, and this one has {torch.cuda.device_count()} GPUs: lower --per-machine, "
-            "or set workers.device = cpu"
-        )
-    return [kind if kind == "cpu" else f"cuda:{number}" for number in range(count)]
-
-
 def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
     """Each rank rehearses on its machine, all at once; the link is measured between them unless it is given."""
     torch.set_num_threads(1)
@@ -121,7 +110,7 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
             if group.rank == 0:
                 say(DRY_STEPS, 0.0)
             beside = sum(machine == _machine() for machine in machines[: group.rank])
-            device = _devices(request.spec, here)[beside]
+            device = devices_for(request.spec.workers.device, here)[beside]
             learned = dry_steps(request.spec, workers, 1, request.steps, [device], dist.barrier)
         job, orders = orders_of(request, link, workers, learned)
         # All rehearse, each beside those of its own machine; the bandwidth was measured through the transport.

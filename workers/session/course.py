@@ -256,7 +256,7 @@ class Course:
         """
         self._where.at("the end of the run: its last checkpoint, a comparison of the replicas", at_end=True)
         if self._saving is not None:
-            with self._meter.part("checkpoint"):  # before the last collective: whoever has passed that may go
+            with self._meter.part("checkpoint"):  # before the last collective: a rank that has passed that may leave
                 self._saving.wait(self.look)
                 self._saving.tell()
                 self._saving.raise_if_attempt_over()
@@ -294,12 +294,15 @@ class Course:
             self._clock.close()
 
     def close(self, patience_s: float) -> None:
-        """Wait so long for a checkpoint that is being written: whoever goes on will look for it. Safe to call twice."""
+        """Wait so long for a checkpoint that is being written: who goes on will look for it. Safe to call twice."""
         if self._saving is not None:
             self._saving.close(patience_s)
 
     def failed(self, error: BaseException) -> float:
-        """This rank cannot go on: tell it where it is told. Returns how long to wait for a checkpoint, for close()."""
+        """This rank cannot go on: report it to the membership, where there is one.
+
+        Returns how long to wait for a checkpoint, for close().
+        """
         self.ended(error)
         if not self._ranks.elastic:
             return BROKEN_S if isinstance(error, PeerLost) else LEAVE_S
@@ -426,7 +429,7 @@ class Course:
         self.step, self.attended, self._due, self.left_out = now.step, now.attended, now.due, now.left_out
         if now.last is not None:  # of data whose end a newcomer has not read
             self.last = now.last
-        if self.step == self.last:  # the last checkpoint may lack the part of whoever was lost
+        if self.step == self.last:  # the last checkpoint may lack the part of a rank that was lost
             self.attended = min(self.attended, self.step - 1)
         seconds = time.perf_counter() - began
         seat = self._ranks.seat
@@ -442,7 +445,7 @@ class Course:
             " ".join(f"{key}={value!r}" for key, value in fields.items()),
         )
         self._draw()
-        if self.step == 0:  # nobody knows whether whoever was to tell it has: a peer was lost before the first step
+        if self.step == 0:  # it may not have been reported: a peer was lost before the first step
             self._reporter.resumed(0)
             self._tell_state_before_training()
 

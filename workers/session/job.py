@@ -33,8 +33,7 @@ from thinwire.workers.membership import MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session import recipe_loop
-from thinwire.workers.session.begin import begin, placed
-from thinwire.workers.session.session import Session
+from thinwire.workers.session.session import Session, begin, placed
 from thinwire.workers.session.training import Left, Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 

@@ -55,7 +55,7 @@ class Progress:
 
     @classmethod
     def common(cls, known: list[Progress], step: int) -> Self:
-        """From where all go on that have told theirs, the optimizer having made `step` steps."""
+        """From where all go on, by what each has reported, the optimizer having made `step` steps."""
         left_out = max((one.left_out for one in known), default=0)
         return cls(
             step + left_out,
@@ -130,7 +130,7 @@ def join(around: Surroundings, training: Training, group: Group, progress: Progr
             f"the {type(optimizer).__name__} was made for {optimizer.group.size} ranks, and there are {group.size}: "
             "make it inside of `with session() as run:`, with group=run.group"
         )
-    if given is not None:  # not before: whoever has only half of a step would not know which half
+    if given is not None:  # not before: a rank with only half of a step would not know which half
         training.registered.load(*given)
     now = Progress.common(known, change.step)
     redone = max(0, max((one.step for one in known), default=0) - now.step)

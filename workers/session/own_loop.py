@@ -24,7 +24,7 @@ from thinwire.workers.session.training import Surroundings, Training
 
 
 class OwnLoop:
-    """The steps of one optimizer, told to the job. From the first one on collective: every rank makes the same."""
+    """The steps of one optimizer, reported to the job. From the first one on collective: every rank makes the same."""
 
     def __init__(self, around: Surroundings, optimizer: FlatOptimizer[Any]) -> None:
         self._optimizer, self._ranks, group = optimizer, around.ranks, optimizer.group
@@ -54,7 +54,7 @@ class OwnLoop:
         return self._course.step + self.has_begun
 
     def take(self, numbers: dict[str, Tensor]) -> None:
-        """What the script reports of the step that it has made. Of one that does not count nothing is told."""
+        """What the script reports of the step that it has made. Of one that does not count nothing is reported."""
         if self._last is not None and self._counts:
             self._last.numbers.update(numbers)
 

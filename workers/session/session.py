@@ -1,6 +1,8 @@
 """The object that a script trains with: thinwire.train.session gives it, docs/your-script.md tells of it.
 
-Its loop is course.py beside it; what that has to know of a script that draws no batch tells own_loop.py.
+`begin` makes one where this process runs: under python, torchrun, or in a job, whose worker says so by `placed` before.
+
+Its loop is course.py beside it; own_loop.py beside it is for a script that draws no batch.
 """
 
 from __future__ import annotations
@@ -8,7 +10,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -16,25 +22,27 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from thinwire.comm import NonFiniteInput, PeerLost
+from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, TorchGroup, prepare_nccl
 from thinwire.comm.protocol import Group
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import Checkpoint, TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, StreamFeed, feed_of
 from thinwire.workers.membership import MembershipError
 from thinwire.workers.owed import LEAVE_S
-from thinwire.workers.ranks import RunEnded
+from thinwire.workers.ranks import FixedRanks, RunEnded
 from thinwire.workers.replicas import ReplicasDiffer
 from thinwire.workers.session.body import Bodies
 from thinwire.workers.session.course import Course
 from thinwire.workers.session.own_loop import OwnLoop
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.session.training import Left, ScriptError, SessionFeed, Surroundings, Training
+from thinwire.workers.session.training import Left, Run, ScriptError, SessionFeed, Surroundings, Training
+from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.step_log import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
@@ -231,7 +239,7 @@ class Session:
         self._in_loop("save")[0].ask_to_save()
 
     def report(self, **numbers: float | Tensor) -> None:
-        """Of this step: numbers, or tensors of one element, of this rank's share. Told as means over the samples.
+        """Of this step: numbers, or tensors of one element, of this rank's share. Reported as means over the samples.
 
         `loss` is the training loss. Costs no synchronisation. Raises: TypeError for what is no number.
         """
@@ -430,3 +438,61 @@ def _one_number(name: str, value: object) -> Tensor:
         what = repr(value)
         what = what if len(what) <= _LONGEST_SHOWN else f"{what[:_LONGEST_SHOWN]}..."
     raise TypeError(f"run.report({name[:_LONGEST_SHOWN]}=...): got {what}; give a real number or a tensor of one")
+
+
+_placed: ContextVar[tuple[Callable[[], Session], list[Session]] | None] = ContextVar("place of a script", default=None)
+
+
+@contextmanager
+def placed(around: Surroundings, make: Callable[[Surroundings], Session] = Session) -> Iterator[list[Session]]:
+    """Inside, a session of this thread is of these surroundings. Gives the sessions that were begun."""
+    begun: list[Session] = []
+    token = _placed.set((lambda: make(around), begun))
+    try:
+        yield begun
+    finally:
+        _placed.reset(token)
+
+
+def begin(folder: str | os.PathLike[str] | None = None, save_every: int = 500, keep: int = 2) -> Session:
+    """A session where this script runs. In a job its file says what is kept and where.
+
+    Raises: ScriptError for a second session in a job; RuntimeError where torch.distributed cannot be initialised.
+    """
+    there = _placed.get()
+    if there is not None:
+        make, begun = there
+        if begun:
+            raise ScriptError("session() for a second time in a job: a script trains one run")
+        begun.append(make())
+        return begun[0]
+    return Session(_outside_of_a_job(folder, save_every, keep))
+
+
+def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Surroundings:
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    made = False
+    if launched and not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            prepare_nccl()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        made = True
+    group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()
+    if save_every < 1 or keep < 1:
+        raise ValueError(f"session(save_every={save_every}, keep={keep}): give numbers from 1")
+    checkpoint = None if folder is None else Checkpoint(every_steps=save_every, keep=keep)
+    directory = Path(tempfile.gettempdir()) if folder is None else Path(folder).resolve()
+    if folder is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    return Surroundings(
+        ranks=FixedRanks(group),
+        device=device,
+        run=Run(directory, created_at=time.time()),
+        reporter=Reporter(),
+        checkpoint=checkpoint,
+        group=group,
+        close=dist.destroy_process_group if made else lambda: None,
+    )

@@ -25,8 +25,8 @@ from thinwire.workers.membership import Fenced, Identity
 from thinwire.workers.ranks import Stop
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session import recipe_loop
-from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import Bodies
+from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Left, Run, Surroundings
 from thinwire.workers.whereabouts import Whereabouts
 

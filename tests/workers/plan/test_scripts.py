@@ -95,6 +95,14 @@ def test_what_cannot_be_rehearsed_says_why_the_scripts_own_words_first(tmp_path,
     assert "thinwire/" not in str(told.value)
 
 
+def test_one_of_several_that_ends_without_a_word_is_not_waited_for(tmp_path):
+    """The second one ends well while the first is awaited."""
+    text = ENDLESS.replace("assert ", "time.sleep(0.1)\nif len(os.listdir()) > 2: os._exit(0)\nassert ", 1)
+    spec = spec_of(tmp_path, "import time\n" + text, "mine", env_vars={"COLOUR": "blue"})
+    with pytest.raises(PlanFailed, match=r"ended \(exit code 0\)"):
+        dry_steps(spec, 2, 2, 1, ["cpu", "cpu"])
+
+
 def test_a_script_that_never_draws_is_given_up_and_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(scripts, "LIMIT_S", 0.5)
     text = "import os, time\nopen(f'pid-{os.getpid()}', 'w').close()\nwhile True:\n    time.sleep(1)\n"

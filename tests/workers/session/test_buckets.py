@@ -13,8 +13,8 @@ from thinwire.comm.wire.network import NO_FULL_STEPS
 from thinwire.contract.run_folder import RunFolder
 from thinwire.optim import SGD, Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.train import session
-from thinwire.workers.plan.dry_script import DrySteps, learned
 from thinwire.workers.plan.schedule import full_steps
+from thinwire.workers.plan.scripts import Learned
 from thinwire.workers.session import joining
 from thinwire.workers.session.joining import kept_bucket
 
@@ -36,7 +36,7 @@ class Own(OneBitAdam):
 
 
 def full_steps_of_script(tmp_path, monkeypatch, kind, settings, steps):
-    """What a job's script gives where buckets are chosen, and the steps by its plan."""
+    """What a job's script gives where buckets are chosen, and its optimizers."""
     asked, planned = [], []
 
     def kept_bucket(run_dir, group, numel, device, full=NO_FULL_STEPS):
@@ -50,7 +50,7 @@ def full_steps_of_script(tmp_path, monkeypatch, kind, settings, steps):
             run.register(model=model, optimizer=optimizer)
             for x, y in run.batches(DATA, global_batch=4, steps=steps):
                 run.step((model(x) - y).square().mean())
-            planned.append(DrySteps(optimizer, 0.1, 0.1, 1, steps, 4))
+            planned.append(optimizer)
 
     monkeypatch.setattr(joining, "kept_bucket", kept_bucket)
     job = ThreadsJob(tmp_path, script, 2)
@@ -62,7 +62,7 @@ def full_steps_of_script(tmp_path, monkeypatch, kind, settings, steps):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_they_are_made_for_the_steps_that_its_plan_has(tmp_path, monkeypatch, name):
     asked, planned = full_steps_of_script(tmp_path, monkeypatch, *OPTIMIZERS[name], STEPS)
-    planned_job = learned(planned[0]).as_job(spec_of(tmp_path))
+    planned_job = Learned.of(planned[0], STEPS, 4, 0.1, 0.1, 1).as_job(spec_of(tmp_path))
     assert asked
     assert all(one == full_steps(planned_job.run) for one in asked)
     assert (asked[0] == NO_FULL_STEPS) == (name in ("given", "dense"))

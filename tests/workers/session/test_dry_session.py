@@ -8,11 +8,11 @@ import torch
 from thinwire.comm import SoloGroup
 from thinwire.optim import OneBitAdam
 from thinwire.train import session
-from thinwire.workers.plan import dry_script
-from thinwire.workers.plan.dry_script import SETTLING, DrySession
+from thinwire.workers.plan import scripts
+from thinwire.workers.plan.scripts import SETTLING, DrySession
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.begin import placed
 from thinwire.workers.session.body import STEPLESS
+from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
@@ -98,13 +98,13 @@ def test_it_ends_after_its_steps_whatever_the_loop_does_and_nothing_is_evaluated
 
     found = ends(script)
     assert seen == [8 // WORKERS] * (SETTLING + STEPS)
-    assert (found.timed, found.last, found.global_batch) == (STEPS, 10**9, 8)
+    assert (found.timed, found.run["steps"], found.global_batch) == (STEPS, 10**9, 8)
 
 
 @pytest.mark.parametrize("closure", [False, True])
 def test_forward_and_backward_are_told_apart_and_the_data_and_the_optimizer_are_in_neither(ends, monkeypatch, closure):
     clock = Clock()
-    monkeypatch.setattr(dry_script, "time", clock)
+    monkeypatch.setattr(scripts, "time", clock)
 
     class Slowly:
         def __len__(self):
@@ -153,7 +153,7 @@ def test_a_dataset_that_is_short_is_gone_through_again_and_its_length_is_known(e
             run.step(own.model(batch).sum())
 
     found = ends(script)
-    assert (found.timed, found.last) == (STEPS, 4)
+    assert (found.timed, found.run["steps"]) == (STEPS, 4)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from thinwire.contract.spec import read_spec
 from thinwire.optim import Adam
 from thinwire.train import session
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.begin import placed
 from thinwire.workers.session.job import run_job
+from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.report import write_report

@@ -14,7 +14,7 @@ from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import session
 from thinwire.workers.origin import StartRefused
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.begin import placed
+from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Run, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.weights import fetch

@@ -22,8 +22,8 @@ from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import checkpoints, from_json, to_json
 from thinwire.workers.checkpoints.shard import DTYPES
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.begin import placed
 from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 

@@ -20,7 +20,7 @@ from thinwire.optim import Adam
 from thinwire.train import session
 from thinwire.workers import run_place, whereabouts
 from thinwire.workers.ranks import FixedRanks
-from thinwire.workers.session.begin import placed
+from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Run, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.whereabouts import STILL_S, UNKNOWN_S, Stillness, StillnessWatch
