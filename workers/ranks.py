@@ -19,7 +19,7 @@ OnWait = Callable[[int, bool], None]
 """Of the last committed step, and whether the wait begins."""
 
 
-def nobody_asks(step: int, waits: bool) -> None:
+def only_logged(step: int, waits: bool) -> None:
     """For whom the log is enough."""
 
 
@@ -47,7 +47,7 @@ class Ranks(Protocol):
 
     @property
     def step(self) -> int:
-        """The last committed step that form() and at_boundary() were told of."""
+        """The last committed step that form() and at_boundary() were given."""
 
     where: Whereabouts
     """What this worker's loop is at: the loop says it here."""
@@ -75,7 +75,7 @@ class Ranks(Protocol):
         """End well: the others do not wait for this worker any more."""
 
     def fail(self, reason: str) -> None:
-        """End with an error of this worker's own: the others are told at once."""
+        """End with an error of this worker's own: the others hear of it at once."""
 
     @property
     def seat(self) -> Seat | None:
@@ -90,7 +90,7 @@ class FixedRanks:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.on_wait: OnWait = nobody_asks
+        self.on_wait: OnWait = only_logged
         self.where = Whereabouts()
         self.step = 0
 
@@ -105,7 +105,7 @@ class FixedRanks:
         return None
 
     def look(self, step: int) -> None:
-        """Nothing: collectives tell."""
+        """Nothing: collectives find out."""
 
     def may_commit(self) -> bool:
         """Nobody goes on without this rank."""

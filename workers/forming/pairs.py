@@ -104,7 +104,7 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds. connect_s: until the membership is told that there is no connection.
+    """Seconds. connect_s: until it is reported to the membership that there is no connection.
 
     try_s: for one try, then it is tried anew: where the first frame is lost TCP itself tries after 1, 3 and 7 s, and a
     network that was away for just over 3 s would be waited for until then.
@@ -122,7 +122,7 @@ class Patience:
 class Pairs:
     """One try of one member. Made and run in a thread that has no event loop.
 
-    over: why the generation is over, None while it is not. unreachable: tells the membership.
+    over: why the generation is over, None while it is not. unreachable: reports to the membership.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Pairs:
         self._strangers: list[asyncio.StreamWriter] = []
 
     def prove(self, port: int) -> int:
-        """Wait until every pair is proved. port: what rank 0 tells the others; returned on all.
+        """Wait until every pair is proved. port: what rank 0 passes to the others; returned on all.
 
         Raises GenerationOver as soon as the membership says so. Nothing is left running, and the door stays open.
         """
@@ -153,17 +153,17 @@ class Pairs:
         listener = self._door.listener.dup()  # a server closes what it listens on
         server = await asyncio.start_server(lambda r, w: self._serve(r, w, port), sock=listener, backlog=BACKLOG)
         asked = asyncio.gather(self._all_served.wait(), *(self._ask(rank) for rank in self._peers))
-        tell_at = 0.0
+        report_at = 0.0
         try:
             while not asked.done():
                 if (why := self._over()) is not None:
                     raise GenerationOver(f"generation {self._seat.generation} is over: {why}")
                 now = time.monotonic()
                 overdue = {rank: call.why for rank, call in self._calls.items() if call.why and now > call.overdue_at}
-                if overdue and now > tell_at:
+                if overdue and now > report_at:
                     logger.warning("peers_unreachable generation=%d ranks=%s", self._seat.generation, overdue)
                     self._unreachable(overdue)
-                    tell_at = now + self._patience.again_s
+                    report_at = now + self._patience.again_s
                 await asyncio.wait([asked], timeout=LOOK_S)
             ports = dict(zip(self._peers, asked.result()[1:], strict=True))
             return ports.get(0, port)
@@ -235,7 +235,7 @@ class Pairs:
 
 @dataclass(slots=True)
 class _Call:
-    """How it goes with one peer. overdue_at: when the membership is told. why: None once it has answered."""
+    """How it goes with one peer. overdue_at: when it is reported to the membership. why: None once it has answered."""
 
     overdue_at: float
     why: str | None = "it has not answered yet"

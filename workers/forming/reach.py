@@ -5,7 +5,7 @@ wrong. So a worker that has waited for WAITED_S holds a connection to the door (
 generation. Its system asks by it, now and then, whether theirs is there (TCP's keepalive), and theirs answers, whatever
 the process does: one that computes, is stopped or hangs is reached. Nobody accepts such a connection before the next
 group forms, and one for each pair and generation is all that there is. Whom it cannot reach for UNREACHABLE_S, by that
-connection or a new one, it tells the membership, and again: that leaves one of such a pair out (unreachable.py).
+connection or a new one, it reports to the membership, and again: that leaves one of such a pair out (stuck.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ANSWERED = (errno.ECONNREFUSED, errno.ECONNRESET)
 class Times:
     """Seconds.
 
-    waited_s: in one collective, before anybody is asked. unreachable_s: then a pair is told of; again_s: and again.
+    waited_s: in one collective, before anybody is asked. unreachable_s: then a pair is reported; again_s: and again.
     connect_s: for a connection. asks_s: between two questions over one, which is closed where two had no answer.
     look_s: between two looks.
     """
@@ -50,14 +50,14 @@ class Times:
 class Reach:
     """Of one worker, in one generation. Threads may call it. `close` before the next generation.
 
-    host: this worker's own address, by which the others know it. tell: the membership: ranks, and why.
+    host: this worker's own address, by which the others know it. report: to the membership: ranks, and why.
     """
 
     def __init__(
-        self, seat: Seat, host: str, tell: Callable[[dict[int, str]], None], times: Times | None = None
+        self, seat: Seat, host: str, report: Callable[[dict[int, str]], None], times: Times | None = None
     ) -> None:
         self.times = times or Times()
-        self._generation, self._tell = seat.generation, tell
+        self._generation, self._report = seat.generation, report
         self._ways = {
             rank: _Way(host, (member.identity.host, member.identity.port), self.times)
             for rank, member in enumerate(seat.members)
@@ -92,18 +92,18 @@ class Reach:
             self._closed.set()
             self._waits.set()  # for the thread to see it
         if self._thread is not None:
-            self._thread.join(self.times.connect_s)  # it may be telling, to a membership that takes nothing
+            self._thread.join(self.times.connect_s)  # it may be reporting, to a membership that takes nothing
 
     def _run(self) -> None:
-        tell_at = 0.0
+        report_at = 0.0
         try:
             while not self._closed.is_set():
                 now = time.monotonic()
                 broken = {rank: why for rank, way in self._ways.items() if (why := way.look(now)) is not None}
-                if broken and now >= tell_at and self._num_waits and not self._closed.is_set():
+                if broken and now >= report_at and self._num_waits and not self._closed.is_set():
                     logger.warning("peers_unreachable generation=%d ranks=%s", self._generation, broken)
-                    self._tell(broken)
-                    tell_at = now + self.times.again_s
+                    self._report(broken)
+                    report_at = now + self.times.again_s
                 self._closed.wait(self.times.look_s)
                 self._waits.wait()
         finally:
