@@ -36,8 +36,7 @@ from thinwire.comm.calls import NOWHERE, Calls, Place
 from thinwire.comm.groups.distributed import abort_nccl
 from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.protocol import Group
-from thinwire.workers.forming.pairs import Door, Pairs, Patience
-from thinwire.workers.forming.reach import Reach, Times
+from thinwire.workers.forming.pairs import Door, Pairs, Patience, Reach, Times
 from thinwire.workers.membership import Fenced, GenerationOver, JoinTimeout, Member, Seat, Standing
 from thinwire.workers.ranks import OnWait, RunEnded, Stop, only_logged
 from thinwire.workers.whereabouts import Whereabouts
