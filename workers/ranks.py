@@ -7,12 +7,11 @@ ElasticRanks   members of a membership, with a group for each generation (formin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from thinwire.comm import TorchGroup
 from thinwire.comm.protocol import Group
-from thinwire.workers.membership import Seat
+from thinwire.workers.membership import Change, Seat
 from thinwire.workers.whereabouts import Whereabouts
 
 OnWait = Callable[[int, bool], None]
@@ -25,14 +24,6 @@ def only_logged(step: int, waits: bool) -> None:
 
 class RunEnded(Exception):
     """Another worker has ended the run for good: nobody is to go on with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The generation ends after this step, on all ranks, as planned."""
-
-    leaving: bool
-    reason: str
 
 
 class Ranks(Protocol):
@@ -59,7 +50,7 @@ class Ranks(Protocol):
         Raises: PeerLost, and then call it again; MembershipError where this worker has no place any more; RunEnded.
         """
 
-    def at_boundary(self, step: int) -> Stop | None:
+    def at_boundary(self, step: int) -> Change | None:
         """After each committed step: is it the last of this generation? Else as `look`."""
 
     def look(self, step: int) -> None:
@@ -99,7 +90,7 @@ class FixedRanks:
         self.step = step
         return self._group
 
-    def at_boundary(self, step: int) -> Stop | None:
+    def at_boundary(self, step: int) -> Change | None:
         """No."""
         self.step = step
         return None

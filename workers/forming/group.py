@@ -37,8 +37,8 @@ from thinwire.comm.groups.distributed import abort_nccl
 from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.protocol import Group
 from thinwire.workers.forming.pairs import Door, Pairs, Patience, Reach, Times
-from thinwire.workers.membership import Fenced, GenerationOver, JoinTimeout, Member, Seat, Standing
-from thinwire.workers.ranks import OnWait, RunEnded, Stop, only_logged
+from thinwire.workers.membership import Change, Fenced, GenerationOver, JoinTimeout, Member, Seat, Standing
+from thinwire.workers.ranks import OnWait, RunEnded, only_logged
 from thinwire.workers.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
@@ -324,14 +324,13 @@ class ElasticRanks:
         self._member.formed()
         return self._group
 
-    def at_boundary(self, step: int) -> Stop | None:
+    def at_boundary(self, step: int) -> Change | None:
         """As Ranks.at_boundary."""
         self.step = step
         change = self._member.at_boundary(step)
-        if change is not None:
-            return Stop(change.leaving, change.reason)
-        self.look(step)
-        return None
+        if change is None:
+            self.look(step)
+        return change
 
     def look(self, step: int) -> None:
         """As Ranks.look. Under 10 microseconds while the lease holds."""
