@@ -31,7 +31,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import JobSpec, Workers, read_spec
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.elastic.worker_side import Failed
-from thinwire.workers.nodes import interface_variables, refuse_misfits
+from thinwire.workers.nodes import interface_variables, refuse_unfit_nodes
 from thinwire.workers.run_place import ClaimRefused, Credentials, Place, claim
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.worker import ADOPT_S, ALONE_S, failure_of, train_worker
@@ -39,7 +39,7 @@ from thinwire.workers.worker import ADOPT_S, ALONE_S, failure_of, train_worker
 logger = logging.getLogger(__name__)
 
 
-UNTOLD = 3
+NO_REASON = 3
 """Exit status of a run that ended without saying how: the service tries again, as after a kill."""
 SUPERSEDED = "RunSuperseded"
 """The error of telemetry.reporter, by name: a driver imports no torch."""
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             claimed = claim(options.service, options.job, options.ticket)
         except ClaimRefused as error:
             logger.error("claim_refused reason=%s", error)
-            return UNTOLD
+            return NO_REASON
         attempt, name = claimed.attempt, claimed.unique_name
         place = Place.of_its_own(Credentials(claimed.job, claimed.token, options.service), attempt)
     with place:
@@ -95,14 +95,14 @@ def _run(place: Place, attempt: int, name: str | None, package: str | None) -> i
         logger.exception("job_failed")
         failure = _in_short(error)
         if failure.kind == SUPERSEDED:  # the run is that of the newer attempt
-            return UNTOLD
+            return NO_REASON
         place.fail(failure)
-    if (why := place.failure()) is not None:
-        logger.error("job_failed kind=%s message=%s", why.kind, why.message)
+    if (kept := place.failure()) is not None:
+        logger.error("job_failed kind=%s message=%s", kept.kind, kept.message)
         return 1
     if not place.has_succeeded():
         logger.error("job_ended_without_summary reason=rank 0 was lost as it wrote it; a further attempt will")
-        return UNTOLD
+        return NO_REASON
     return 0
 
 
@@ -129,7 +129,7 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int, package: Path | No
             environment["working_dir"] = str(package)
         ray.init(address=address, runtime_env=environment)
     interface = spec.network.interface
-    refuse_misfits(interface)
+    refuse_unfit_nodes(interface)
     wanted, resources = wanted_workers(place, spec.workers), ray.cluster_resources()
     workers = spec.workers.model_copy(update={"min": wanted.min, "max": wanted.max})
     use_gpu = _use_gpu(workers, resources.get("GPU", 0))
@@ -164,13 +164,13 @@ def wanted_workers(place: Place, workers: Workers) -> WantedWorkers:
 
 
 class WantedFollower:
-    """Looks now and then what is wanted, in a thread, and hands on what has changed. `tell` may raise; then again.
+    """Looks now and then what is wanted, in a thread, and hands on what has changed. `pass_on` may raise; then again.
 
     first: what is known already.
     """
 
-    def __init__(self, place: Place, first: WantedWorkers, tell: Callable[[WantedWorkers], None]) -> None:
-        self._place, self._told, self._tell = place, first, tell
+    def __init__(self, place: Place, first: WantedWorkers, pass_on: Callable[[WantedWorkers], None]) -> None:
+        self._place, self._known, self._pass_on = place, first, pass_on
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-wanted", daemon=True)
         self._thread.start()
@@ -183,15 +183,15 @@ class WantedFollower:
     def _run(self) -> None:
         while not self._closing.wait(self._place.wanted_look_s):
             now = self._place.wanted()
-            if now is None or now == self._told:
+            if now is None or now == self._known:
                 continue
             try:
-                self._tell(now)
-            except Exception:  # whatever Ray raises: the actor is being started again, and then it is told
+                self._pass_on(now)
+            except Exception:  # whatever Ray raises: the actor is being started again; it is tried again
                 logger.warning("wanted_workers_untold min=%d max=%d", now.min, now.max, exc_info=True)
                 continue
             logger.info("wanted_workers min=%d max=%d revision=%d", now.min, now.max, now.revision)
-            self._told = now
+            self._known = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,7 @@ def _fit_in_place(
         **how,
     )
 
-    def tell(now: WantedWorkers) -> None:
+    def pass_on(now: WantedWorkers) -> None:
         ray.get(ensure_membership(trainer.plan).set_limits.remote(now.min, now.max), timeout=30)
 
     def look() -> dict[str, Any] | None:
@@ -351,7 +351,7 @@ def _fit_in_place(
         return None if membership is None else ray.get(membership.snapshot.remote(), timeout=10)
 
     first = WantedWorkers(min=workers.min, max=workers.max, revision=0)
-    follower = WantedFollower(place, first, tell)
+    follower = WantedFollower(place, first, pass_on)
     watch = MembershipWatch(place, look)
     try:
         trainer.fit()
@@ -424,12 +424,12 @@ def _in_short(error: Exception) -> Failure:
     causes = getattr(error, "worker_failures", None)
     if not causes:
         return failure_of(error)
-    told = "; ".join(f"rank {rank}: {str(cause).strip().splitlines()[-1]}" for rank, cause in sorted(causes.items()))
+    last = "; ".join(f"rank {rank}: {str(cause).strip().splitlines()[-1]}" for rank, cause in sorted(causes.items()))
     own = (getattr(cause, "_base_exc", cause) for cause in causes.values())  # Ray Train wraps what a worker raised
     superseded = any(type(cause).__name__ == SUPERSEDED for cause in own)
     return Failure(
         kind=SUPERSEDED if superseded else type(error).__name__,
-        message=f"workers were lost more often than workers.max_restarts allows. Last: {told}"[:4000],
+        message=f"workers were lost more often than workers.max_restarts allows. Last: {last}"[:4000],
     )
 
 

@@ -63,7 +63,7 @@ def facts(address: str) -> NodeFacts:
     return NodeFacts(address, socket.gethostname(), versions, interfaces())
 
 
-def refuse_misfits(interface: str | None) -> None:
+def refuse_unfit_nodes(interface: str | None) -> None:
     """Ask every node that can have workers. interface: what the job names. Raises: NodesDiffer, NoEnvironment,
     InterfaceMissing.
     """
@@ -75,17 +75,19 @@ def refuse_misfits(interface: str | None) -> None:
 
 def refuse_mixed(known: Sequence[NodeFacts]) -> None:
     """Raises: NodesDiffer."""
-    told = []
+    differing = []
     for name in ("Python", *COMPARED):
         by_version: dict[str, list[str]] = defaultdict(list)
         for node in known:
             by_version[node.versions[name]].append(str(node))
         if len(by_version) > 1:
-            told.append(f"{name} " + ", ".join(f"{v} on {' and '.join(by_version[v])}" for v in sorted(by_version)))
-    if told:
+            differing.append(
+                f"{name} " + ", ".join(f"{v} on {' and '.join(by_version[v])}" for v in sorted(by_version))
+            )
+    if differing:
         raise NodesDiffer(
-            f"the machines of the cluster have different versions: {'; '.join(told)}. Install the same on all, and "
-            "submit the job again"
+            f"the machines of the cluster have different versions: {'; '.join(differing)}. Install the same on all, "
+            "and submit the job again"
         )
 
 
@@ -118,7 +120,7 @@ def interface_variables(interface: str) -> dict[str, str]:
 def use_interface_of(address: str) -> None:
     """Have NCCL of this process use the interface of its address, unless its environment says otherwise.
 
-    gloo is told the address itself (forming/group.py). NCCL would take the first interface that it likes.
+    gloo is given the address itself (forming/group.py). NCCL would take the first interface that it likes.
     """
     name = name_of(address)
     if name is not None and not address.startswith("127."):
@@ -126,14 +128,14 @@ def use_interface_of(address: str) -> None:
 
 
 def _ask_all() -> list[NodeFacts]:
-    """Every living node that offers CPUs or GPUs. One that does not answer in time is told, and left out."""
+    """Every living node that offers CPUs or GPUs. One that does not answer in time is logged, and left out."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"] and {"CPU", "GPU"} & set(node["Resources"])]
     if len(nodes) <= 1:
         return [facts(str(ray.util.get_node_ip_address()))]
-    # The job's environment names a log of the driver's box, in which Ray is to tell how it was made (head_environment()
+    # The job's environment names a log of the driver's box, in which Ray is to log how it was made (head_environment()
     # of the service). A box whose Ray lies elsewhere has no such folder, and could not make the environment at all.
     here: dict[str, Any] = {"config": {"log_files": []}}
     ask: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=here)(facts)

@@ -1,4 +1,4 @@
-"""Whose part of a checkpoint will not come any more? What the ranks of a generation owe of it, and who has gone.
+"""Whose part of a checkpoint will not come any more: what the ranks of a generation owe of it, and who has gone.
 
     who has gone                         what lacks its part is waited for
     it left as planned                   LEAVE_S + BROKEN_S: so long it may go on writing
@@ -6,7 +6,7 @@
     it was lost                          BROKEN_S more, whose part ever is missing: the others may have seen the loss
                                          before they began to write theirs
 
-Of whoever leaves the membership hears no more. But a worker listens at its door (forming/pairs.py) until its process
+Of a worker that has left the membership hears no more. But it listens at its door (forming/pairs.py) until its process
 ends, after its last checkpoint. So where the system at its address says that nobody listens there, it has ended. No
 answer proves nothing.
 """
@@ -40,7 +40,7 @@ class _Left:
 
 
 class Owed:
-    """The parts of one checkpoint. One thread tells it of seats, another one asks it.
+    """The parts of one checkpoint. One thread reports seats, another one asks.
 
     seat: of the generation that saves it. has_ended: of a host and a port, as nobody_listens.
     """
@@ -58,7 +58,7 @@ class Owed:
         self._lock = threading.Lock()
 
     def seated(self, seat: Seat) -> None:
-        """Whoever is not of this generation has gone. To be told of each, also of those that never formed."""
+        """Those that are not of this generation have gone. To be called for each, also for those that never formed."""
         here = {member.identity.id for member in seat.members}
         lost = {one.id: one.why for one in seat.lost}
         now = self._clock()

@@ -7,32 +7,23 @@ ElasticRanks   members of a membership, with a group for each generation (formin
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from thinwire.comm import TorchGroup
 from thinwire.comm.protocol import Group
-from thinwire.workers.membership import Seat
+from thinwire.workers.membership import Change, Seat
 from thinwire.workers.whereabouts import Whereabouts
 
 OnWait = Callable[[int, bool], None]
 """Of the last committed step, and whether the wait begins."""
 
 
-def nobody_asks(step: int, waits: bool) -> None:
+def only_logged(step: int, waits: bool) -> None:
     """For whom the log is enough."""
 
 
 class RunEnded(Exception):
     """Another worker has ended the run for good: nobody is to go on with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The generation ends after this step, on all ranks, as planned."""
-
-    leaving: bool
-    reason: str
 
 
 class Ranks(Protocol):
@@ -47,7 +38,7 @@ class Ranks(Protocol):
 
     @property
     def step(self) -> int:
-        """The last committed step that form() and at_boundary() were told of."""
+        """The last committed step that form() and at_boundary() were given."""
 
     where: Whereabouts
     """What this worker's loop is at: the loop says it here."""
@@ -59,7 +50,7 @@ class Ranks(Protocol):
         Raises: PeerLost, and then call it again; MembershipError where this worker has no place any more; RunEnded.
         """
 
-    def at_boundary(self, step: int) -> Stop | None:
+    def at_boundary(self, step: int) -> Change | None:
         """After each committed step: is it the last of this generation? Else as `look`."""
 
     def look(self, step: int) -> None:
@@ -75,7 +66,7 @@ class Ranks(Protocol):
         """End well: the others do not wait for this worker any more."""
 
     def fail(self, reason: str) -> None:
-        """End with an error of this worker's own: the others are told at once."""
+        """End with an error of this worker's own: the others hear of it at once."""
 
     @property
     def seat(self) -> Seat | None:
@@ -90,7 +81,7 @@ class FixedRanks:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.on_wait: OnWait = nobody_asks
+        self.on_wait: OnWait = only_logged
         self.where = Whereabouts()
         self.step = 0
 
@@ -99,13 +90,13 @@ class FixedRanks:
         self.step = step
         return self._group
 
-    def at_boundary(self, step: int) -> Stop | None:
+    def at_boundary(self, step: int) -> Change | None:
         """No."""
         self.step = step
         return None
 
     def look(self, step: int) -> None:
-        """Nothing: collectives tell."""
+        """Nothing: collectives find out."""
 
     def may_commit(self) -> bool:
         """Nobody goes on without this rank."""

@@ -1,6 +1,6 @@
 """Whether all ranks hold the same, bit for bit: compared by hash, 32 bytes of each vector and rank.
 
-Where they do not, those are at fault that do not hold what more than half of the ranks hold. Else nobody can tell.
+Where they do not, those are at fault that do not hold what more than half of the ranks hold. Else nobody knows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIGEST_BYTES = 32
 class ReplicasDiffer(Exception):
     """Ranks hold different parameters or state: a defect, never a user's fault. Nothing is saved of it.
 
-    ranks: those at fault; all of them where nobody can tell which.
+    ranks: those at fault; all of them where nobody knows which.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
@@ -40,11 +40,11 @@ def refuse_differing(optimizer: FlatOptimizer[Any], group: Group, step: int) -> 
     PeerLost.
     """
     own = _digests_of(optimizer)
-    told = _told_by_all(group, b"".join(own.values()), optimizer.space.p_N.device)
-    ranks = _at_fault(told)
+    digests = _gathered(group, b"".join(own.values()), optimizer.space.p_N.device)
+    ranks = _at_fault(digests)
     if not ranks:
         return
-    differing = [name for index, name in enumerate(own) if len({_part(one, index) for one in told}) > 1]
+    differing = [name for index, name in enumerate(own) if len({_part(one, index) for one in digests}) > 1]
     if len(ranks) < group.size:
         who = f"{group.size - len(ranks)} of {group.size} ranks hold the same, and rank {_listed(ranks)} something else"
     else:
@@ -65,18 +65,18 @@ def replicas_bit_equal(optimizer: FlatOptimizer[Any], group: Group) -> bool:
 def ranks_at_fault(group: Group, digest: bytes, device: torch.device) -> tuple[int, ...]:
     """The ranks whose digest is not that of more than half of them; all, where there is none such; none, where all are
     alike. The same on every rank. Collective. Raises: PeerLost."""
-    return _at_fault(_told_by_all(group, digest, device))
+    return _at_fault(_gathered(group, digest, device))
 
 
 def ranks_that_differ(group: Group, digest: bytes, device: torch.device) -> list[int]:
     """The ranks whose digest is not rank 0's; the same list on every rank. Collective. Raises: PeerLost."""
-    told = _told_by_all(group, digest, device)
-    return [rank for rank, one in enumerate(told) if one != told[0]]
+    digests = _gathered(group, digest, device)
+    return [rank for rank, one in enumerate(digests) if one != digests[0]]
 
 
-def _at_fault(told: list[bytes]) -> tuple[int, ...]:
-    most, count = Counter(told).most_common(1)[0]
-    return tuple(rank for rank, one in enumerate(told) if one != most or 2 * count <= len(told))
+def _at_fault(digests: list[bytes]) -> tuple[int, ...]:
+    most, count = Counter(digests).most_common(1)[0]
+    return tuple(rank for rank, one in enumerate(digests) if one != most or 2 * count <= len(digests))
 
 
 def _digests_of(optimizer: FlatOptimizer[Any]) -> dict[str, bytes]:
@@ -92,7 +92,7 @@ def _part(digests: bytes, index: int) -> bytes:
     return digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
 
-def _told_by_all(group: Group, digest: bytes, device: torch.device) -> list[bytes]:
+def _gathered(group: Group, digest: bytes, device: torch.device) -> list[bytes]:
     """What every rank gives, by rank: as many bytes as this one's. Collective. Raises: PeerLost."""
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     everyone = torch.zeros((group.size, own.numel()), dtype=torch.uint8, device=device)

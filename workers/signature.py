@@ -1,7 +1,7 @@
 """What a worker trains, in a few short texts: two workers belong to the same run where theirs are equal.
 
 A worker shows its signature when it joins (membership.Member.join). One that differs from the job's is not seated, and
-is told in which field; so a wrong worker ends by itself, before it has had any part in a step.
+learns in which field; so a wrong worker ends by itself, before it has had any part in a step.
 
     thinwire, torch, numba      versions
     code                        digest of the sources that decide what a rank computes and when it sends
@@ -78,13 +78,13 @@ def _of_code() -> dict[str, str]:
 
 def spec_fields(spec: JobSpec) -> dict[str, str]:
     """What the job file says, as spec.optimizer.lr: "0.001"."""
-    told = spec.model_dump(mode="json", exclude=MAY_DIFFER)
-    return {name: _shortened(json.dumps(value)) for name, value in _leaves("spec", told)}
+    fields = spec.model_dump(mode="json", exclude=MAY_DIFFER)
+    return {name: _shortened(json.dumps(value)) for name, value in _leaves("spec", fields)}
 
 
 @cache
 def code_digest(package: Path) -> str:
-    """Of the sources of COMPUTES below `package`: a version does not tell two checkouts apart. Raises: OSError."""
+    """Of the sources of COMPUTES below `package`: a version does not distinguish two checkouts. Raises: OSError."""
     hashed = hashlib.sha256()
     for name in COMPUTES:
         for file in sorted((package / name).rglob("*.py")):

@@ -68,7 +68,7 @@ class Whereabouts:
         """The collectives are those of this group from here on."""
         self._calls = calls_of(group)
 
-    def told(self, after_s: float) -> Doing | None:
+    def doing(self, after_s: float) -> Doing | None:
         """What it is at; None where it has begun that less than `after_s` ago. From any thread."""
         what, since, at_end = self._at
         seconds = time.monotonic() - since
@@ -137,7 +137,7 @@ class Stillness:
 
     def look(self) -> Doing | None:
         """What it is at, once for each part of the run that takes too long. Call it again and again."""
-        doing = self._where.told(0.0)
+        doing = self._where.doing(0.0)
         assert doing is not None
         before, seconds = self._at
         if doing.what != before or doing.seconds < seconds:

@@ -103,14 +103,14 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
         reporter.close(timeout_s=2.0)
         if not ranks.elastic:
             raise
-        return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # the next rank 0 is told too
+        return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # the next rank 0 is refused too
     except Exception as error:
         logger.exception("training_failed number=%d step=%d", number, ranks.step)
         if isinstance(spec, ScriptSpec):
             failure = failure_of_script(error, spec.recipe, ranks.step)
         else:
             failure = failure_of(error, ranks.step)
-        if ranks.elastic:  # which has told the others
+        if ranks.elastic:  # which has reported it to the others
             reporter.close(timeout_s=2.0)
             return _failed(failure, ranks, error)
         place.fail(failure)
@@ -158,7 +158,7 @@ def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:
 
 
 def pass_on(told_to_leave: threading.Event, member: Member) -> None:
-    """Wait for a notice, and tell the membership."""
+    """Wait for a notice, and pass it to the membership."""
     told_to_leave.wait()
     member.ask_to_leave("its process was told to end (SIGTERM)")
 

@@ -13,9 +13,9 @@ from thinwire.workers.nodes import (
     NodesDiffer,
     NoEnvironment,
     facts,
-    refuse_misfits,
     refuse_missing,
     refuse_mixed,
+    refuse_unfit_nodes,
 )
 
 ALIKE = {"Python": "3.11.2", "thinwire": "0.1.0", "torch": "2.13.0", "ray": "2.60.0"}
@@ -67,7 +67,7 @@ def test_a_node_that_cannot_make_the_jobs_environment_is_named(monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(NoEnvironment, match=r"pip could not install einops==99 on the box 10\.0\.0\.2: No matching"):
-        refuse_misfits(None)
+        refuse_unfit_nodes(None)
 
 
 def test_this_machine_knows_itself():

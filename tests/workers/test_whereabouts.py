@@ -52,7 +52,7 @@ def wait_for_the_lock(job):
 
 
 def test_a_thread_that_hangs_is_told_by_the_users_functions_and_no_values(hung):
-    told = hung(wait_for_the_lock).where.told(0.0)
+    told = hung(wait_for_the_lock).where.doing(0.0)
     assert told is not None
     assert told.what == "step 8"
     names = [frame.partition(" ")[0] for frame in told.stack]
@@ -64,8 +64,8 @@ def test_a_thread_that_hangs_is_told_by_the_users_functions_and_no_values(hung):
 
 def test_one_that_has_just_begun_something_else_tells_nothing(hung):
     where = hung(wait_for_the_lock).where
-    assert where.told(3600.0) is None
-    assert where.told(0.0).seconds >= 0
+    assert where.doing(3600.0) is None
+    assert where.doing(0.0).seconds >= 0
 
 
 def test_the_collective_that_it_waits_in_is_told_with_its_call(hung):
@@ -73,10 +73,10 @@ def test_the_collective_that_it_waits_in_is_told_with_its_call(hung):
     calls = Calls()
     job.where._calls = calls
     calls.begin(Place(0, 1, "all_to_all", 16384))
-    assert not job.where.told(0.0).waits
+    assert not job.where.doing(0.0).waits
     calls.now = "Adam.step() 8"
     calls.waits.add(Place(0, 1, "all_to_all", 16384))
-    told = job.where.told(0.0)
+    told = job.where.doing(0.0)
     assert told.waits
     assert told.begun == 1
     assert told.operation == "all_to_all of 16,384 bytes in Adam.step() 8"
@@ -93,14 +93,14 @@ def test_what_is_told_is_bounded_and_can_be_sent_whatever_the_stack(hung):
     file = "/" + "d" * 3000 + "/bad\n\udc80name.py"
     scope = {"deep": deep}
     exec(compile(f"def {name}(job):\n    deep(job)\n", file, "exec"), scope)
-    told = hung(scope[name]).where.told(0.0)
+    told = hung(scope[name]).where.doing(0.0)
     assert len(told.stack) <= OWN_FRAMES + OTHER_FRAMES
     assert max(map(len, told.stack)) <= LONGEST_NAME + LONGEST_FILE + 12
     beat = Beat(number=1, step=3, seconds=0.1, doing=told)
     assert from_member.validate_json(beat.model_dump_json()) == beat
     shallow = {"deep": lambda job: job.hang()}
     exec(compile(f"def {name}(job):\n    deep(job)\n", file, "exec"), shallow)
-    told = hung(shallow[name]).where.told(0.0)
+    told = hung(shallow[name]).where.doing(0.0)
     assert any("bad??name.py:2" in frame for frame in told.stack)
     beat = Beat(number=1, step=3, seconds=0.1, doing=told)
     assert from_member.validate_json(beat.model_dump_json()) == beat

@@ -75,7 +75,7 @@ def test_an_attempt_that_was_superseded_leaves_no_failure_to_the_newer_one(tmp_p
     spec = {"steps": 8, "global_batch": 2, "optimizer": {"name": "adam", "lr": 1e-3}}
     (tmp_path / "job.json").write_text(json.dumps({"job_id": "j", "created_at": 0.0, "spec": spec}))
     monkeypatch.setattr(driver, "fit", superseded)
-    assert driver.main(["--run-dir", str(tmp_path)]) == driver.UNTOLD
+    assert driver.main(["--run-dir", str(tmp_path)]) == driver.NO_REASON
     assert not (tmp_path / "failure.json").exists()
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_ends_without_its_summary_has_not_succeeded(tmp_path, monkeyp
     spec = {"steps": 8, "global_batch": 2, "optimizer": {"name": "adam", "lr": 1e-3}}
     (tmp_path / "job.json").write_text(json.dumps({"job_id": "j", "created_at": 0.0, "spec": spec}))
     monkeypatch.setattr(driver, "fit", lambda *_: None)
-    assert driver.main(["--run-dir", str(tmp_path)]) == driver.UNTOLD
+    assert driver.main(["--run-dir", str(tmp_path)]) == driver.NO_REASON
     assert not (tmp_path / "failure.json").exists()  # so that the service tries again
     (tmp_path / "summary.json").write_text("{}")
     assert driver.main(["--run-dir", str(tmp_path)]) == 0

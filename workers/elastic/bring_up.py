@@ -1,4 +1,4 @@
-"""One slot, from nothing or from a living worker, to a train function that runs: a thread for each.
+"""One slot: the actor that fills it, and how it gets there, from nothing or from a living worker: a thread for each.
 
     place       a placement group of its own; waits for resources as long as it takes
     create      the worker's actor, named by its slot           (an adopted worker begins here, with `hello`)
@@ -10,29 +10,32 @@ A thread touches nothing of the group's: it leaves an Arrival in the queue. Wait
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 import queue
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RuntimeEnvSetupError
-from ray.train.v2._internal.execution.context import DistributedContext
-from ray.train.v2._internal.execution.worker_group.worker import Worker
+from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from thinwire.contract.environment_words import why_no_environment
-from thinwire.workers.elastic import leftovers
+from thinwire.workers.elastic import leftovers, worker_side
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.elastic.worker import ElasticWorker, Hello, LeaseExpired
+from thinwire.workers.elastic.worker_side import Lease, heed_sigterm, lease_expired
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,104 @@ ANSWER_S = 2.0
 MOST_AT_ONCE = 32
 _POLL_S = 0.1
 _SLOW_POLL_S = 1.0
+
+
+class LeaseExpired(RuntimeError):
+    """This worker is ending: neither a driver nor the membership has been heard of in time."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a worker says of itself to the driver that adopts it. unit: the name of its placement group."""
+
+    slot: int
+    unit: str
+
+
+class NoCollectives:
+    """Stands where Ray Train has its synchronisation actor."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name}: ray.train.report and ray.train.collective are barriers over a fixed number of workers, and this "
+            "job has none: write checkpoints to the run folder, and use the job's own group"
+        )
+
+    def __reduce__(self) -> tuple[type[NoCollectives], tuple[()]]:
+        return (NoCollectives, ())
+
+
+class ElasticWorker(RayTrainWorker):  # type: ignore[misc]
+    """The actor around a train function: Ray Train's own, but it can be adopted, and ends when nobody asks for it.
+
+    A restarted controller, or the next driver's, finds it by name and goes through the same calls as with a new one:
+    `hello`, `init_train_context`, `run_train_fn`, then `poll_status` for ever. The second and third do nothing twice.
+    Ray calls its methods one at a time.
+    """
+
+    def __init__(self, plan: Plan, slot: int, unit: str) -> None:
+        super().__init__()
+        self._plan = plan
+        self._slot = slot
+        self._unit = unit
+        self._running = False
+        self._lease = Lease(plan.alone_s, self._end)
+        worker_side.seat(plan.facts(slot), self._lease)
+        heed_sigterm(plan.grace_s, self._train_function_runs)
+
+    def hello(self, attempt: int) -> Hello:
+        """Who this is, and whose from now on: of this attempt of the job. Raises: LeaseExpired where it is ending."""
+        self._lease.renew()
+        worker_side.adopt(attempt)
+        if lease_expired.is_set():
+            raise LeaseExpired(f"slot {self._slot} is ending: nobody asked for it in {self._plan.alone_s:g} s")
+        return Hello(self._slot, self._unit)
+
+    def get_metadata(self) -> Any:
+        """Where this process is."""
+        self._lease.renew()
+        return super().get_metadata()
+
+    def init_train_context(self, *args: Any, **kwargs: Any) -> None:
+        """Make Ray Train's context; where the train function runs already, only replace who serves it."""
+        with self._lease.held():
+            if not self._running:
+                super().init_train_context(*args, **kwargs)
+                return
+            context = get_train_context()
+            context.controller_actor = kwargs["controller_actor"]
+            context.execution_context = dataclasses.replace(
+                context.execution_context, synchronization_actor=kwargs["synchronization_actor"]
+            )
+
+    def run_train_fn(self, train_fn_ref: Any) -> None:
+        """Start the train function, once."""
+        with self._lease.held():  # it imports torch
+            if not self._running:
+                super().run_train_fn(train_fn_ref)
+                self._running = True
+
+    def poll_status(self) -> Any:
+        """How it goes. Being asked renews the lease."""
+        self._lease.renew()
+        status = super().poll_status()
+        if lease_expired.is_set():  # it returned because of that, not because the training has come to its end
+            status = dataclasses.replace(status, running=True)
+        return status
+
+    def _end(self) -> None:
+        logger.warning("lease_expired slot=%d pid=%d alone_s=%g", self._slot, os.getpid(), self._plan.alone_s)
+        lease_expired.set()
+        until = time.monotonic() + self._plan.grace_s
+        while time.monotonic() < until and self._train_function_runs():
+            time.sleep(0.05)
+        logger.warning("worker_ends slot=%d pid=%d", self._slot, os.getpid())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the train function may hang: nothing else is sure
+
+    def _train_function_runs(self) -> bool:
+        return self._running and any(thread.name.startswith("TrainingThread") for thread in threading.enumerate())
 
 
 @dataclass
@@ -209,7 +310,7 @@ class BringUp:
             logger.warning("no_environment slot=%d ray_says=%r", self.slot, str(error))
             why, cancelled = why_no_environment(str(error)), self._cancelled.is_set()
             self._arrivals.put(Arrival(self.slot, None, why, self._started, cancelled, no_environment=True))
-        except Exception as error:  # noqa: BLE001 - the border of a thread: told to the group, which counts
+        except Exception as error:  # noqa: BLE001 - the border of a thread: passed to the group, which counts
             self._remove()
             why = f"{type(error).__name__}: {str(error).strip()}"
             self._arrivals.put(Arrival(self.slot, None, why, self._started, cancelled=self._cancelled.is_set()))

@@ -1,15 +1,15 @@
 """How workers have failed, and when that is the job's end: whose is the error that a train function ended with?
 
-What an error says of itself does not tell: a full disk, a NaN or a CUDA error may be one machine's, or come to all. But
+An error itself does not say: a full disk, a NaN or a CUDA error may be one machine's, or come to all. But
 an error that is the job's comes to every worker that tries the same step. So:
 
     the worker's    others get past the step at which it failed
-    the job's       all ranks had it and told each other so, as where training has diverged to NaN
+    the job's       all ranks had it and know that of each other, as where training has diverged to NaN
                     every worker that is there has failed at a step that nobody has got past: at once, with that error.
                     For one alone, which nobody can be compared with: where nothing has been committed yet; else when
                     it fails there again
-                    so many generations have tried one step, and in each a worker failed: who fails may be whoever
-                    has the sample, and where workers.min is missing the others cannot get past without another worker
+                    so many generations have tried one step, and in each a worker failed: it may be the one that has
+                    the sample, and where workers.min is missing the others cannot get past without another worker
                     others have come to the end of the training, in the generation in which it failed: there is nothing
                     left to be done by another worker
     too many        a slot, or the slots together, have failed so often that to go on is no use. A worker that was never
@@ -49,7 +49,7 @@ class JobFailed(RuntimeError):
 
 
 class WorkerFailed(RuntimeError):
-    """What Ray Train is told of a worker's error where nobody is left, and it has to start all again."""
+    """A worker's error as Ray Train hears of it, where nobody is left, and it has to start all again."""
 
 
 def own_error(status: Any) -> Failed | None:

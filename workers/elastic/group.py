@@ -1,8 +1,8 @@
 """The worker group: Ray Train's, where the dead are replaced one by one and their number may change at any time.
 
 The controller polls. Each poll takes in what arrived, asks the living, drops the dead and those that have left, starts
-bring-ups for what is missing, asks the surplus to leave, and tells the controller of the living only: it stays RUNNING.
-It hears of deaths in one case, when nobody is left of those that trained: then it starts all again, from the
+bring-ups for what is missing, asks the surplus to leave, and reports only the living to the controller, which stays
+RUNNING. It hears of deaths in one case, when nobody is left of those that trained: then it starts all again, from the
 checkpoint, as Ray Train does. While one lives the state lives, and the job waits for resources as long as it takes.
 A worker whose train function ended with an error is gone too; where the error is the job's it ends (failures.py).
 
@@ -38,11 +38,10 @@ from ray.train.v2.api.exceptions import ControllerError
 from ray.util.placement_group import remove_placement_group
 
 from thinwire.workers.elastic import leftovers
-from thinwire.workers.elastic.bring_up import Arrival, BringUp, SilentNodes, Unit
+from thinwire.workers.elastic.bring_up import Arrival, BringUp, ElasticWorker, NoCollectives, SilentNodes, Unit
 from thinwire.workers.elastic.failures import Failure, Failures, JobFailed, Others, WorkerFailed, own_error
 from thinwire.workers.elastic.membership_actor import Headcount, MembershipLink
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.elastic.worker import ElasticWorker, NoCollectives
 from thinwire.workers.elastic.worker_side import Failed, Left
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ MEMBER_UNAVAILABLE_S = 60.0
 class Loss:
     """Why a worker is gone. node_lives: its place can be filled again; else the node may be gone with it.
 
-    answered: something has told that it is gone; else the node may be silent, and Ray not know it.
+    answered: something has reported that it is gone; else the node may be silent, and Ray not know it.
     """
 
     why: str
@@ -72,9 +71,9 @@ class Health:
 
     A worker that Ray cannot reach may be alive, so that is death after UNAVAILABLE_S, or as soon as the membership has
     counted it out. One that still is a member may train while this host is cut off: it has MEMBER_UNAVAILABLE_S. Where
-    a machine has vanished nothing tells Ray so: a poll stays without an answer, and once the membership has counted
-    that worker out too it has UNANSWERED_S. A worker whose process lives but that the membership has counted out long
-    ago hangs: it must make room. An error of a train function is none of these: see failures.py.
+    a machine has vanished nothing reports it to Ray: a poll stays without an answer, and once the membership has
+    counted that worker out too it has UNANSWERED_S. A worker whose process lives but that the membership has counted
+    out long ago hangs: it must make room. An error of a train function is none of these: see failures.py.
     """
 
     def __init__(self, leave_s: float) -> None:
@@ -112,8 +111,8 @@ class Health:
             and unanswered_s > (UNANSWERED_S if gone is not None else MEMBER_UNAVAILABLE_S)
             and not member
         ):
-            told = "is not seated" if gone is None else gone.why
-            return status, Loss(f"no answer for {unanswered_s:.0f} s, and no member ({told})", answered=False)
+            reason = "is not seated" if gone is None else gone.why
+            return status, Loss(f"no answer for {unanswered_s:.0f} s, and no member ({reason})", answered=False)
         if status.running and gone is not None and gone.since_s > self._leave_s:
             why = f"its process goes on {gone.since_s:.0f} s after the membership counted it out ({gone.why})"
             return status, Loss(why)
@@ -189,7 +188,7 @@ class ElasticGroupState(WorkerGroupState):  # type: ignore[misc]
 
 
 class ElasticStatePage(StateManagerCallback):  # type: ignore[misc]
-    """Ray Train's, told of each change of the workers."""
+    """Ray Train's, updated at each change of the workers."""
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """No worker is there yet, whom the inherited method would ask for versions."""
@@ -337,7 +336,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             self._set_units([*self._units, *came])
 
     def _judge(self, statuses: list[Any]) -> WorkerGroupPollStatus:
-        """What the controller is told, after those that are gone were dropped and others started."""
+        """The status for the controller, after those that are gone were dropped and others started."""
         headcount = self._link.headcount()
         if headcount is not None:
             self._has_enough = headcount.enough
@@ -352,7 +351,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
             own = own_error(counted)
             if loss is not None:
                 lost.append((unit, loss, status))
-            elif own is not None and headcount is None:  # whose it is cannot be told yet
+            elif own is not None and headcount is None:  # whose it is is not known yet
                 kept.append((unit, WorkerStatus(running=True)))
             elif own is not None:
                 failed.append((unit, own))

@@ -3,7 +3,7 @@
 What a pod runs before it is ended (preStop), or a person before a machine is turned off. The node is drained, as Ray
 does when a spot machine is to be taken away: the job's controller sees that, dismisses the workers that are there, and
 they hand over. Ends when none is left, or after --wait seconds. A Ray that does not answer is not waited for: the time
-that the machine still has is its workers', which save and leave by themselves when they are told to end.
+that the machine still has is its workers', which save and leave by themselves when they are signalled to end.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def leave(address: str, own: set[str], wait_s: float) -> int:
         client = _within(min(ASK_S, wait_s), lambda: GcsClient(address=address))
         nodes = _within(ASK_S, lambda: _drained(client, own, wait_s))
         return _wait(client, nodes, until, wait_s)
-    except Exception as error:  # noqa: BLE001 - Ray raises what it likes; its operator is told, not kept
+    except Exception as error:  # noqa: BLE001 - Ray raises what it likes; its operator learns of it, and is not kept
         words = str(error) or type(error).__name__
         print(f"Ray at {address} cannot be asked to empty this node: {words}", file=sys.stderr)  # noqa: T201
         return 2
 
 
 def _drained(client: Any, own: set[str], wait_s: float) -> set[bytes]:
-    """The nodes of these addresses, told to be drained."""
+    """Drain the nodes of these addresses; their ids."""
     from ray.core.generated import autoscaler_pb2, gcs_pb2
 
     nodes = {

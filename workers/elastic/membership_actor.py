@@ -50,7 +50,7 @@ class Gone:
 class Headcount:
     """What the worker group must know at each poll.
 
-    generation: 0 before the first. seated: slots of this one. step: the last that a member has told of. enough: there
+    generation: 0 before the first. seated: slots of this one. step: the last that a member has reported. enough: there
     are as many as the job needs, those included that wait for the next generation.
     """
 
@@ -87,7 +87,7 @@ class MembershipActor:
     def _open_server(self, quiet_s: float) -> MembershipServer:
         """quiet_s: how long somebody of the generation that was kept may still commit."""
         for port in dict.fromkeys((self._port, 0)):
-            try:  # members look where it was, too, when nobody can tell them where it is
+            try:  # members look where it was, too, when nobody can say where it is
                 server = MembershipServer(
                     self._limits,
                     self._plan.secret,

@@ -107,7 +107,7 @@ class Failed:
     """What a train function returns that ended with an error of its own. Whose error that is says failures.py.
 
     kind: the error's class. step: the last that it has committed, generation: the last in which it was seated; 0: none.
-    of_all: the ranks of that generation have told each other that it is the error of every one of them.
+    of_all: the ranks of that generation know of each other that it is the error of every one of them.
     """
 
     kind: str
@@ -192,8 +192,8 @@ def _elastic(config: dict[str, Any]) -> dict[str, Any]:
 
 
 told_to_leave = threading.Event()
-"""Set in a worker's process when it has been told to end while its train function runs. A train function that watches
-it leaves in order and returns `Left`; the process ends in any case after the job's grace period."""
+"""Set in a worker's process when it has been signalled to end while its train function runs. A train function that
+watches it leaves in order and returns `Left`; the process ends in any case after the job's grace period."""
 
 
 def heed_sigterm(grace_s: float, is_busy: Callable[[], bool]) -> None:
@@ -203,7 +203,7 @@ def heed_sigterm(grace_s: float, is_busy: Callable[[], bool]) -> None:
     """
     before = signal.getsignal(signal.SIGTERM)
 
-    def told(number: int, frame: FrameType | None) -> None:
+    def notice(number: int, frame: FrameType | None) -> None:
         if is_busy() and not told_to_leave.is_set():
             told_to_leave.set()
             threading.Thread(target=_end, args=(grace_s,), name="thinwire-notice", daemon=True).start()
@@ -212,7 +212,7 @@ def heed_sigterm(grace_s: float, is_busy: Callable[[], bool]) -> None:
         else:
             sys.exit(1)
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, notice)
 
 
 def _end(grace_s: float) -> None:

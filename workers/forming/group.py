@@ -1,7 +1,7 @@
 """An attempt to make the process group of a generation, which the membership ends at any moment; the end of a group.
 
 Rank 0 opens a store, every pair is proved (pairs.py), and only then a transport connects: what it would wait for is
-known to be there, but for a death in just that moment, which the membership tells.
+known to be there, but for a death in just that moment, which the membership reports.
 
 gloo and NCCL wait for peers in C++, up to a time-out, and nothing can end that. So they connect in a thread of their
 own. The waiting thread listens to the membership too, and leaves the thread alone when the generation is over: it
@@ -36,10 +36,9 @@ from thinwire.comm.calls import NOWHERE, Calls, Place
 from thinwire.comm.groups.distributed import abort_nccl
 from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.protocol import Group
-from thinwire.workers.forming.pairs import Door, Pairs, Patience
-from thinwire.workers.forming.reach import Reach, Times
-from thinwire.workers.membership import Fenced, GenerationOver, JoinTimeout, Member, Seat, Standing
-from thinwire.workers.ranks import OnWait, RunEnded, Stop, nobody_asks
+from thinwire.workers.forming.pairs import Door, Pairs, Patience, Reach, Times
+from thinwire.workers.membership import Change, Fenced, GenerationOver, JoinTimeout, Member, Seat, Standing
+from thinwire.workers.ranks import OnWait, RunEnded, only_logged
 from thinwire.workers.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
@@ -138,8 +137,8 @@ def form_group(
     began = time.perf_counter()
     try:
         store = _serve_store(door.host) if seat.rank == 0 else None
-        tell = partial(member.unreachable, seat.generation)
-        port = Pairs(seat, door, attempt.over, tell, patience).prove(store.port if store else 0)
+        report = partial(member.unreachable, seat.generation)
+        port = Pairs(seat, door, attempt.over, report, patience).prove(store.port if store else 0)
         proved = time.perf_counter()
         if store is None:
             host = seat.members[0].identity.host
@@ -216,7 +215,7 @@ def _linger(last: list[dist.ProcessGroup], running: list[dist.Work], most_s: flo
 class MembershipDetector:
     """Which ranks of a generation are gone, as the membership says: at once and alike on all.
 
-    reach: is told of waits that take long; None: nobody is.
+    reach: hears of waits that take long; None: nobody does.
     """
 
     look_s = 0.05
@@ -227,7 +226,7 @@ class MembershipDetector:
         self.calls = Calls()
 
     def leave(self, reason: str) -> None:
-        """Tell the membership."""
+        """Report it to the membership."""
         self.left = reason
         self._member.fail(reason)
 
@@ -238,7 +237,7 @@ class MembershipDetector:
         return Lost(lost, "The job goes on with the ranks that are left. The log of the one that stopped says why")
 
     def ended(self) -> dict[int, str]:
-        """Nobody that the membership does not tell of at once."""
+        """Nobody that the membership does not report at once."""
         return {}
 
     def watch(self, at: Place = NOWHERE) -> _Look:
@@ -293,9 +292,9 @@ class ElasticRanks:
         self._member, self._door, self._device, self._timeout_s = member, door, device, timeout_s
         self._patience, self._times = patience, times
         self._reach: Reach | None = None
-        self.on_wait: OnWait = nobody_asks
+        self.on_wait: OnWait = only_logged
         self.where = Whereabouts()
-        member.doing = lambda after_s: self.where.told(after_s)
+        member.doing = lambda after_s: self.where.doing(after_s)
         self.seat: Seat | None = None
         self.step = 0
         self._group: TorchGroup | None = None
@@ -325,14 +324,13 @@ class ElasticRanks:
         self._member.formed()
         return self._group
 
-    def at_boundary(self, step: int) -> Stop | None:
+    def at_boundary(self, step: int) -> Change | None:
         """As Ranks.at_boundary."""
         self.step = step
         change = self._member.at_boundary(step)
-        if change is not None:
-            return Stop(change.leaving, change.reason)
-        self.look(step)
-        return None
+        if change is None:
+            self.look(step)
+        return change
 
     def look(self, step: int) -> None:
         """As Ranks.look. Under 10 microseconds while the lease holds."""

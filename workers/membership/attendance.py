@@ -8,7 +8,7 @@ A worker, as the server sees it:
     awaited     a member that this server, which was restarted, knows from others; silent after adopt_s
     lost        a member that is gone: its connection was ended at its side (`returning`: it may come back before the
                 next generation closes), it failed, or it was fenced
-    past        never taken again: `past` says what it is told when it comes back
+    past        never taken again: `past` has the refusal that it gets when it comes back
 
 Each member that is gone may hold a lease (commit_lease.py) for a while: `released` says until when. What the rules ask
 the server to do is left here as effects.
@@ -111,11 +111,11 @@ Effect = Send | Close | Happened | Keep
 class Present:
     """The present generation: who was seated, and what has happened since.
 
-    reason, lost_before, furthest_before: why it came to be, and the last step that was told before. over: why it ends,
+    reason, lost_before, furthest_before: why it came to be, and the last step reported before. over: why it ends,
     where that is not planned. planned: the change that was confirmed, planned_step: after which step; leaving: the ids
     of those that leave by it. at_end: a member has come to a clean end, and the others will too. furthest: the last
-    step that a member has told. released: ids that are gone, and until when each may commit. returning: those of them
-    that may come back. vacant: nobody is left who could commit, and the next server was told.
+    step that a member has reported. released: ids that are gone, and until when each may commit. returning: those of
+    them that may come back. vacant: nobody is left who could commit, and that was kept for the next server.
     """
 
     generation: int = 0
@@ -137,7 +137,7 @@ class Present:
     vacant: bool = False
 
     def seating(self, rank: int) -> m.Seating:
-        """What the member of this rank is told."""
+        """The message with the seat of this rank."""
         size, before = len(self.seats), self.furthest_before
         seat = Seat(self.generation, rank, size, self.seats, self.reason, self.lost_before, before)
         return m.Seating(seat=seat)
@@ -150,7 +150,7 @@ class Present:
         return heard
 
     def lost_peer(self, gone: LostMember) -> m.LostPeer:
-        """What the others are told."""
+        """The message to the others."""
         return m.LostPeer(generation=self.generation, rank=gone.rank, why=gone.why)
 
 
@@ -176,7 +176,7 @@ class Attendance:
         return [worker for worker in self.workers.values() if worker.awaited]
 
     def heard_lately(self, worker: Worker, now: float) -> bool:
-        """Was it heard of so short ago that it is about to be heard again?"""
+        """Was it heard of so recently that its next beat is about to come?"""
         return now - worker.heard_at <= self.timing.beat_timeout_s / 4
 
     def lease_end(self, worker: Worker) -> float:
@@ -214,7 +214,7 @@ class Attendance:
             self.tell(m.Cancel(number=plan.number))
 
     def remove(self, worker: Worker, past: m.Refusal) -> None:
-        """It is gone, and when it comes back it is told why."""
+        """It is gone, and when it comes back it is refused with this."""
         del self.workers[worker.identity.id]
         self.unwanted.pop(worker.identity.id, None)
         self.past[worker.identity.id] = past
@@ -238,7 +238,7 @@ class Attendance:
     ) -> None:
         """It is gone without a clean goodbye.
 
-        commits_until: when its lease has ended in any case. past: what it is told when it comes back.
+        commits_until: when its lease has ended in any case. past: the refusal when it comes back.
         """
         who = worker.identity
         self.remove(worker, past or m.Refusal(verdict="fenced", why=f"it was counted as lost: {why}"))
@@ -256,7 +256,7 @@ class Attendance:
         self._turn_out(worker, m.Refusal(verdict="refused", why=why), "refused", now)
 
     def end_generation(self, why: str, now: float, but: str | None = None) -> None:
-        """Nobody is lost, and yet the present generation is over. All are told but that one."""
+        """Nobody is lost, and yet the present generation is over. All members hear of it but that one."""
         present = self.present
         present.over = why
         if present.regroup_since is None:
@@ -274,7 +274,7 @@ class Attendance:
         self.say("returned", slot=worker.identity.slot, id=id, rank=worker.rank)
 
     def snapshot(self, limits: Limits, *, finished: bool, events: int) -> Snapshot:
-        """All that people are told. events: how many there have been."""
+        """What people see. events: how many there have been."""
         present, workers = [w for w in self.members() if not w.awaited], list(self.workers.values())
         joined = len(roster.seating(workers))
         status, text = self._status(limits, joined, finished=finished)

@@ -5,7 +5,7 @@ under a lock that nobody holds while sending.
 
 A planned stop takes a promise (roster.py). Once this member has said yes to a step, its loop does not go past that
 step before it knows the outcome: confirmed, it stops there; cancelled, it goes on. If the connection ends in between,
-nobody can tell whether the others were confirmed. Then this generation is over for it when it comes to that step, as
+nobody knows whether the others were confirmed. Then this generation is over for it when it comes to that step, as
 if a member had been lost, and it goes through join() like all the others. The same happens where the server says
 nothing for OUTCOME_S.
 
@@ -42,7 +42,7 @@ LAST_RETRY_S = 1.0
 FIND_S = 1.0
 """Between tries. Well under the time that a restarted server waits for its members."""
 UNMOVED_BEATS = 5.0
-"""A loop that has begun nothing else for so many beats is told of in them."""
+"""A loop that has begun nothing else for so many beats is described in them."""
 
 
 class Member:
@@ -123,8 +123,8 @@ class Member:
             seat = self._seated()
             if seat.generation != generation:
                 return
-            told = self._state.unreachable = {rank: why[:LONGEST_REASON] for rank, why in ranks.items()}
-        self._link.send(m.Unreachable(generation=seat.generation, ranks=told))  # again at each new connection
+            reported = self._state.unreachable = {rank: why[:LONGEST_REASON] for rank, why in ranks.items()}
+        self._link.send(m.Unreachable(generation=seat.generation, ranks=reported))  # again at each new connection
 
     def may_commit(self) -> bool:
         """Has the server been heard of lately enough that nobody can have gone on without this worker?
@@ -191,13 +191,13 @@ class Member:
         self._link.send(m.Notice(reason=self._state.notice))  # again at each new connection
 
     def finish(self) -> None:
-        """Leave for good, at a clean end: nobody counts this member as lost. A server that is away is not told."""
+        """Leave for good, at a clean end: nobody counts this member as lost. A server that is away never hears it."""
         with self._state.changed:
             self._state.left = self._state.left or self._state.ended is None
         self._leave("finished", m.Goodbye(reason="finished", clean=True))
 
     def fail(self, reason: str) -> None:
-        """Leave for good, for an error of its own. The others are told at once, and it counts as lost."""
+        """Leave for good, for an error of its own. The others hear of it at once, and it counts as lost."""
         self._leave(f"failed: {reason}", m.Goodbye(reason=reason[:LONGEST_REASON], clean=False))
 
     def close(self) -> None:
@@ -260,12 +260,12 @@ class Member:
 
     def _beat(self, beat_s: float) -> None:
         while not self._closing.wait(beat_s) and self._state.ended is None:
-            doing = self._told(UNMOVED_BEATS * beat_s)
+            doing = self._described(UNMOVED_BEATS * beat_s)
             with self._state.changed:
                 beat = self._state.beat(doing)
             self._link.send(beat)
 
-    def _told(self, after_s: float) -> Doing | None:
+    def _described(self, after_s: float) -> Doing | None:
         try:
             return self.doing(after_s)
         except Exception:  # it is the caller's, and a beat must go out whatever it raises

@@ -65,8 +65,8 @@ class Hello(_Message):
 class Join(_Message):
     """It is ready for the generation that follows `after`, the last that it knows; 0 for none.
 
-    signature: what it is to train, in words; None where nobody compares it. floor: the highest generation that anything
-    tells of which outlives the server, such as a checkpoint; the next one has a larger number.
+    signature: what it is to train, in words; None where nobody compares it. floor: the highest generation that is
+    known from anything that outlives the server, such as a checkpoint; the next one has a larger number.
     """
 
     kind: Literal["join"] = "join"
@@ -115,7 +115,7 @@ class Answer(_Message):
 
 
 class Notice(_Message):
-    """It has been told to go, and asks to leave at the next boundary."""
+    """It has to go soon, and asks to leave at the next boundary."""
 
     kind: Literal["notice"] = "notice"
     reason: Reason

@@ -70,7 +70,7 @@ class Worker:
 
     @property
     def here(self) -> bool:
-        """It can be told something, and has been heard of lately."""
+        """It can be reached, and has been heard of lately."""
         return self.connected and not self.silent
 
     @property

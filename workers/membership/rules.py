@@ -53,7 +53,7 @@ class Rules:
         self._began = now
         self._quiet_until = now + timing.quiet_s
         self._ticked_at = now
-        self._highest = self._after = after  # the first: that anybody has told of
+        self._highest = self._after = after  # the first: that is known from anybody
         self._signature: dict[str, str] | None = None  # of the job, while it has members
         self._known: dict[str, str] = {}  # of the job's signature, by the driver
         self._attendance = Attendance(timing)
@@ -68,8 +68,8 @@ class Rules:
 
     # What members say
 
-    def hello(self, identity: Identity, told: Seat | None, now: float) -> m.Refusal | None:
-        """A worker came; told is its seat. The answer where it is not taken."""
+    def hello(self, identity: Identity, seat: Seat | None, now: float) -> m.Refusal | None:
+        """A worker came; seat: its own, as it says. The answer where it is not taken."""
         attendance = self._attendance
         if back := attendance.present.returning.get(identity.id):  # it may not have read yet that it is seated
             attendance.take_back(back)
@@ -77,11 +77,11 @@ class Rules:
             return past
         elif self.finished:
             return m.Refusal(verdict="dismissed", why="the job has finished")
-        elif refusal := self._filled(identity, told is not None):
+        elif refusal := self._filled(identity, seat is not None):
             return refusal
         known = attendance.workers.get(identity.id)
-        if told is not None and (known is None or told.generation > attendance.present.generation):
-            if refusal := self._adopt(identity, told, now):
+        if seat is not None and (known is None or seat.generation > attendance.present.generation):
+            if refusal := self._adopt(identity, seat, now):
                 return refusal
             known = attendance.workers.get(identity.id)
         worker = known or Worker(identity, now, here_since=now)
@@ -97,7 +97,7 @@ class Rules:
         if worker.rank is not None:
             self._refuse_doubles(worker, now)
             attendance.cancel()  # it may not have read what it was to answer
-            self._tell_all(worker, told.generation if told else 0)
+            self._tell_all(worker, seat.generation if seat else 0)
         self._settle(now)
         return None
 
@@ -304,7 +304,7 @@ class Rules:
 
     @property
     def highest(self) -> int:
-        """The highest generation that anybody has told of."""
+        """The highest generation that is known."""
         return max(self._highest, self._attendance.present.generation)
 
     def _lose(self, worker: Worker, why: str, now: float, *, commits_until: float | None = None) -> None:
@@ -403,7 +403,7 @@ class Rules:
         if not members and now < max([self._quiet_until, *ended.released.values()]):
             return
         if ended.generation < self._after and now < self._quiet_until:
-            return  # members of a later generation than the one that was told may still commit
+            return  # members of a later generation than the one that came may still commit
         joined = roster.seating(attendance.workers.values())
         if ended.at_end:  # one has ended well, so all have made the last step: a death only kept these from ending too
             joined = [worker for worker in joined if worker.rank is not None]
@@ -477,39 +477,39 @@ class Rules:
 
     # A server that was restarted
 
-    def _adopt(self, identity: Identity, told: Seat, now: float) -> m.Refusal | None:
+    def _adopt(self, identity: Identity, seat: Seat, now: float) -> m.Refusal | None:
         attendance, generation = self._attendance, self._attendance.present.generation
-        self._highest = max(self._highest, told.generation)
+        self._highest = max(self._highest, seat.generation)
         adopted = generation == 0 or bool(attendance.awaited()) or generation < self._after
-        knows_less = told.generation > generation and adopted
-        if knows_less and any(seated.identity.id == identity.id for seated in told.members):
-            self._take_over(told, now)
+        knows_less = seat.generation > generation and adopted
+        if knows_less and any(seated.identity.id == identity.id for seated in seat.members):
+            self._take_over(seat, now)
             return None
-        why = f"it was seated in generation {told.generation}, and generation {generation} goes on without it"
+        why = f"it was seated in generation {seat.generation}, and generation {generation} goes on without it"
         attendance.say("fenced", slot=identity.slot, id=identity.id, rank=None, why=why)
         attendance.past[identity.id] = m.Refusal(verdict="fenced", why=why)
         return attendance.past[identity.id]
 
-    def _take_over(self, told: Seat, now: float) -> None:
-        """This server knows less than a member: what it was told is the present generation."""
+    def _take_over(self, seat: Seat, now: float) -> None:
+        """This server knows less than a member, whose generation becomes the present one."""
         attendance = self._attendance
         attendance.cancel()
-        before = told.furthest
+        before = seat.furthest
         self._begin(
-            Present(told.generation, told.members, told.reason, told.lost, seated_at=now, furthest_before=before)
+            Present(seat.generation, seat.members, seat.reason, seat.lost, seated_at=now, furthest_before=before)
         )
         self._silence.adopt_until = now + self._timing.adopt_s
-        if told.generation < self._after:  # members of the last generation may be about to come, or be cut off
+        if seat.generation < self._after:  # members of the last generation may be about to come, or be cut off
             self._silence.adopt_until = max(self._silence.adopt_until, self._quiet_until)
-        attendance.say("adopted", size=told.size)
-        ranks = {seated.identity.id: rank for rank, seated in enumerate(told.members)}
+        attendance.say("adopted", size=seat.size)
+        ranks = {seated.identity.id: rank for rank, seated in enumerate(seat.members)}
         for worker in list(attendance.workers.values()):
             if worker.identity.id in ranks:
                 continue
             if worker.rank is not None:
                 worker.rank = None  # of another generation; it is not a loss of this one
-                attendance.fence(worker, f"generation {told.generation} goes on without it", now)
-        for rank, seated in enumerate(told.members):
+                attendance.fence(worker, f"generation {seat.generation} goes on without it", now)
+        for rank, seated in enumerate(seat.members):
             worker = attendance.workers.get(seated.identity.id) or Worker(
                 seated.identity, self._began, connected=False, awaited=True
             )

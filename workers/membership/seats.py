@@ -17,7 +17,7 @@ Whole = Annotated[int, Field(ge=0, le=2**53 - 1)]
 """A step, a generation, a number of anything: what JSON, a checkpoint's name and a tensor can hold."""
 Name = Annotated[str, StringConstraints(max_length=255)]
 _STRICT = ConfigDict(extra="forbid")
-Told = Annotated[str, StringConstraints(max_length=LONGEST_REASON)]
+Text = Annotated[str, StringConstraints(max_length=LONGEST_REASON)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class Doing:
     """
 
     __pydantic_config__ = _STRICT
-    what: Told
+    what: Text
     seconds: Annotated[float, Field(ge=0)]
-    operation: Told = ""
+    operation: Text = ""
     begun: Whole = 0
     waits: bool = False
-    stack: Annotated[tuple[Told, ...], Field(max_length=32)] = ()
+    stack: Annotated[tuple[Text, ...], Field(max_length=32)] = ()
     at_end: bool = False
 
 
@@ -97,7 +97,7 @@ class Seat:
     """The place of one worker in a generation, and who the others are.
 
     members: by rank. reason: in words, why this generation came to be. lost: of the generation before. furthest: the
-    last step that any member of that has told of.
+    last step that any member of that has reported.
     """
 
     __pydantic_config__ = _STRICT

@@ -54,9 +54,9 @@ class MembershipServer:
     """Listens as soon as it is made; `close` ends it. `on_event` is called from one thread, in order.
 
     timing: how long its rules wait.
-    after, timing.quiet_s: of a server that replaces another one: the generation that `keep` was told last, and how long
-    somebody of it might still commit, so that newcomers do not begin beside the members (`vacant_in_s` of the other;
-    LEASE_END_S where nobody can be asked; 0 where it was vacant). keep: called with each generation before
+    after, timing.quiet_s: of a server that replaces another one: the generation that `keep` was called with last, and
+    how long somebody of it might still commit, so that newcomers do not begin beside the members (`vacant_in_s` of the
+    other; LEASE_END_S where nobody can be asked; 0 where it was vacant). keep: called with each generation before
     anybody hears of it, and with whether it is vacant; what it raises is logged.
     Raises ValueError for a secret under 16 characters, OSError if it cannot listen.
     """
@@ -253,7 +253,7 @@ class MembershipServer:
         lines.close()
 
     def _broke(self, error: OSError) -> Callable[[str, str, float], None]:
-        """What the rules are told of a connection with this error."""
+        """What a connection with this error means to the rules."""
         if isinstance(error, BrokenPipeError):
             return self._rules.gone  # it was written to after its peer had closed it (Linux: tcp_reset)
         return self._rules.reset if isinstance(error, RESET) else self._rules.cut
@@ -269,7 +269,7 @@ class MembershipServer:
                     if outbox := self._outboxes.pop(id, None):
                         outbox.end()
                 case Keep(generation, vacant):
-                    self._tell_keeper(generation, vacant)
+                    self._call_keep(generation, vacant)
                 case Happened(kind, generation, fields):
                     self._num_events += 1
                     event = MembershipEvent(kind, time.time(), generation, fields)
@@ -279,11 +279,11 @@ class MembershipServer:
                     elif kind in ("waited_for", "stands_still"):
                         self._still.append(event)
 
-    def _tell_keeper(self, generation: int, vacant: bool) -> None:
+    def _call_keep(self, generation: int, vacant: bool) -> None:
         if self._keep is not None:
             try:
                 self._keep(generation, vacant)
-            except Exception:  # members tell the next server what they know, and so does the checkpoint
+            except Exception:  # the next server learns it from members, and from checkpoints
                 logger.exception("membership_not_kept generation=%d", generation)
 
     def _clock(self) -> None:

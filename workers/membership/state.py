@@ -3,7 +3,7 @@
     state      until                                                                            then
     new        join()                                                                           joining
     joining    Seating                                                                          seated
-    seated     LostPeer, Over, or a promised stop of which nobody can tell the outcome          over
+    seated     LostPeer, Over, or a promised stop whose outcome nobody knows                    over
                join(), after a planned stop or of its own accord                                joining
     over       join()                                                                           joining
     any        Refusal, finish(), fail(), close()                                               ended
@@ -84,7 +84,7 @@ class Promise:
 
 
 class State:
-    """Of one member. The link tells it what it hears (member.py). clock: of its lease."""
+    """Of one member. The link passes on what it hears (member.py). clock: of its lease."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class State:
         return []
 
     def _again(self) -> list[m.FromMember]:
-        """What a server that knows nothing must be told beside the seat."""
+        """What a server that knows nothing has to learn beside the seat."""
         said: list[m.FromMember] = [self.beat()]
         if self.seat is not None and self.formed:
             said.append(m.Formed(generation=self.seat.generation))

@@ -15,7 +15,7 @@ have joined nobody stands still: they wait for workers.
 Stuck fences those without which the others have to go on.
 
     hangs           it does not come to a regroup within join_timeout_s, or 3 of the longest steps, from when it could
-                    be told of it: it may have been cut off, and be back. One that still forms its process group has
+                    hear of it: it may have been cut off, and be back. One that still forms its process group has
                     form_s from its seat on; then it hangs, if others have theirs
     is not reached  others cannot talk to it, or it to them. Once the group is formed, only among those that have been
                     heard of for return_s: the others are a matter of Silence (attendance.py), which may wait for a
@@ -43,9 +43,9 @@ NEWCOMER_S = 300.0
 """A script may fetch its data and compile before it asks for its seat."""
 MOST_PLACES, MOST_NAMES, MOST_FRAMES = 4, 8, 6
 """Of one `stands_still`: places that members are at, members named of each, frames shown of each."""
-NOTHING_TOLD = "what it does changes, or it does not tell"
+NOTHING_REPORTED = "what it does changes, or it does not report it"
 REPORTS_S = 1.0
-"""Reports come together: the pairs that cannot talk tell together who is to be left out."""
+"""Reports come together: only from all broken pairs follows who is to be left out."""
 
 
 class Standstill:
@@ -57,7 +57,7 @@ class Standstill:
         self._since = now
         self._longest_s = 0.0
         self._named: set[str] = set()
-        self._has_told = False
+        self._has_said = False
         self._late: set[str] = set()
 
     def forgive(self, paused_s: float) -> None:
@@ -71,7 +71,7 @@ class Standstill:
         self._judge_newcomers(now)
         at = (present.generation, max((w.step for w in members), default=0))
         if at != self._at:
-            self._at, self._since, self._has_told = at, now, False
+            self._at, self._since, self._has_said = at, now, False
             self._named.clear()
         self._longest_s = max([self._longest_s, *(w.longest_step_s for w in members)])
         if present.at_end or all(w.standing is not None for w in members):
@@ -89,8 +89,8 @@ class Standstill:
             for worker in waited_for(members) if coming == members else coming:
                 operation = operation_of(members) if coming == members else regroup_after(present.generation)
                 self.name(worker, operation, still_s, now)
-        if still_s > limit_s and not self._has_told:
-            self._has_told = True
+        if still_s > limit_s and not self._has_said:
+            self._has_said = True
             self._say_where(members, still_s, now)
 
     def name(self, worker: Worker, operation: str, seconds: float, now: float) -> None:
@@ -98,12 +98,12 @@ class Standstill:
         if worker.identity.id in self._named:
             return
         self._named.add(worker.identity.id)
-        told = f"{name_of(worker)} has not come to {operation} for {seconds:.0f} s; {where(worker, now)}"
+        words = f"{name_of(worker)} has not come to {operation} for {seconds:.0f} s; {where(worker, now)}"
         doing, who = worker.doing, worker.identity
         self._attendance.say(
             "waited_for",
             step=self._at[1],
-            told=told,
+            told=words,
             slot=who.slot,
             rank=worker.rank,
             host=who.node or who.host,
@@ -130,7 +130,7 @@ class Standstill:
         shown = list(places.items())[:MOST_PLACES]
         words = [f"{_names(names)}: {_joined(*place)}" for place, names in shown]
         others = f"; and {len(places) - MOST_PLACES} more places" if len(places) > MOST_PLACES else ""
-        told: list[JsonValue] = [
+        at: list[JsonValue] = [
             {
                 "workers": list(names[:MOST_NAMES]),
                 "more": max(len(names) - MOST_NAMES, 0),
@@ -144,7 +144,7 @@ class Standstill:
             step=self._at[1],
             told=f"no step for {seconds:.0f} s, after step {self._at[1]}: {'; '.join(words)}{others}",
             seconds=round(seconds, 1),
-            places=told,
+            places=at,
         )
 
 
@@ -165,8 +165,8 @@ def waited_for(members: Sequence[Worker]) -> list[Worker]:
 
 def operation_of(members: Sequence[Worker]) -> str:
     """In words, what the members wait in that are furthest."""
-    told = [w.doing for w in members if w.doing is not None and w.doing.operation]
-    furthest = max(told, key=lambda doing: (doing.waits, doing.begun), default=None)
+    known = [w.doing for w in members if w.doing is not None and w.doing.operation]
+    furthest = max(known, key=lambda doing: (doing.waits, doing.begun), default=None)
     return "the next step" if furthest is None else furthest.operation
 
 
@@ -187,7 +187,7 @@ def place_of(worker: Worker, now: float) -> tuple[str, tuple[str, ...]]:
         return f"not heard of for {now - worker.heard_at:.0f} s", ()
     doing = worker.doing
     if doing is None:
-        return NOTHING_TOLD, ()
+        return NOTHING_REPORTED, ()
     what = f"{doing.what}, waits in {doing.operation}" if doing.waits else doing.what
     return what, doing.stack[:MOST_FRAMES]
 
@@ -220,12 +220,12 @@ class Stuck:
         """This rank of the present generation cannot talk to those: why, in words."""
         self._attendance.say("unreachable", rank=rank, ranks=[*sorted(ranks)])
         counting = self._counting(now)
-        told = {other: why for other, why in ranks.items() if other in counting}
-        if rank not in counting or not told:
+        reported = {other: why for other, why in ranks.items() if other in counting}
+        if rank not in counting or not reported:
             return
         if not self._reports:
             self._reported_at = now
-        self._reports[rank] = told
+        self._reports[rank] = reported
 
     def forget_reports(self) -> None:
         """They are of another generation, or of a disturbance that is over."""
@@ -272,14 +272,14 @@ class Stuck:
                 self._fence(worker, f"it did not come to the regroup within {limit_s:g} s: it hangs", now)
 
     def _fence(self, worker: Worker, why: str, now: float) -> None:
-        told = why if worker.doing is None else f"{why}; {where(worker, now)}"
-        self._attendance.fence(worker, told[:LONGEST_REASON], now)
+        words = why if worker.doing is None else f"{why}; {where(worker, now)}"
+        self._attendance.fence(worker, words[:LONGEST_REASON], now)
 
     def _judge_reports(self, now: float) -> None:
         attendance, members = self._attendance, self._counting(now)
         reports = {
-            rank: {other: why for other, why in told.items() if other in members}
-            for rank, told in self._reports.items()
+            rank: {other: why for other, why in reported.items() if other in members}
+            for rank, reported in self._reports.items()
             if rank in members
         }
         self._reports = {}

@@ -29,10 +29,10 @@ from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.data.feed import Share
 from thinwire.workers.error_words import in_words
-from thinwire.workers.membership import Dismissed, MembershipError
+from thinwire.workers.membership import Change, Dismissed, MembershipError
 from thinwire.workers.origin import Origin, StartRefused
 from thinwire.workers.owed import BROKEN_S, LEAVE_S
-from thinwire.workers.ranks import RunEnded, Stop
+from thinwire.workers.ranks import RunEnded
 from thinwire.workers.recipes.of_job import take_settings
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.saving import Saving, store_of
@@ -347,7 +347,7 @@ class Course:
             optimizer.keeps = Keeps(spec.workers.shadow)
         compile_all(optimizer.space.p_N.dtype, optimizer.dtype_of("v_N", 1))
 
-    def _hand_over(self, stop: Stop) -> None:
+    def _hand_over(self, stop: Change) -> None:
         """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
         self.log.flush(self.step, None, None)
         with self._meter.part("control"):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tests.workers.elastic.conftest import ROOT, until
 from thinwire.contract.run_folder import RunFolder
+from thinwire.service.launch.ray_head import START_HOOK
 from thinwire.tools.drill import verdict
 from thinwire.tools.drill.asked import Verdict
 from thinwire.tools.drill.verdict import Process, Touch
@@ -29,13 +30,6 @@ from thinwire.tools.lab.network import INTERFACE, address_of, namespace_of, tool
 from thinwire.workers.telemetry import trace
 
 HEAD, PORT = 0, 6379
-AGENTS = {
-    "metrics-export": 7001,
-    "dashboard-agent-grpc": 7002,
-    "dashboard-agent-listen": 7003,
-    "runtime-env-agent": 7004,
-}
-"""Each host has all ports for itself. Of an agent that may choose, a raylet waits 15 s to hear which, and then ends."""
 START_S = 500.0
 """A node is there in 10 s; where other work holds the cores, in minutes."""
 RAY_TIMES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "60", "RAY_health_check_failure_threshold": "8"}
@@ -94,6 +88,7 @@ class Machines:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
+            "RAY_START_HOOK": START_HOOK,
             "RAY_raylet_start_wait_time_s": "300",
             "RAY_agent_register_timeout_ms": "300000",
             "RAY_worker_niceness": "0",  # its 15 would starve them where tests run side by side
@@ -124,9 +119,8 @@ class Machines:
 
     def join(self, host: int, **environment: str) -> float:
         """Start Ray on a host; the head where it is host 0. When that was, unix seconds."""
-        command = [sys.executable, "-m", "tests.workers.elastic.ray_start", "start", "--block", "--disable-usage-stats"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += ["--node-ip-address", self.addresses[host], "--object-store-memory", str(80 * 2**20)]
-        command += [word for name, port in AGENTS.items() for word in (f"--{name}-port", str(port))]
         if host == HEAD:
             command += ["--head", "--port", str(PORT), "--num-cpus", "0", "--include-dashboard", "false"]
             command += ["--temp-dir", str(self.folder / "ray")]

@@ -1,7 +1,9 @@
-"""A slot that is filled and given up meanwhile: before its worker trains it is removed, and not after."""
+"""A slot that is filled and given up meanwhile: before its worker trains it is removed, and not after; and which nodes
+are kept away from."""
 
 import json
 import queue
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ from ray.exceptions import RuntimeEnvSetupError
 
 from thinwire.contract.environment_words import LONGEST
 from thinwire.workers.elastic import bring_up
-from thinwire.workers.elastic.bring_up import BringUp
+from thinwire.workers.elastic.bring_up import BringUp, SilentNodes
 
 
 class Filling(BringUp):
@@ -87,3 +89,35 @@ def test_who_may_train_already_is_not_killed(monkeypatch, late, kept):
     filling.join(30.0)
     arrival = arrivals.get(timeout=30.0)
     assert (arrival.unit is not None, arrival.cancelled, len(killed)) == (kept, not kept, 0 if kept else 1)
+
+
+def node(name, port, alive=True):
+    return {"NodeID": name, "Alive": alive, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+@pytest.fixture
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_a_suspect_is_silent_until_it_answers_or_ray_has_given_it_up(listener, closed_port):
+    cluster = {"lost": node("lost", closed_port), "other": node("other", closed_port)}
+    silent = SilentNodes(lambda: list(cluster.values()))
+    assert silent.now() == frozenset()
+    silent.suspect("lost")
+    assert silent.now() == {"lost"}
+    cluster["lost"] = node("lost", closed_port, alive=False)
+    assert silent.now() == frozenset()
+    cluster["lost"] = node("lost", closed_port)
+    assert silent.now() == frozenset(), "what was given up is another node when it is back"
+    assert not silent.answers("lost")
+    cluster["lost"] = node("lost", listener.getsockname()[1])
+    assert silent.answers("lost")
+    assert silent.now() == frozenset()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from thinwire.workers.forming.reach import CAN_ASK, Reach, Times, _Way
+from thinwire.workers.forming.pairs import CAN_ASK, Reach, Times, _Way
 from thinwire.workers.membership import Identity, Seat, Standing
 from thinwire.workers.membership.seats import Seated
 

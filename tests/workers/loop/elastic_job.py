@@ -22,7 +22,7 @@ from tests.tools.lab.inside import enter, inside
 from tests.workers.loop.deaths import DiesAtLine
 from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.spec import read_spec
-from thinwire.workers.forming import reach
+from thinwire.workers.forming import pairs
 from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer, Timing
 from thinwire.workers.membership.commit_lease import LEASE_S
 
@@ -78,7 +78,7 @@ class Times:
 
     def reach(self):
         share = self.unreachable_s / 10.0
-        return reach.Times(
+        return pairs.Times(
             self.waited_s, self.unreachable_s, 5 * share, 3 * share, max(1, round(2 * share)), 0.25 * share
         )
 

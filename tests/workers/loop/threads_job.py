@@ -21,8 +21,7 @@ from thinwire.contract.spec import Checkpoint, TrainSpec
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.train import session
 from thinwire.workers.data.feed import own_part
-from thinwire.workers.membership import Fenced, Identity
-from thinwire.workers.ranks import Stop
+from thinwire.workers.membership import Change, Fenced, Identity
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session import recipe_loop
 from thinwire.workers.session.body import Bodies
@@ -221,7 +220,7 @@ class Worker:
         if not due or step in job.done:
             return None
         leaving = step in job.plan.leaves and job.plan.leaves[step] % size == self.group.rank and size > 1
-        return Stop(leaving, "as planned by the test")
+        return Change(step, leaving, "as planned by the test")
 
     def look(self, step):
         if self.group._group._meeting.barrier.broken:

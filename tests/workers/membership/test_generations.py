@@ -39,13 +39,8 @@ def test_the_first_generation_closes_when_all_have_come_and_ranks_are_by_slot(jo
     assert [seat.rank for seat in seats] == [2, 0, 1]
     assert {(seat.generation, seat.size, seat.reason, seat.lost) for seat in seats} == {(1, 3, "first", ())}
     assert [seated.identity.slot for seated in seats[0].members] == [3, 5, 7]
+    assert seats[0].members[0].identity.node == identity(3).node
     assert job.server.snapshot().status == "training"
-
-
-def test_the_first_generation_does_not_wait_for_more_than_the_least_beyond_start_wait(job: Job):
-    job.serve(2, 5, start_wait_s=0.1)
-    _, seats = job.seated(0, 1)
-    assert [seat.size for seat in seats] == [2, 2]
 
 
 def test_below_the_least_it_waits_says_so_and_then_goes_on(job: Job):
@@ -109,46 +104,10 @@ def test_when_all_have_finished_the_job_has_and_newcomers_are_sent_away(job: Job
     assert job.server.snapshot().status == "finished"
 
 
-def test_one_that_stops_for_a_regroup_on_its_own_ends_the_generation_for_all(job: Job):
-    job.serve(1, 2)
-    (a, b), seats = job.seated(0, 1)
-    again = later(lambda: b.join(standing(seats[1]), 5.0))
-    assert a.wait_over(1.0) == "rank 1 (w1) has stopped for a regroup"
-    assert a.join(standing(seats[0]), 5.0).generation == again.result(5.0).generation == 2
-
-
 def test_without_a_seat_there_is_no_group(job: Job):
     job.serve(1, 1)
     with pytest.raises(NotSeated):
         job.member(0).formed()
-
-
-def test_newcomers_are_admitted_at_one_boundary(job: Job):
-    job.serve(2, 3, start_wait_s=0.05)
-    (a, b), seats = job.seated(0, 1)
-    late = job.member(2)
-    third = later(lambda: late.join(newcomer(), 5.0))
-    stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
-    changes = [stop.result(5.0) for stop in stops]
-    assert changes[0] == changes[1]
-    assert (changes[0].leaving, changes[0].reason) == (False, "grow 2 -> 3")
-    seats = job.join([a, b], [standing(seat, changes[0].step) for seat in seats])
-    assert [seats[0].rank, seats[1].rank, third.result(5.0).rank] == [0, 1, 2]
-    assert seats[0].reason == "grow 2 -> 3"
-    assert "lost" not in job.kinds()
-
-
-def test_newcomers_beyond_the_most_wait_and_take_the_place_of_one_that_is_lost(job: Job):
-    job.serve(1, 2)
-    (a, b), seats = job.seated(0, 1)
-    spare = job.member(2)
-    seat = later(lambda: spare.join(newcomer(), 5.0))
-    eventually(lambda: job.kinds().count("joined") == 3)
-    assert "proposed" not in job.kinds()
-    a.close()
-    b.wait_over(1.0)
-    assert b.join(standing(seats[1], 5), 5.0).rank == 0
-    assert seat.result(5.0).rank == 1
 
 
 def test_shrinking_lets_the_highest_ranks_leave(job: Job):
@@ -184,23 +143,33 @@ def test_a_dismissed_slot_leaves_and_is_filled_by_a_new_process_only(job: Job):
     assert fresh.result(5.0).size == 2
 
 
-def test_a_waiting_newcomer_is_dismissed_at_once(job: Job):
+@pytest.mark.parametrize("by", ["server", "notice"])
+def test_a_waiting_newcomer_is_dismissed_at_once(job: Job, by: str):
     job.serve(2, 2)
     member = job.member(4)
     seat = later(lambda: member.join(newcomer(), 5.0))
     eventually(lambda: job.server.snapshot().status_text == "waiting for workers: 1 of 2")
-    job.server.dismiss(4, "not wanted")
+    if by == "server":
+        job.server.dismiss(4, "not wanted")
+    else:
+        member.ask_to_leave("not wanted")
     with pytest.raises(Dismissed, match="not wanted"):
         seat.result(5.0)
+    member.ask_to_leave("too late")
 
 
-def test_a_member_that_has_been_told_to_go_leaves_at_a_boundary(job: Job):
+@pytest.mark.parametrize("away", [False, True])
+def test_a_member_that_has_been_told_to_go_leaves_at_a_boundary_also_where_the_server_was_away(job: Job, away: bool):
     job.serve(1, 2)
     (a, b), seats = job.seated(0, 1)
+    if away:
+        job.server.close()
     b.ask_to_leave("SIGTERM")
     b.ask_to_leave("SIGTERM again")
+    if away:
+        job.serve(1, 2, quiet_s=0.5)
     stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
-    changes = [stop.result(5.0) for stop in stops]
+    changes = [stop.result(10.0) for stop in stops]
     assert [change.leaving for change in changes] == [False, True]
     kept = later(lambda: a.join(standing(seats[0], changes[0].step), 5.0))
     b.finish()
@@ -211,40 +180,10 @@ def test_a_member_that_has_been_told_to_go_leaves_at_a_boundary(job: Job):
     eventually(lambda: len(job.server.snapshot().waiting) == 1)
 
 
-def test_a_notice_is_said_again_to_a_server_that_was_away(job: Job):
-    job.serve(1, 2)
-    (a, b), _ = job.seated(0, 1)
-    job.server.close()
-    b.ask_to_leave("SIGTERM")
-    job.serve(1, 2, quiet_s=0.5)
-    stops = [later(lambda m=m: step_until_change(m, 0)) for m in (a, b)]
-    assert [stop.result(10.0).leaving for stop in stops] == [False, True]
-
-
-def test_a_waiting_newcomer_that_is_told_to_go_is_let_go_at_once(job: Job):
-    job.serve(2, 2)
-    member = job.member(4)
-    member.ask_to_leave("SIGTERM")
-    with pytest.raises(Dismissed, match="SIGTERM"):
-        member.join(newcomer(), 5.0)
-    member.ask_to_leave("too late")
-
-
-def test_a_death_at_the_very_end_does_not_keep_the_others_waiting_for_the_least(job: Job):
-    job.serve(3, 3)
-    (a, b, c), seats = job.seated(0, 1, 2)
-    job.member(7)  # a newcomer that waits: it has nothing to do here any more
-    a.finish()
-    b.close()
-    seat = c.join(standing(seats[2], 10), 5.0)
-    assert (seat.size, seat.rank) == (1, 0)
-    c.finish()
-    eventually(lambda: job.server.snapshot().status == "finished")
-
-
-def test_nor_does_a_second_death_there(job: Job):
+def test_deaths_at_the_very_end_do_not_keep_the_others_waiting_for_the_least(job: Job):
     job.serve(3, 4)
     (a, b, c, d), seats = job.seated(0, 1, 2, 3)
+    job.member(7)  # a newcomer that waits: it has nothing to do here any more
     a.finish()
     b.close()
     again = job.join([c, d], [standing(seats[2], 10), standing(seats[3], 10)])
@@ -303,20 +242,6 @@ def test_a_change_that_is_wanted_before_the_first_step_waits_for_it(job: Job):
     assert not waiting.done()
 
 
-def test_a_boundary_that_a_member_has_passed_is_cancelled_and_a_later_one_found(job: Job):
-    job.serve(2, 3, start_wait_s=0.05)
-    (a, b), _ = job.seated(0, 1)
-    for step in range(1, 101):  # far beyond what the last beat told
-        assert a.at_boundary(step) is None
-        assert b.at_boundary(step) is None
-    late = job.member(2)
-    third = later(lambda: late.join(newcomer(), 5.0))
-    eventually(lambda: "confirmed" in job.kinds())
-    stops = [later(lambda m=m: step_until_change(m, 100)) for m in (a, b)]
-    assert stops[0].result(5.0).step == stops[1].result(5.0).step > 100
-    assert not third.done()
-
-
 class LockStep:
     """n threads that finish each step together, as ranks do in a collective; broken when one stops."""
 
@@ -355,6 +280,8 @@ def test_all_stop_at_the_same_step_however_quick_their_steps_are(job: Job, seed:
         joins = [later(partial(m.join, standing(s, step), 5.0)) for m, s in zip(members[:3], seats[:3], strict=True)]
         if turn % 2 == 0:
             seats = [join.result(5.0) for join in joins] + [joining.result(5.0)]
+            assert [seat.rank for seat in seats] == [0, 1, 2, 3]
+            assert seats[0].reason == "grow 3 -> 4"
             members = [*members, extra]
         else:
             assert [change.leaving for change in changes] == [False, False, False, True]
@@ -375,21 +302,15 @@ def test_a_boundary_where_nothing_is_planned_costs_under_10_us(job: Job):
     assert min(took_s) < 10e-6
 
 
-def test_of_two_with_one_id_the_second_is_refused_and_the_first_stays(job: Job):
+@pytest.mark.parametrize(("slot", "why"), [(5, r"id .* is filled"), (0, "slot 0 is filled")])
+def test_of_two_with_one_id_or_in_one_slot_the_second_is_refused_and_the_first_stays(job: Job, slot: int, why: str):
     job.serve(1, 2)
     (a,), seats = job.seated(0)
-    second = job.member(5, id=a._identity.id)
-    with pytest.raises(Refused, match=r"id .* is filled"):
+    second = job.member(slot, id=a._identity.id if slot else "")
+    with pytest.raises(Refused, match=why):
         second.join(newcomer(), 5.0)
     assert a.over is None
     assert a.join(standing(seats[0]), 5.0).rank == 0
-
-
-def test_of_two_in_one_slot_the_second_is_refused(job: Job):
-    job.serve(1, 2)
-    job.seated(0)
-    with pytest.raises(Refused, match="slot 0 is filled"):
-        job.member(0).join(newcomer(), 5.0)
 
 
 def test_one_that_was_lost_is_fenced_when_it_comes_back(job: Job):
@@ -405,9 +326,3 @@ def test_one_that_was_lost_is_fenced_when_it_comes_back(job: Job):
 def test_limits_that_cannot_be_met_are_refused():
     with pytest.raises(ValueError, match="min=3 max=2"):
         Limits(3, 2)
-
-
-def test_an_identity_survives_the_wire(job: Job):
-    job.serve(1, 1)
-    _, (seat,) = job.seated(3)
-    assert seat.members[0].identity.node == identity(3).node

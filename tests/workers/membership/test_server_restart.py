@@ -25,19 +25,6 @@ def test_members_come_back_to_an_empty_server_with_the_same_generation(job: Job)
     assert [(seat.generation, seat.rank) for seat in again] == [(2, 0), (2, 1)]
 
 
-def test_a_member_that_died_meanwhile_is_found(job: Job):
-    job.serve(1, 3)
-    members, seats = job.seated(0, 1, 2)
-    job.server.close()
-    members[1].close()
-    job.serve(1, 3, adopt_s=1.5)
-    why = "it did not come back within 1.5 s after the membership server was restarted"
-    for member in (members[0], members[2]):
-        assert member.wait_over(5.0) == f"rank 1 (w1) was lost: {why}"
-    again = job.join([members[0], members[2]], [standing(seats[0], 5), standing(seats[2], 5)])
-    assert [(seat.generation, seat.rank) for seat in again] == [(2, 0), (2, 1)]
-
-
 def test_its_replacement_waits_until_it_is_given_up(job: Job):
     job.serve(1, 2)
     (a, b), seats = job.seated(0, 1)
@@ -60,19 +47,6 @@ def test_a_join_that_was_waiting_goes_on_at_the_next_server(job: Job):
     job.serve(2, 2)
     assert b.join(newcomer(), 5.0).size == 2
     assert waiting.result(5.0).rank == 0
-
-
-def test_a_quiet_start_keeps_newcomers_from_beginning_beside_the_members(job: Job):
-    job.serve(1, 2)
-    (a,), _ = job.seated(0)
-    job.server.close()
-    job.serve(1, 1, quiet_s=3.0)
-    late = job.member(1)
-    joined = later(lambda: late.join(newcomer(), 0.5))
-    eventually(lambda: len(job.server.snapshot().members) == 1)
-    assert job.server.snapshot().generation == 1
-    assert a.over is None
-    assert joined.exception(5.0) is not None
 
 
 def test_a_promise_whose_outcome_nobody_can_tell_ends_the_generation_there(job: Job):

@@ -36,7 +36,7 @@ PROBE_S = 3.0
 WAITED_S = 3.0
 UNREACHABLE_S = 10.0
 AGAIN_S = 5.0
-"""As in reach.py."""
+"""As in forming/pairs.py."""
 
 
 class Worker(Process):
