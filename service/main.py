@@ -206,7 +206,7 @@ class ControlPlane:
         self.audit.prune()
 
     def service_id(self) -> str:
-        """Which service this is, whoever runs it."""
+        """Which service this is, whichever process runs it."""
         with self.db.read() as session:
             return JobRepository(session).service_id()
 

@@ -198,6 +198,6 @@ def _numbers(row: JobRow, now: float) -> dict[str, float]:
     newest = None if row.newest_sample is None else row.newest_sample["sample"]
     found["step"] = None if newest is None else newest["step"]
     if row.state == JobState.RUNNING.value:
-        told_at = 0.0 if newest is None else newest["time"]
-        found["step_age_seconds"] = max(0.0, now - max(told_at, row.started_at or row.created_at))
+        reported_at = 0.0 if newest is None else newest["time"]
+        found["step_age_seconds"] = max(0.0, now - max(reported_at, row.started_at or row.created_at))
     return {name: float(value) for name, value in found.items() if value is not None}

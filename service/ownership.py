@@ -162,7 +162,7 @@ class Ownership:
     def start(self, begin: Callable[[], None], lost: Callable[[str], None]) -> None:
         """Renew the lease, or wait for it, in a thread.
 
-        begin: called once, when this process has the lease. lost: told why, when it has lost it and can write no more.
+        begin: called once, when this process has the lease. lost: called with the reason when it can write no more.
         """
         self._lost = lost
         self._thread = threading.Thread(target=self._loop, args=(begin,), name="thinwire-ownership", daemon=True)
@@ -196,7 +196,7 @@ class Ownership:
                     begin()
                     begun = True
             except NotOwner as error:
-                logger.debug("not_owner error=%s", error)  # told where it was found
+                logger.debug("not_owner error=%s", error)  # logged where it was found
             except (SQLAlchemyError, DatabaseUnusable) as error:
                 logger.warning("ownership_unknown owns=%s error=%s", self.owns, error)
             except Exception:
@@ -246,6 +246,6 @@ def _elapsed() -> float:
 
 
 def _home_id(path: Path) -> str:
-    """What tells this home from all others, made where it is missing. Raises OSError."""
+    """What identifies this home, made where it is missing. Raises OSError."""
     write_first(path, secrets.token_hex(16) + "\n")
     return path.read_text(encoding="utf-8").strip()[:32]

@@ -85,7 +85,7 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
         tags = _tags(node, tag, document)
-        for other in alternatives.values():  # what another kind of body is told by
+        for other in alternatives.values():  # what another kind of body is known by
             tags |= _tags(_walk(loc, other, document)[1], tag, document)
         value = shown(context["tag"]) if "tag" in context else None
         yield Problem(path=".".join([*path, tag]), value=value, message=f"must be one of {', '.join(tags)}")

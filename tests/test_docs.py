@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from thinwire.boxes.box import FOLDER_VARIABLE
+from thinwire.boxes import FOLDER_VARIABLE
 from thinwire.cli.commands import installed_commands
 from thinwire.cli.main import app
 from thinwire.contract.metric_names import METRICS

@@ -19,7 +19,7 @@ WEB = {"fastapi", "sqlalchemy", "uvicorn", "alembic"}
 TRAINING = {"torch", "numpy", "numba"}
 
 ROOMS = {
-    (): "thinwire.cli.main thinwire.cli.doctor thinwire.cli.drill thinwire.tools.lab.cli thinwire.boxes.supervisor "
+    (): "thinwire.cli.main thinwire.cli.doctor thinwire.cli.drill thinwire.tools.lab.cli thinwire.boxes "
     "thinwire.contract.spec thinwire.service.launch.kuberay.manifest",
     ("optim",): "thinwire.comm thinwire.optim thinwire.optim.saves thinwire.optim.regroup thinwire.train "
     "thinwire.workers.session.session thinwire.workers.weights thinwire.integrations.ddp_compression",

@@ -34,13 +34,13 @@ class Answer(Generic[Result]):
 
 
 class Calls(Generic[Result]):
-    """Calls of one kind. at_once: those that have just begun; at_most: with the slow ones. told: there is an answer.
+    """Calls of one kind. at_once: those that have just begun; at_most: with the slow ones. answered: called after each.
 
     `start`, `wait` and `answers` are for one thread. The threads of the calls end with the process: one may hang.
     """
 
-    def __init__(self, at_once: int, at_most: int, told: Callable[[], None] = lambda: None) -> None:
-        self._at_once, self._at_most, self._told = at_once, at_most, told
+    def __init__(self, at_once: int, at_most: int, answered: Callable[[], None] = lambda: None) -> None:
+        self._at_once, self._at_most, self._answered = at_once, at_most, answered
         self._began: dict[str, float] = {}
         self._answers: deque[Answer[Result]] = deque()
         self._changed = threading.Condition()
@@ -114,7 +114,7 @@ class Calls(Generic[Result]):
             began, result, error = time.monotonic(), None, None
             try:
                 result = call()
-            except Exception as raised:  # noqa: BLE001 - told with the answer
+            except Exception as raised:  # noqa: BLE001 - part of the answer
                 error = raised
             except BaseException as raised:  # noqa: BLE001 - a cancellation or a panic of a library ends its call alone
                 error = RuntimeError(f"the call ended with {type(raised).__name__}: {raised}")
@@ -123,4 +123,4 @@ class Calls(Generic[Result]):
                 del self._began[key]
                 self._answers.append(Answer(key, result, error, time.monotonic() - began))
                 self._changed.notify_all()
-            self._told()
+            self._answered()

@@ -55,9 +55,9 @@ MOST_QUESTIONS, MOST_SUBMITS = 64, 32
 """Calls of a kind, those included that hang."""
 A_TRANSACTION = 100
 """Jobs that are moved in one transaction: requests that write wait for it."""
-TOLD_AFTER_S = 10.0
-"""A submit that has not been answered for so long is told as the reason why the job waits."""
-TOLD_AGAIN_S = 60.0
+EXPLAINED_AFTER_S = 10.0
+"""A submit that has not been answered for so long is given as the reason why the job waits."""
+WRITTEN_AGAIN_S = 60.0
 """Other words for what pods wait for are written after so long; the first at once."""
 _READY, _PRUNE = "the launcher itself", "what need not be kept"
 
@@ -67,14 +67,14 @@ _OVER = frozenset({LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPE
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Written:
     """What was written of a job's pods, and when."""
 
     words: str
     at: float
 
 
-NOTHING_TOLD = Told("", 0.0)
+NOTHING_WRITTEN = Written("", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Reconciler:
 
     look: asks whether the launcher can be used: None, else why not; it may block. clock: unix seconds.
     confirm_owner: raises NotOwner where another service owns the database.
-    observe_turn: told the seconds that each turn took. prune: deletes what need not be kept; called in each turn.
+    observe_turn: called with the seconds of each turn. prune: deletes what need not be kept; called in each turn.
     """
 
     patience_s = SLOW_S
@@ -126,14 +126,14 @@ class Reconciler:
         self._absent: dict[str, int] = {}
         self._slow: set[str] = set()
         self._asked_in: dict[str, int] = {}
-        self._waits: dict[str, Told] = {}
+        self._waits: dict[str, Written] = {}
         self._warned: dict[tuple[str, str], str] = {}
         self._turns = 0
         self._wake = threading.Event()
         self._due = threading.Event()
         self._stop = threading.Event()
-        self._submits: Calls[Asked] = Calls(AT_ONCE, MOST_SUBMITS, told=self._wake.set)
-        self._questions: Calls[Asked] = Calls(AT_ONCE, MOST_QUESTIONS, told=self._wake.set)
+        self._submits: Calls[Asked] = Calls(AT_ONCE, MOST_SUBMITS, answered=self._wake.set)
+        self._questions: Calls[Asked] = Calls(AT_ONCE, MOST_QUESTIONS, answered=self._wake.set)
         self._others: Calls[str | None] = Calls(2, 2)
         self._thread: threading.Thread | None = None
 
@@ -177,7 +177,7 @@ class Reconciler:
         self._absent = {job: polls for job, polls in self._absent.items() if job in known}
         self._asked_in = {job: turn for job, turn in self._asked_in.items() if job in known}
         self._slow &= known
-        self._waits = {job: told for job, told in self._waits.items() if job in known}
+        self._waits = {job: last for job, last in self._waits.items() if job in known}
         self._warned = {key: said for key, said in self._warned.items() if key[1] in known}
         rows = [row for row in rows if self._keep_wanted(row)]
         unready = self._unready()  # without jobs as well: requests are answered from the last look
@@ -197,7 +197,7 @@ class Reconciler:
         answers = [*self._submits.answers(), *self._questions.answers()]
         found = [asked for answer in answers if (asked := self._heard(answer)) is not None]
         self._explain({asked.row: asked.refusal for asked in found if asked.refusal is not None})
-        self._tell_waits(found)
+        self._write_waits(found)
         moves = [asked for asked in found if asked.refusal is None and _moves(asked.action)]
         for first in range(0, len(moves), A_TRANSACTION):
             self._move_all(moves[first : first + A_TRANSACTION])
@@ -375,7 +375,7 @@ class Reconciler:
     # the run folder
 
     def _keep_wanted(self, row: JobRow) -> bool:
-        """Write workers.json where a request could not, or where it is of before the job's row.
+        """Write workers.json where a request could not, or where the file is older than the job's row.
 
         False where the row cannot be understood, which is logged.
         """
@@ -413,7 +413,7 @@ class Reconciler:
             return
         token = new_token()
         with self._db.write() as session:
-            JobRepository(session).set_token_hash(row.id, token_hash(token))
+            JobRepository(session).note([row.id], token_hash=token_hash(token))
         folder.write(job_json(row), wanted_workers(now), token, self._folders.service_url)
         logger.info("run_folder_completed job_id=%s", row.id)
 
@@ -425,7 +425,7 @@ class Reconciler:
             jobs = JobRepository(session)
             now = jobs.get(row.id)
             if now is not None and now.ticket_hash != ticket:
-                jobs.set_ticket(row.id, ticket, None)
+                jobs.note([row.id], ticket_hash=ticket, claimant_hash=None)
 
     # applying
 
@@ -485,12 +485,14 @@ class Reconciler:
     def _explain_open(self, new: Iterable[JobRow]) -> None:
         """Say of jobs whose submit has not been answered, or finds no room, what they wait for."""
         ages = {row: self._submits.age(row.id) for row in new}
-        told = {row: "it has not answered yet" for row, age in ages.items() if age is not None and age > TOLD_AFTER_S}
-        if told:
+        why = {
+            row: "it has not answered yet" for row, age in ages.items() if age is not None and age > EXPLAINED_AFTER_S
+        }
+        if why:
             busy = f"it has {MOST_SUBMITS} submissions to answer before"
             left = {row for row, age in ages.items() if age is None and self._asked_in.get(row.id) != self._turns}
-            told |= dict.fromkeys(left, busy)
-        self._explain(told)
+            why |= dict.fromkeys(left, busy)
+        self._explain(why)
 
     def _explain(self, why: dict[JobRow, str]) -> None:
         """Write the reasons why jobs wait to be submitted, where they are others than before."""
@@ -502,29 +504,30 @@ class Reconciler:
         if by_reason:
             with self._db.write() as session:
                 for reason, ids in by_reason.items():
-                    JobRepository(session).set_reason(ids, reason)
+                    JobRepository(session).note(ids, [JobState.SUBMITTING], reason=reason)
 
-    def _tell_waits(self, found: Iterable[Asked]) -> None:
+    def _write_waits(self, found: Iterable[Asked]) -> None:
         """Write what pods wait for, in the reason of jobs that are not running, and in the events of all."""
         now = self._clock()
         news: list[tuple[JobRow, str]] = []
         for asked in found:
             job, words = asked.row.id, storable(asked.status.waits_for)
-            told = self._waits.get(job, NOTHING_TOLD)
+            last = self._waits.get(job, NOTHING_WRITTEN)
             # The scheduler counts nodes in its words: they may be others every second.
             if (
                 asked.status.state in _LIVE
-                and words != told.words
-                and (not told.words or now >= told.at + TOLD_AGAIN_S)
+                and words != last.words
+                and (not last.words or now >= last.at + WRITTEN_AGAIN_S)
             ):
-                self._waits[job] = Told(words, now)
+                self._waits[job] = Written(words, now)
                 news.append((asked.row, words))
         if not news:
             return
         with self._db.write() as session:
             jobs = JobRepository(session)
             for row, words in news:
-                jobs.set_waits_for(row.id, f"waiting for the cluster: {words}" if words else None)
+                reason = f"waiting for the cluster: {words}" if words else None
+                jobs.note([row.id], [JobState.PENDING, JobState.CANCELLING], reason=reason)
                 if words:
                     event = {"kind": EventKind.CLUSTER_WAITS.value, "step": last_step(row), "time": now}
                     jobs.put_events(row.id, row.attempt, [{**event, "fields": {"reason": words}}])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -76,7 +76,7 @@ class JobRow(Base):
 
 
 class ServiceRow(Base):
-    """Which service this is, whoever owns the database at the time; the table has one row."""
+    """Which service this is, at whatever process owns the database; the table has one row."""
 
     __tablename__ = "service"
 
@@ -182,7 +182,7 @@ class JobRepository:
         return self.session.scalar(select(JobRow.id).where(JobRow.ticket_hash == ticket_hash))
 
     def service_id(self) -> str:
-        """Of the service: the same for whoever owns the database."""
+        """Of the service: the same, whichever process owns the database."""
         return self.session.scalars(select(ServiceRow.id)).one()
 
     def newest(self, limit: int, state: JobState | None = None, before: JobRow | None = None) -> Sequence[JobRow]:
@@ -228,35 +228,13 @@ class JobRepository:
         query = select(JobRow.state, func.count()).group_by(JobRow.state)
         return {row[0]: row[1] for row in self.session.execute(query)}
 
-    def set_reason(self, job_ids: Sequence[str], reason: str) -> None:
-        """Say why these jobs are not submitted yet. Their rows' versions stay: no decision depends on it."""
+    def note(self, job_ids: Sequence[str], in_states: Collection[JobState] | None = None, **values: Any) -> None:
+        """Write what no decision depends on, so that the rows' versions stay: of those alone that are `in_states`."""
         table = JobRow.__table__
-        waiting = table.c.id.in_(job_ids) & (table.c.state == JobState.SUBMITTING.value)
-        self.session.execute(update(table).where(waiting).values(reason=reason))  # type: ignore[arg-type]
-
-    def set_waits_for(self, job_id: str, reason: str | None) -> None:
-        """Say what the pods of a job that is submitted wait for, or what keeps those of one that is to end. Its row's
-        version stays: no decision depends on it."""
-        table = JobRow.__table__
-        states = (JobState.PENDING.value, JobState.CANCELLING.value)
-        waiting = (table.c.id == job_id) & table.c.state.in_(states)
-        self.session.execute(update(table).where(waiting).values(reason=reason))  # type: ignore[arg-type]
-
-    def set_token_hash(self, job_id: str, token_hash: str) -> None:
-        """Replace the job's token. The row's version stays: no decision depends on the token."""
-        table = JobRow.__table__
-        self.session.execute(update(table).where(table.c.id == job_id).values(token_hash=token_hash))  # type: ignore[arg-type]
-
-    def set_ticket(self, job_id: str, ticket_hash: str, claimant_hash: str | None) -> None:
-        """Replace the job's ticket, or note who has used it. The row's version stays, as for the token."""
-        table = JobRow.__table__
-        values = {"ticket_hash": ticket_hash, "claimant_hash": claimant_hash}
-        self.session.execute(update(table).where(table.c.id == job_id).values(**values))  # type: ignore[arg-type]
-
-    def set_progress(self, job_id: str, values: dict[str, Any]) -> None:
-        """Replace what is newest: sample, validation, membership. The row's version stays: no decision needs them."""
-        table = JobRow.__table__
-        self.session.execute(update(table).where(table.c.id == job_id).values(**values))  # type: ignore[arg-type]
+        rows: ColumnElement[bool] = table.c.id.in_(job_ids)
+        if in_states is not None:
+            rows = rows & table.c.state.in_([state.value for state in in_states])
+        self.session.execute(update(table).where(rows).values(**values))  # type: ignore[arg-type]
 
     # history
 

@@ -75,11 +75,11 @@ class Starts:
             if row is None:
                 raise InvalidRequest.at("start.job", job_id, "must be the ID of a job here: `thinwire jobs` lists them")
             store = row.spec.get("checkpoint", {}).get("store")
-            told = [event.fields for event in jobs.events(job_id, [EventKind.CHECKPOINT_SAVED], limit=MOST_EVENTS)]
+            saved = [event.fields for event in jobs.events(job_id, [EventKind.CHECKPOINT_SAVED], limit=MOST_EVENTS)]
         place = str(self._folders.of(job_id).checkpoints) if store is None else checkpoints_in(store, job_id)
         self._refuse_unreachable("start.job", job_id, place)
-        # What lies elsewhere this machine need not see: then it knows what the job has told.
-        whole = _listed(path_of(place)) if is_local(place) and self._own_cluster else _told(told)
+        # What lies elsewhere this machine need not see: then it knows what the job has reported.
+        whole = _listed(path_of(place)) if is_local(place) and self._own_cluster else _named(saved)
         return start.model_copy(update={"checkpoints": place}), whole
 
     def _refuse_unreachable(self, path: str, value: str, place: str) -> None:
@@ -116,12 +116,12 @@ def _check_whole(spec: TrainSpec | ScriptSpec, start: Start, whole: Sequence[Sav
 
 def _listed(folder: Path) -> list[Saved]:
     """The whole checkpoints in a folder of this machine. Raises: Unavailable."""
-    return _told(
+    return _named(
         [{"path": one.folder} for one in list_checkpoints(folder) if any(file.name == _MANIFEST for file in one.files)]
     )
 
 
-def _told(events: Sequence[dict[str, object]]) -> list[Saved]:
+def _named(events: Sequence[dict[str, object]]) -> list[Saved]:
     """What the paths of events say."""
     names = [str(fields.get("path", "")).rstrip("/").rpartition("/")[2] for fields in events]
     return [Saved(int(match[2], 16), int(match[1])) for match in map(_FOLDER.fullmatch, names) if match]

@@ -103,8 +103,8 @@ class WorkerReports:
             row = _current(session, job_id, worker.attempt)
             if JobState(row.state).terminal:
                 raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
-            told = worker.model_dump(exclude={"leads"})
-            lease = LeaseRow(job_id=job_id, rank=rank, expires_at=self._clock() + self._lease_s, **told)
+            said = worker.model_dump(exclude={"leads"})
+            lease = LeaseRow(job_id=job_id, rank=rank, expires_at=self._clock() + self._lease_s, **said)
             JobRepository(session).put_lease(lease)
         if worker.leads:
             with self._lock:
@@ -144,7 +144,7 @@ class WorkerReports:
                 transition(session, row, JobState.RUNNING, self._clock())
             if progress:
                 session.flush()
-                jobs.set_progress(job_id, progress)
+                jobs.note([job_id], **progress)
 
     def targets(self) -> list[TargetGroup]:
         """The workers that can be scraped now, as Prometheus HTTP service discovery wants it.
@@ -185,7 +185,7 @@ class WorkerReports:
             if row.ticket_hash != token_hash(ticket_of(token, row.attempt)):
                 raise StaleAttempt(job_id, row.attempt - 1, row.attempt)
             if row.claimant_hash is None:
-                jobs.set_ticket(job_id, row.ticket_hash, claimant)
+                jobs.note([job_id], claimant_hash=claimant)
             elif not hmac.compare_digest(row.claimant_hash, claimant):
                 raise Forbidden(
                     f"the ticket of attempt {row.attempt} of job {job_id} was used by another process: if that was no "
@@ -302,7 +302,7 @@ def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any
 
 
 def _refuse_unbounded(telemetry: Telemetry) -> None:
-    """A step that the database cannot hold, what is too large to be kept, an event that is the service's to tell.
+    """A step that the database cannot hold, what is too large to be kept, an event that is the service's own.
 
     Numbers that are not finite have not come so far: the models refuse them, or have made them none.
     Raises InvalidRequest.
@@ -321,8 +321,8 @@ def _refuse_unbounded(telemetry: Telemetry) -> None:
     for index, sample in enumerate(telemetry.samples):
         if (wrong := wrong_with_reported(sample.reported or ())) is not None:
             problems.append(_problem(f"samples.{index}.reported", None, wrong))
-    told: dict[str, Sequence[Sample | Event]] = {"samples": telemetry.samples, "events": telemetry.events}
-    for name, batch in told.items():
+    batches: dict[str, Sequence[Sample | Event]] = {"samples": telemetry.samples, "events": telemetry.events}
+    for name, batch in batches.items():
         for index, one in enumerate(batch):
             if one.step > LARGEST_STEP:
                 message = f"must be at most {LARGEST_STEP}"

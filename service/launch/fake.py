@@ -47,7 +47,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class Submission:
-    """What `submit` was told, and what has become of it."""
+    """What `submit` was given, and what has become of it."""
 
     run_dir: Path
     attempt: int

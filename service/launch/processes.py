@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A living process (zombies are not living). `session` is 0 where the system does not tell."""
+    """A living process (zombies are not living). `session` is 0 where the system does not say."""
 
     pid: int
     ppid: int
@@ -150,7 +150,7 @@ def _from_proc() -> dict[int, Process]:
 
 
 def from_ps() -> dict[int, Process]:
-    """Every living process as `ps` tells it: for systems without /proc."""
+    """Every living process as `ps` lists it: for systems without /proc."""
     rows = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,stat=,lstart="],
         check=True,

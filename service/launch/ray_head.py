@@ -3,7 +3,7 @@
 Everything listens on loopback and asks for a token of the home's own. Below the folder (`home/ray`):
 
     auth_token   the token, mode 0600      head.json   the keeper's record: pid, birth, port, temp_dir
-    head.log     keeper and `ray start`    lease       touched by whoever serves the home
+    head.log     keeper and `ray start`    lease       touched by the server of the home
     lock         held by the server        lost-logs/  Ray's logs of the last head that ended by itself
 
 Ray's own files are in a short folder below the system's temporary one, because Ray puts sockets there and a socket's
@@ -340,11 +340,11 @@ def head_environment(base: Mapping[str, str], temp_dir: Path, token_path: Path) 
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray takes 127.0.0.1 as an address only where it is told that there is no cluster of machines (its default on
+        # Ray takes 127.0.0.1 as an address only where it knows that there is no cluster of machines (its default on
         # macOS); else it replaces it by the machine's own address and listens on every interface.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_START_HOOK": START_HOOK,
-        # Fixed ports unless told otherwise: a second head on this machine would fail on them.
+        # Fixed ports unless it is given others: a second head on this machine would fail on them.
         "AUTOSCALER_METRIC_PORT": "0",
         "DASHBOARD_METRIC_PORT": "0",
     }

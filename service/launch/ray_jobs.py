@@ -3,10 +3,10 @@
 Facts of Ray 2.60 that shape this file: a submission id that is taken is refused with 500 and a traceback, an unknown
 one is 404, stopping what has ended is 200 with {"stopped": false}. A log comes as one whole text, so it is read from
 where it was written instead, and asked for once at most, at the end. A job whose node is lost with its head is RUNNING
-for ever: whoever watches jobs there begins with the next submission. So dead nodes are asked for, too. Whoever has the
+for ever: what watches jobs there begins with the next submission. So dead nodes are asked for, too. Anybody who has the
 token sees entrypoint, metadata and runtime_env of every job, so no secret may be in them.
 
-Of a job that has never begun its owner is told why in one or two lines, out of the pages that Ray says of it. What Ray
+Of a job that has never begun its owner hears why in one or two lines, out of the pages that Ray says of it. What Ray
 could not make, its runtime environment (contract/environment_words.py), or could not start, the driver's Python, failed
 before any process of ours could say why. Each case is known by what Ray or the shell writes.
 """
@@ -142,14 +142,16 @@ class RayJobs:
             return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} answered what is not a job: {error}")
         state = OF_RAY.get(job.status)
         if state is None:
-            return LaunchStatus(LaunchState.UNKNOWN, f"Ray at {self.url} told the unknown job status {job.status!r}")
+            return LaunchStatus(
+                LaunchState.UNKNOWN, f"Ray at {self.url} reported the unknown job status {job.status!r}"
+            )
         if state is LaunchState.RUNNING and job.driver_node_id is not None and job.driver_node_id in self._dead_nodes():
             return LaunchStatus(LaunchState.ABSENT, f"the node {job.driver_node_id} of its driver is dead")
         if state is LaunchState.FAILED:
-            told = why_never_begun(job.error_type, job.driver_exit_code, job.message or "")
-            if told is not None:
+            never = why_never_begun(job.error_type, job.driver_exit_code, job.message or "")
+            if never is not None:
                 _log.warning("job_never_began submission_id=%s ray_says=%r", submission_id, job.message)
-                return LaunchStatus(state, told, began=False)
+                return LaunchStatus(state, never, began=False)
         return LaunchStatus(state, _shortened(job.message or ""))
 
     def _dead_nodes(self) -> frozenset[str]:

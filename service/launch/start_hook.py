@@ -1,4 +1,4 @@
-"""`ray start` on a machine that is busy: a node ends itself where an agent has not told its port after 15 s.
+"""`ray start` on a machine that is busy: a node ends itself where an agent has not reported its port after 15 s.
 
 Ray knows no longer time. It waits for no port that it was given, but for one: that of the dashboard's agent, which a
 node awaits in a file even so. So the agents are given free ports here, and that file is written before they start.
@@ -20,7 +20,7 @@ from ray._raylet import (  # type: ignore[attr-defined]  # compiled
 )
 
 AGENT_PORTS: Final = range(21_000, 32_000)
-"""Below those that the kernel gives to whoever asks for any, so that none of them is taken until the agent has it."""
+"""Below those that the kernel gives to processes that ask for any: none of them is taken until the agent has it."""
 AGENTS: Final = (
     "metrics_agent_port",
     "metrics_export_port",
@@ -56,7 +56,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _telling(start_raylet: Any) -> Any:
-    @functools.wraps(start_raylet)  # it may be told to again, by the next node that this process starts
+    @functools.wraps(start_raylet)  # it may be asked to again, by the next node that this process starts
     def start(*arguments: Any, **options: Any) -> Any:
         given = inspect.signature(start_raylet).bind(*arguments, **options).arguments
         port = given["dashboard_agent_listen_port"]

@@ -2,7 +2,7 @@
 
 The database has the SHA-256 of each, and nobody its text. `Callers` says whose token it is: the operator's is compared;
 people's, jobs' and tickets are looked up by their SHA-256, which is indexed. A wrong token that comes again costs no
-look-up for some seconds; and an address that sends many different wrong ones is told to wait (429) before any look-up,
+look-up for some seconds; and an address that sends many different wrong ones has to wait (429) before any look-up,
 unless the token has lately been good. So nobody can keep the database busy by guessing.
 """
 
@@ -90,7 +90,7 @@ class Tokens:
         self._due = float("-inf")
 
     def create(self, asked: NewToken, change: Change) -> MadeToken:
-        """A new token, with its text, which is not told again. Raises: InvalidRequest, TokenExists."""
+        """A new token, with its text, which is not shown again. Raises: InvalidRequest, TokenExists."""
         if asked.name in (OPERATOR, SERVICE):
             words = f"must be another name: {OPERATOR!r} has the token in the home, {SERVICE!r} is the service itself"
             raise InvalidRequest.at("name", asked.name, words)

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.service.control_plane_harness import wait_until
-from thinwire.boxes import supervisor
-from thinwire.boxes.box import Box, BoxFolder, box_environment, head_command, join_command, temp_dir_of
+from thinwire import boxes
+from thinwire.boxes import Box, BoxFolder, box_environment, head_command, join_command, temp_dir_of
 from thinwire.cli import up
 from thinwire.cli.main import app
 from thinwire.service.launch import processes, ray_head
@@ -67,7 +67,7 @@ def test_what_cannot_be_is_told(box: BoxFolder, token_file: Path, arguments: lis
 def test_a_head_that_does_not_start_forgets_nothing(box: BoxFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     box.gcs.mkdir(parents=True)
     (box.gcs / "session_name").write_text("of a head that was killed")
-    monkeypatch.setattr(supervisor, "__name__", "no.such.module")
+    monkeypatch.setattr(boxes, "__name__", "no.such.module")
     result = CliRunner().invoke(app, ["up", "--head"])
     assert result.exit_code == 1
     assert "Ray does not run on this box" in result.output
@@ -162,4 +162,4 @@ def test_actors_of_a_head_that_was_ended_in_order_answer_when_it_is_back(box: Bo
 
 
 def test_down_gives_a_supervisor_the_time_that_its_end_takes() -> None:
-    assert up.END_S > supervisor.LEAVE_S + supervisor.LONGEST_WAIT_S + ray_head.CLOSE_S
+    assert up.END_S > boxes.LEAVE_S + boxes.LONGEST_WAIT_S + ray_head.CLOSE_S

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import missing
 from tests.deploy.units import UNITS, Unit, all_units
 from tests.service.control_plane_harness import wait_until
-from thinwire.boxes.supervisor import LEAVE_S, tell_workers
+from thinwire.boxes import LEAVE_S, tell_workers
 from thinwire.service.config import Settings
 from thinwire.service.launch import processes
 from thinwire.service.launch.ray_head import CLOSE_S, MAX_TEMP_CHARS, Head

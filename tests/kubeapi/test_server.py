@@ -13,7 +13,7 @@ import urllib3
 from kubernetes.client.rest import ApiException
 
 from tests.kubeapi.client import configuration
-from tests.kubeapi.faults import USUAL, Fault, Request
+from tests.kubeapi.faults import Fault
 from tests.kubeapi.sequences import FINALIZER, say
 from tests.kubeapi.server import KubeApi
 from tests.kubeapi.store import EVENTS, RAYCLUSTERS, RAYJOBS, Object
@@ -164,26 +164,6 @@ def test_a_deletion_waits_for_finalizers_and_takes_what_is_owned(custom: Any, se
     assert server.store.all(RAYCLUSTERS) == []
 
 
-def test_rights_and_tokens_that_are_missing_are_refused(client: Any, custom: Any, server: KubeApi) -> None:
-    server.denied.add(("list", "rayjobs"))
-    assert refused(custom.list_namespaced_custom_object, *RAY)["code"] == 403
-    wanted = {"namespace": "default", "group": "ray.io", "resource": "rayjobs"}
-    reviews = kubernetes.client.AuthorizationV1Api(client)
-    for verb, allowed in (("list", False), ("watch", True)):
-        body = {"spec": {"resourceAttributes": {**wanted, "verb": verb}}}
-        assert reviews.create_self_subject_access_review(body).status.allowed is allowed
-    client.configuration.api_key = {"authorization": "another"}
-    assert refused(custom.list_namespaced_custom_object, *RAY)["reason"] == "Unauthorized"
-
-
-@pytest.mark.parametrize(("how", "left"), [("lose request", 0), ("lose answer", 1)])
-def test_a_lost_request_is_not_done_and_a_lost_answer_is(custom: Any, server: KubeApi, how: Any, left: int) -> None:
-    server.faults.add(Fault(how), when=lambda request: request.is_write)
-    with pytest.raises(urllib3.exceptions.HTTPError):
-        custom.create_namespaced_custom_object(*RAY, rayjob("a"))
-    assert len(server.store.all(RAYJOBS)) == left
-
-
 @pytest.mark.parametrize(
     ("how", "error"),
     [
@@ -202,16 +182,3 @@ def test_a_watch_goes_bad_after_so_many_events(custom: Any, server: KubeApi, how
     assert next(events)["object"]["metadata"]["name"] == "a"
     with pytest.raises(error):
         next(events)
-
-
-def test_a_seed_draws_the_same_faults_again(server: KubeApi) -> None:
-    def drawn(seed: int) -> list[object]:
-        server.faults.draw(seed, share=0.5)
-        return [server.faults.meet(Request(verb, "ray.io", "rayjobs")) for verb in ("list", "watch", "create") * 50]
-
-    first = drawn(7)
-    assert first == drawn(7)
-    assert first != drawn(8)
-    assert {fault.how for fault in first if fault} == {fault.how for fault in USUAL}  # type: ignore[attr-defined]
-    server.faults.mend()
-    assert server.faults.meet(Request("list", "ray.io", "rayjobs")) is None

@@ -17,11 +17,10 @@ def event(**fields: Any) -> dict[str, Any]:
     return {"kind": "regrouped", "step": 1, "time": 1.0, "fields": fields}
 
 
-def running(service: Service) -> tuple[str, dict[str, str]]:
-    """A job and the headers of its own token."""
-    job = service.client.post("/v1/jobs", json=spec()).json()["id"]
-    token = (service.home / "runs" / job / "token").read_text().strip()
-    return job, {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+def submitted(service: Service) -> tuple[str, dict[str, str]]:
+    """A job and the headers of its own reports."""
+    job = service.submit()
+    return job, {**service.job_headers(job), "Content-Type": "application/json"}
 
 
 UNSHOWABLE = {
@@ -44,7 +43,7 @@ UNSHOWABLE = {
 
 @pytest.mark.parametrize("what", UNSHOWABLE)
 def test_what_cannot_be_shown_is_refused_by_name_and_spoils_no_list(service: Service, what: str) -> None:
-    job, headers = running(service)
+    job, headers = submitted(service)
     body, path, words = UNSHOWABLE[what]
     answer = service.client.post(f"/v1/jobs/{job}/telemetry", content=body, headers=headers)
     assert answer.status_code == 422, answer.text
@@ -55,7 +54,7 @@ def test_what_cannot_be_shown_is_refused_by_name_and_spoils_no_list(service: Ser
 
 
 def test_text_of_all_languages_is_taken(service: Service) -> None:
-    job, headers = running(service)
+    job, headers = submitted(service)
     body = {"attempt": 1, "samples": [sample(1)], "events": [event(text="żółć 漢字 \U0001f600 \\u0000 \\ud800")]}
     answer = service.client.post(f"/v1/jobs/{job}/telemetry", content=json.dumps(body), headers=headers)
     assert answer.status_code == 204, answer.text
@@ -64,7 +63,7 @@ def test_text_of_all_languages_is_taken(service: Service) -> None:
 
 
 def test_the_deepest_that_is_taken(service: Service) -> None:
-    job, headers = running(service)
+    job, headers = submitted(service)
     depth = DEEPEST - 4
     nested: Any = []
     for _ in range(depth - 1):
@@ -92,7 +91,7 @@ def test_a_bomb_of_errors_is_answered_soon_and_shortly(service: Service, what: s
 
 
 def test_an_array_of_millions_in_an_event_is_not_built(service: Service) -> None:
-    job, headers = running(service)
+    job, headers = submitted(service)
     body = (
         b'{"attempt": 1, "events": [{"kind": "x", "step": 1, "time": 1, "fields": {"a": ['
         + b"1," * 3_900_000
@@ -105,16 +104,8 @@ def test_an_array_of_millions_in_an_event_is_not_built(service: Service) -> None
     assert time.process_time() - began < 5  # 20 s before
 
 
-def test_a_full_batch_of_samples_is_taken(service: Service) -> None:
-    job, headers = running(service)
-    health = {"error_to_momentum": 1.0, "max_step": 2.0, "variance_ratio": 0.9, "floored_elements": 3}
-    samples = [sample(step, lr=0.1, payload_bytes=1, world_size=2, health=health) for step in range(2000)]
-    body = {"attempt": 1, "samples": samples, "events": [event(step=step) for step in range(2000)]}
-    assert service.client.post(f"/v1/jobs/{job}/telemetry", json=body, headers=headers).status_code == 204
-
-
 def test_what_is_too_large_to_keep_and_what_is_the_services_to_tell_are_refused(service: Service) -> None:
-    job, headers = running(service)
+    job, headers = submitted(service)
     for body, path in (
         ({"events": [event(text="x" * 20_000)]}, "events.0.fields"),
         ({"summary": {"text": "x" * 300_000}}, "summary"),
@@ -126,13 +117,13 @@ def test_what_is_too_large_to_keep_and_what_is_the_services_to_tell_are_refused(
 
 
 def test_a_job_that_says_too_much_is_told_when_to_go_on(service: Service) -> None:
-    job, headers = running(service)
+    job, headers = submitted(service)
     body = json.dumps({"attempt": 1}) + " " * (4 << 20)
     answers = [service.client.post(f"/v1/jobs/{job}/telemetry", content=body, headers=headers) for _ in range(18)]
     assert [answer.status_code for answer in answers[:15]] == [204] * 15
     assert answers[-1].status_code == 429
     assert int(answers[-1].headers["Retry-After"]) > 0
-    other, others_headers = running(service)
+    other, others_headers = submitted(service)
     assert (
         service.client.post(f"/v1/jobs/{other}/telemetry", json={"attempt": 1}, headers=others_headers).status_code
         == 204
@@ -140,7 +131,7 @@ def test_a_job_that_says_too_much_is_told_when_to_go_on(service: Service) -> Non
 
 
 def test_a_job_names_its_own_hosts_to_prometheus_and_no_others(service: Service) -> None:
-    job, headers = running(service)
+    job, headers = submitted(service)
     worker = {"attempt": 1, "pid": 1, "node": "n"}
     url = f"/v1/jobs/{job}/workers/0"
     for address in ("169.254.169.254:80", "10.0.0.1:9000", "localhost:9000", "metadata.internal:80", "[::2]:9000"):

@@ -9,37 +9,19 @@ import pytest
 
 from tests.service.control_plane_harness import Service
 from thinwire.service.launch.local import LocalLauncher
-from thinwire.service.launch.protocol import LauncherError
+from thinwire.service.launch.protocol import LOG_PART_BYTES, LauncherError, LogChunk, read_part
 from thinwire.service.launch.ray_head import Head
 from thinwire.service.launch.ray_jobs import RayJobs
 
 LONG = 100 << 20
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> LocalLauncher:
-    """A launcher whose head there is by its files alone."""
-    head = Head(pid=1, birth="b", port=1, temp_dir=tmp_path / "tw", python="python")
-    head.logs.mkdir(parents=True)
-    launcher = LocalLauncher(tmp_path / "home")
-    launcher._serving = (head, RayJobs(head.url, "token"))
-    return launcher
-
-
-def _write(launcher: LocalLauncher, submission_id: str, data: bytes, *, after: int = 0) -> Path:
-    assert launcher._serving is not None
-    path = launcher._serving[0].log_of(submission_id)
-    with path.open("wb") as file:
-        file.seek(after)  # a hole, which takes no room on the disk
-        file.write(data)
-    return path
-
-
-def test_the_end_of_a_long_log_costs_what_it_gives(launcher: LocalLauncher) -> None:
-    _write(launcher, "job-1", b"the last line\n", after=LONG)
+def test_the_end_of_a_long_log_costs_what_it_gives(tmp_path: Path) -> None:
+    with (path := tmp_path / "log").open("wb") as file:
+        file.seek(LONG)  # a hole, which takes no room on the disk
+        file.write(b"the last line\n")
     tracemalloc.start()
-    part = launcher.logs("job-1", LONG)
-    beginning = launcher.logs("job-1", 0)
+    part, beginning = read_part(path, LONG, LOG_PART_BYTES), read_part(path, 0, LOG_PART_BYTES)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (part.text, part.next_offset) == ("the last line\n", LONG + 14)
@@ -47,36 +29,43 @@ def test_the_end_of_a_long_log_costs_what_it_gives(launcher: LocalLauncher) -> N
     assert peak < 8 << 20
 
 
-def test_parts_of_any_size_make_the_whole(launcher: LocalLauncher) -> None:
+def test_parts_of_any_size_make_the_whole(tmp_path: Path) -> None:
     text = "a\u00e9\u20ac\U0001f600 line\n" * 20
-    _write(launcher, "job-1", text.encode())
+    (tmp_path / "log").write_text(text)
     for limit in (4, 5, 7, 64):
         offset, parts = 0, []
-        while part := launcher.logs("job-1", offset, limit).text:
-            parts.append(part)
-            offset = launcher.logs("job-1", offset, limit).next_offset
+        while (part := read_part(tmp_path / "log", offset, limit)).text:
+            parts.append(part.text)
+            offset = part.next_offset
         assert ("".join(parts), offset) == (text, len(text.encode()))
 
 
-def test_what_is_no_text_is_shown_as_such(launcher: LocalLauncher) -> None:
-    _write(launcher, "job-1", b"a\xff\xfeb\n\xe2\x82")
-    part = launcher.logs("job-1", 0)
-    assert (part.text, part.next_offset) == ("a\ufffd\ufffdb\n", 5)  # of the last character a part may still come
+@pytest.mark.parametrize(
+    ("content", "offset", "text", "next_offset"),
+    [
+        (b"a\xff\xfeb\n\xe2\x82", 0, "a\ufffd\ufffdb\n", 5),  # of the last character a part may still come
+        (b"short\n", 50, "", 50),
+        (None, 5, "", 5),
+    ],
+)
+def test_what_is_no_text_or_not_there(
+    tmp_path: Path, content: bytes | None, offset: int, text: str, next_offset: int
+) -> None:
+    if content is not None:
+        (tmp_path / "log").write_bytes(content)
+    assert read_part(tmp_path / "log", offset, 64) == LogChunk(text, next_offset)
 
 
-def test_a_log_that_is_not_there_is_empty_and_one_that_cannot_be_read_is_told(launcher: LocalLauncher) -> None:
-    none = launcher.logs("job-1", 5)
-    assert (none.text, none.next_offset) == ("", 5)
-    _write(launcher, "job-2", b"short\n")
-    beyond = launcher.logs("job-2", 50)
-    assert (beyond.text, beyond.next_offset) == ("", 50)
-    assert launcher._serving is not None
-    launcher._serving[0].log_of("job-3").mkdir()
-    with pytest.raises(LauncherError, match=r"job-driver-job-3\.log cannot be read: Is a directory"):
-        launcher.logs("job-3", 0)
+def test_a_log_that_cannot_be_read_is_an_error_that_says_why(tmp_path: Path) -> None:
+    head = Head(pid=1, birth="b", port=1, temp_dir=tmp_path / "tw", python="python")
+    head.log_of("job-1").mkdir(parents=True)
+    launcher = LocalLauncher(tmp_path / "home")
+    launcher._serving = (head, RayJobs(head.url, "token"))
+    with pytest.raises(LauncherError, match=r"job-driver-job-1\.log cannot be read: Is a directory"):
+        launcher.logs("job-1", 0)
     launcher._stop_serving("the head has ended")
     with pytest.raises(LauncherError, match="the head has ended"):
-        launcher.logs("job-2", 0)
+        launcher.logs("job-1", 0)
 
 
 def test_a_part_may_be_asked_for_by_its_size(service: Service) -> None:

@@ -7,22 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, spec
-from thinwire.contract.jobs import BODY_LIMIT_BYTES, ErrorBody
+from thinwire.contract.jobs import BODY_LIMIT_BYTES
 from thinwire.contract.spec import TextFile
 from thinwire.service.requests import TELEMETRY_LIMIT_BYTES
 from thinwire.workers.data.corpus import DataError, load_corpus
 from thinwire.workers.data.windows import Windows
 
 ONEBIT = {"name": "onebit_adam"}
-FIELDS = st.sampled_from(
-    ["name", "source", "optimizer", "data", "workers", "min", "max", "warmup", "betas", "path", "lr"]
-)
-
 NO_FILE = {"source": "text-file", "path": "/no/such"}
 
 
@@ -193,23 +187,3 @@ def test_telemetry_may_be_larger(service: Service) -> None:
     padding = b" " * (BODY_LIMIT_BYTES + 1)
     assert service.client.post(url, content=b'{"attempt": 1}' + padding, headers=headers).status_code == 204
     assert service.client.post(url, content=b" " * (TELEMETRY_LIMIT_BYTES + 1), headers=headers).status_code == 413
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS | st.text(max_size=3), inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=st.dictionaries(FIELDS, JSON, max_size=6) | JSON)
-def test_whatever_json_comes_is_answered_and_never_an_internal_error(service: Service, body: Any) -> None:
-    headers = {"Content-Type": "application/json"}
-    content = json.dumps({**spec(), **body} if isinstance(body, dict) else body)
-    answer = service.client.post("/v1/jobs", content=content, headers=headers)
-    assert answer.status_code in (202, 422), answer.text
-    if answer.status_code == 422:
-        problems = ErrorBody.model_validate(answer.json()).problems
-        assert problems
-        assert len({problem.path for problem in problems}) == len(problems)

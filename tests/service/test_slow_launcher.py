@@ -105,7 +105,7 @@ def test_submits_that_hang_keep_no_other_job_waiting(
     hanging: tuple[Service, HangingLauncher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reconciler, "MOST_SUBMITS", 8)
-    monkeypatch.setattr(reconciler, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(reconciler, "EXPLAINED_AFTER_S", 0.0)
     service, launcher = hanging
     running = service.running()
     service.plane.reconciler._submits._at_most = 8

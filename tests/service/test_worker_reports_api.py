@@ -139,7 +139,10 @@ def test_a_batch_that_cannot_be_stored_is_refused_whole(service: Service, batch:
 
 def test_a_large_batch_is_stored(service: Service) -> None:
     job_id = service.running()
-    assert service.post(job_id, samples=[sample(step) for step in range(2000)]).status_code == 204
+    health = {"error_to_momentum": 1.0, "max_step": 2.0, "variance_ratio": 0.9, "floored_elements": 3}
+    samples = [sample(step, lr=0.1, payload_bytes=1, world_size=2, health=health) for step in range(2000)]
+    events = [{"kind": "regrouped", "step": step, "time": 1.0} for step in range(2000)]
+    assert service.post(job_id, samples=samples, events=events).status_code == 204
     assert len(_history(service, job_id)["samples"]) == 2000
     assert service.post(job_id, samples=[sample(step) for step in range(2001)]).status_code == 422
 

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from thinwire.boxes import supervisor
-from thinwire.boxes.box import (
+from thinwire import boxes
+from thinwire.boxes import (
     DASHBOARD_PORT,
     HEAD_PORT,
     Box,
@@ -30,7 +30,7 @@ from thinwire.service.launch.protocol import LauncherError
 
 START_S = 240.0
 END_S = 95.0
-"""For a supervisor: its workers may take supervisor.LEAVE_S to leave, and Ray ray_head.CLOSE_S to end."""
+"""For a supervisor: its workers may take boxes.LEAVE_S to leave, and Ray ray_head.CLOSE_S to end."""
 
 Folder = Annotated[
     Path | None, typer.Option("--box", help="This box's folder. Default: THINWIRE_BOX, or beside the home.")
@@ -68,7 +68,7 @@ def up(
         _refuse_second(place)
         place.make(box, token_file)
         if foreground:
-            raise typer.Exit(supervisor.main([str(place.path)]))
+            raise typer.Exit(boxes.main([str(place.path)]))
         _start(place)
     except (BoxError, NoInterface, LauncherError, OSError) as error:
         typer.echo(f"thinwire: {error}", err=True)
@@ -150,7 +150,7 @@ def _start(place: BoxFolder) -> None:
     place.state_file.unlink(missing_ok=True)
     with place.log.open("wb") as log:
         started = subprocess.Popen(
-            [sys.executable, "-m", supervisor.__name__, str(place.path)],
+            [sys.executable, "-m", boxes.__name__, str(place.path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

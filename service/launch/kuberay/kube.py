@@ -153,7 +153,7 @@ class Kube:
                 if event is not None:  # None: a line that broke off
                     yield event["type"], event["raw_object"]
         except Exception as error:
-            raise _told(error, f"watch {plural}", self.url) from error
+            raise _as_ours(error, f"watch {plural}", self.url) from error
         finally:
             self._watches.discard(watch)
 
@@ -276,7 +276,7 @@ class Kube:
         try:
             return ask(*arguments, _request_timeout=(CONNECT_S, ANSWER_S), **how)
         except Exception as error:
-            raise _told(error, what, self.url) from error
+            raise _as_ours(error, what, self.url) from error
 
 
 class _Configuration(kubernetes.client.Configuration):  # type: ignore[misc]  # it has no types
@@ -321,7 +321,7 @@ def _ray(plural: str, kube: Kube) -> tuple[str, str, str, str]:
     return "ray.io", "v1", kube.namespace, plural
 
 
-def _told(error: Exception, what: str, url: str) -> Exception:
+def _as_ours(error: Exception, what: str, url: str) -> Exception:
     """What the client raised, as an error of ours; what is none of its own stays as it is."""
     if isinstance(error, ApiException):
         message, reason = _said(error)

@@ -1,6 +1,6 @@
 """The launcher of Kubernetes: each attempt of a job is a RayJob in one namespace, named by its submission.
 
-What the service knows of RayJobs and their RayClusters it is told by a watch, so that asking costs no call: `status`
+What the service knows of RayJobs and their RayClusters it has from a watch, so that asking costs no call: `status`
 answers from that. The truth is the API server's and the database's: a service that starts again lists what is there,
 and finds its own by the label with its id. KubeRay makes the pods, Ray's autoscaler asks for more of them, and the
 driver, which runs on the head, fetches all else from the service with its ticket, as in any standing cluster.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_spec
 from thinwire.service.launch.driver import driver_command
-from thinwire.service.launch.kuberay.kube import WATCH_SILENT_S, Kube, KubeError, connect
+from thinwire.service.launch.kuberay.kube import WATCH_SILENT_S, Expired, Kube, KubeError, connect
 from thinwire.service.launch.kuberay.manifest import (
     LABEL_SERVICE,
     QUEUE,
@@ -35,7 +36,6 @@ from thinwire.service.launch.kuberay.manifest import (
     resized,
 )
 from thinwire.service.launch.kuberay.states import cluster_of, ended_at, is_over, status_of, why_waiting
-from thinwire.service.launch.kuberay.watched import Watched
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
     Code,
@@ -53,9 +53,11 @@ LOOK_S: Final = 3.0
 """Between two looks for what pods wait for."""
 KEPT_S: Final = 3600.0
 """A RayJob that is over stays for so long once the service knows, for `kubectl get rayjobs`."""
-KEPT_UNTOLD_S: Final = 86400.0
+KEPT_UNASKED_S: Final = 86400.0
 """And for so long after its end where nobody has asked for that, as of jobs that were over before this service started;
 yet KEPT_S at least from when it was first seen: what ended while no service ran is asked for soon."""
+RETRY_S, MOST_RETRY_S = 1.0, 15.0
+"""Between two lists or watches that fail: at first, and at most."""
 _POD_CLUSTER: Final = "ray.io/cluster"
 
 
@@ -83,7 +85,7 @@ class KubeRayLauncher(Launcher):
         self._jobs: Watched | None = None
         self._clusters: Watched | None = None
         self._waits: dict[str, str] = {}
-        self._told: dict[str, float] = {}
+        self._seen_over: dict[str, float] = {}
         self._over_since: dict[str, float] = {}
         self._unanswered: set[str] = set()
         """Names of RayJobs whose create nobody has confirmed: they may be there, and the watch may be behind."""
@@ -179,7 +181,7 @@ class KubeRayLauncher(Launcher):
         )
 
     def status(self, submission_id: str) -> LaunchStatus:
-        """What the RayJob says, as the API server has last told it; UNKNOWN while that is silent."""
+        """What the RayJob says, as the API server has last reported it; UNKNOWN while that is silent."""
         if self._jobs is None:
             return LaunchStatus(LaunchState.UNKNOWN, "the launcher has not started")
         if (silence := self._silence(self._jobs)) is not None:
@@ -195,7 +197,7 @@ class KubeRayLauncher(Launcher):
             return LaunchStatus(LaunchState.ABSENT)
         status = status_of(found)
         if is_over(found):
-            self._told.setdefault(name, time.time())
+            self._seen_over.setdefault(name, time.time())
         elif (wait := self._waits.get(name)) is not None:
             return replace(status, waits_for=wait)
         return status
@@ -296,18 +298,18 @@ class KubeRayLauncher(Launcher):
             names.add(name)
             if not is_over(one) or "deletionTimestamp" in one["metadata"]:
                 continue
-            seen = self._told.get(name)
+            seen = self._seen_over.get(name)
             first = self._over_since.setdefault(name, now)
-            untold_s = now - ended_at(one, otherwise=first)
-            if (seen is not None and now - seen > KEPT_S) or (now - first > KEPT_S and untold_s > KEPT_UNTOLD_S):
+            unasked_s = now - ended_at(one, otherwise=first)
+            if (seen is not None and now - seen > KEPT_S) or (now - first > KEPT_S and unasked_s > KEPT_UNASKED_S):
                 kube.delete("rayjobs", name, one["metadata"].get("uid"))
                 logger.info("rayjob_removed name=%s", name)
-        for known in (self._told, self._over_since):
+        for known in (self._seen_over, self._over_since):
             for gone in known.keys() - names:
                 known.pop(gone, None)
 
     def _silence(self, jobs: Watched) -> str | None:
-        """Why what was last told cannot be trusted any more."""
+        """Why what was last reported cannot be trusted any more."""
         silent_s = jobs.silent_s()
         if silent_s is not None and silent_s <= WATCH_SILENT_S:
             return None
@@ -327,3 +329,135 @@ def _is_earlier(rayjob: Object, job_id: str, attempt: int) -> bool:
     said = rayjob["spec"].get("metadata") or {}
     number = str(said.get("attempt", ""))
     return said.get("job_id") == job_id and number.isdecimal() and int(number) < attempt
+
+
+class Watched:
+    """All objects of a kind that are the service's, as the API server has reported them: listed once, then watched.
+
+    A list gives all, and the version that they are of; a watch gives what has changed since. Where the server has
+    forgotten that version (410 Gone) all are listed again. Without an answer the objects stay as they were last seen,
+    and `silent_s` says for how long: nothing is taken for gone that has not been reported to be.
+    """
+
+    def __init__(self, kube: Kube, plural: str, selector: str) -> None:
+        self._kube, self._plural, self._selector = kube, plural, selector
+        self._objects: dict[str, Object] = {}
+        self._put_at: dict[str, float] = {}
+        self._version = ""
+        """All changes up to this one are known; "": they must be listed."""
+        self._lock = threading.Lock()
+        """Of the three above."""
+        self._stop = threading.Event()
+        self._heard: float | None = None
+        self._why = "it has not been listed yet"
+        self._thread = threading.Thread(target=self._run, name=f"thinwire-{plural}", daemon=True)
+
+    def start(self) -> None:
+        """List them, then begin to follow. Raises KubeError."""
+        self._list()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Follow no more. The thread ends with the watch that it is in."""
+        self._stop.set()
+
+    def silent_s(self) -> float | None:
+        """Seconds since the server last said something of them; None before the first list."""
+        heard = self._heard
+        return None if heard is None else time.monotonic() - heard
+
+    def why(self) -> str:
+        """Why the server is silent, as far as is known."""
+        return self._why
+
+    def get(self, name: str) -> Object | None:
+        """The object; None where there is none."""
+        with self._lock:
+            return self._objects.get(name)
+
+    def all(self) -> list[Object]:
+        """All of them."""
+        with self._lock:
+            return list(self._objects.values())
+
+    def put(self, found: Object) -> None:
+        """One that was just made or asked for, unless a newer one, or its end, is known."""
+        name = found["metadata"]["name"]
+        with self._lock:
+            if _is_known(found, self._version):
+                return
+            self._put_at[name] = time.monotonic()
+            if name not in self._objects:
+                self._objects[name] = found
+
+    def _run(self) -> None:
+        wait_s = RETRY_S
+        while not self._stop.is_set():
+            try:
+                if not self._version:
+                    self._list()
+                self._follow()
+                wait_s = RETRY_S
+            except Expired:
+                logger.info("watch_expired kind=%s", self._plural)
+                self._forget()
+            except KubeError as error:
+                if self._stop.is_set():
+                    return
+                if str(error) != self._why:
+                    logger.warning("watch_failed kind=%s error=%s", self._plural, error)
+                self._why = str(error)
+                if error.status not in (None, 429):
+                    # It answers, and not this: after a restore it may never come to the version that was listed.
+                    self._forget()
+            except Exception as error:  # what a server may send has no end; the thread must not have one for it
+                logger.exception("watch_failed kind=%s", self._plural)
+                self._why = f"{type(error).__name__}: {error}"
+                self._forget()
+            # Not all at once, when the server comes back.
+            self._stop.wait(wait_s * random.uniform(0.5, 1.5))
+            wait_s = min(2 * wait_s, MOST_RETRY_S)
+
+    def _forget(self) -> None:
+        """Where the watch was: they are listed next."""
+        with self._lock:
+            self._version = ""
+
+    def _list(self) -> None:
+        began = time.monotonic()
+        found, version = self._kube.all(self._plural, self._selector)
+        with self._lock:
+            listed = {one["metadata"]["name"]: one for one in found}
+            # What came to be while the list was made may not be in it.
+            self._put_at = {name: at for name, at in self._put_at.items() if at >= began}
+            put = {name: self._objects[name] for name in self._put_at if name in self._objects}
+            later = {name: one for name, one in put.items() if not _is_known(one, version)}
+            self._objects, self._version = later | listed, version
+        self._note()
+
+    def _follow(self) -> None:
+        """One watch, to its end."""
+        for kind, found in self._kube.watch(self._plural, self._selector, self._version):
+            with self._lock:
+                self._version = found["metadata"]["resourceVersion"]
+                if kind in ("ADDED", "MODIFIED"):
+                    self._objects[found["metadata"]["name"]] = found
+                elif kind == "DELETED":
+                    self._objects.pop(found["metadata"]["name"], None)
+            self._note()
+            if self._stop.is_set():
+                return
+        self._note()
+
+    def _note(self) -> None:
+        self._heard, self._why = time.monotonic(), ""
+
+
+def _is_known(found: Object, version: str) -> bool:
+    """Has a watch that is at this version reported what became of this object since?
+
+    Relied on: versions of one kind rise as whole numbers. Kubernetes promises that since 1.35; before, it calls them
+    opaque, and they are the revisions of etcd. Where they are no numbers, nothing is known: False.
+    """
+    own = found["metadata"].get("resourceVersion", "")
+    return own.isdecimal() and version.isdecimal() and int(own) <= int(version)

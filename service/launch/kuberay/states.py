@@ -1,6 +1,6 @@
 """What a RayJob says of the attempt that it is (KubeRay 1.7, apis/ray/v1/rayjob_types.go), and why its pods do not run.
 
-Pure. Why they do not is told in Kubernetes' own words: Kueue's, the scheduler's, the kubelet's, KubeRay's.
+Pure. Why they do not is said in Kubernetes' own words: Kueue's, the scheduler's, the kubelet's, KubeRay's.
 """
 
 from __future__ import annotations

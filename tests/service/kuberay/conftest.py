@@ -21,8 +21,8 @@ def api() -> Iterator[KubeApi]:
 @pytest.fixture
 def kube(tmp_path: Path, api: KubeApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnKubernetes]:
     monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.LOOK_S", 0.2)
-    monkeypatch.setattr("thinwire.service.launch.kuberay.watched.RETRY_S", 0.05)
-    monkeypatch.setattr("thinwire.service.launch.kuberay.watched.MOST_RETRY_S", 0.5)
+    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.RETRY_S", 0.05)
+    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.MOST_RETRY_S", 0.5)
     found = OnKubernetes(tmp_path / "home", api)
     yield found
     found.close()

@@ -141,8 +141,8 @@ def one(tmp_path: Path, api: KubeApi, seed: int) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.service.launch.kuberay.watched.RETRY_S", 0.05)
-    monkeypatch.setattr("thinwire.service.launch.kuberay.watched.MOST_RETRY_S", 0.2)
+    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.RETRY_S", 0.05)
+    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.MOST_RETRY_S", 0.2)
     monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.LOOK_S", 0.2)
 
 

@@ -13,8 +13,8 @@ from tests.kubeapi.server import KubeApi
 from tests.kubeapi.store import EVENTS, PODS, RAYJOBS
 from tests.service.control_plane_harness import wait_until
 from thinwire.service.launch.kuberay.kube import Expired, Kube, KubeError
+from thinwire.service.launch.kuberay.launcher import Watched
 from thinwire.service.launch.kuberay.manifest import read_template
-from thinwire.service.launch.kuberay.watched import Watched
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ class Restored:
 
 
 def test_a_watch_from_a_version_that_never_comes_begins_with_a_list_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.service.launch.kuberay.watched.RETRY_S", 0.01)
+    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.RETRY_S", 0.01)
     server = Restored(KubeError("Too large resource version: 900, current: 5", 504))
     found = Watched(server, "rayjobs", "")  # type: ignore[arg-type]
     found.start()
