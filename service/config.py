@@ -81,10 +81,10 @@ class Settings(BaseSettings):
     )
     worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
 
-    @field_validator("home", "packages_folder")
+    @field_validator("home", "packages_folder", "ray_token_file", "kuberay_template")
     @classmethod
-    def _absolute(cls, folder: Path | None) -> Path | None:
-        return folder and folder.expanduser().absolute()
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path and path.expanduser().absolute()
 
     @field_validator("database_url")
     @classmethod
@@ -103,11 +103,6 @@ class Settings(BaseSettings):
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError("must be an address such as http://head:8265, without user or query")
         return url and url.rstrip("/")
-
-    @field_validator("ray_token_file", "kuberay_template")
-    @classmethod
-    def _absolute_file(cls, file: Path | None) -> Path | None:
-        return file and file.expanduser().absolute()
 
     @field_validator("shared_folders")
     @classmethod

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-from fastapi import Request
+from fastapi import Depends, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -55,6 +55,15 @@ _PLAIN_BYTES = re.compile(r"/v1/jobs/[^/]+/(log|files/[^/]+)")
 """Paths that take any bytes, and no JSON."""
 READ_S = 60.0
 """How long a body may take to arrive."""
+
+
+def of_plane(name: str) -> Any:
+    """Dependency: the part of the control plane that has this name."""
+
+    async def part(request: Request) -> Any:
+        return getattr(request.app.state.plane, name)
+
+    return Depends(part)
 
 
 async def known_query(request: Request) -> None:

@@ -40,7 +40,6 @@ class JobView:
     max_attempts: int
     """1 + workers.max_restarts, and one more for each attempt that an orderly end of the service, or a queue, took."""
     max_restarts: int = 0
-    version: int = 1
     absent_polls: int = 0
     """Consecutive polls before this one that said ABSENT."""
     summary: dict[str, Any] | None = None

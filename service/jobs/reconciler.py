@@ -366,7 +366,6 @@ class Reconciler:
             attempt=row.attempt,
             max_attempts=row.max_attempts,
             max_restarts=int(row.spec["workers"]["max_restarts"]),
-            version=row.version,
             absent_polls=self._absent.get(row.id, 0),
             summary=summary,
             failure=failure,

@@ -51,6 +51,7 @@ from thinwire.service.requests import (
     TELEMETRY_LIMIT_BYTES,
     json_body,
     known_query,
+    of_plane,
     plain_bytes,
 )
 
@@ -82,18 +83,8 @@ claims = APIRouter(
 )
 
 
-async def _job_service(request: Request) -> JobService:
-    service: JobService = request.app.state.plane.jobs
-    return service
-
-
-async def _worker_reports(request: Request) -> WorkerReports:
-    reports: WorkerReports = request.app.state.plane.reports
-    return reports
-
-
-Jobs = Annotated[JobService, Depends(_job_service)]
-Reports = Annotated[WorkerReports, Depends(_worker_reports)]
+Jobs = Annotated[JobService, of_plane("jobs")]
+Reports = Annotated[WorkerReports, of_plane("reports")]
 Asked = Annotated[Change, Depends(change_of)]
 Attempt = Annotated[int, Query(ge=1, le=LARGEST_STEP, description="which submission of the job says it")]
 Rank = Annotated[

@@ -23,7 +23,7 @@ from thinwire.service.errors import (
     documented,
 )
 from thinwire.service.packages.store import Packages, Upload
-from thinwire.service.requests import ALWAYS, TAKES_BYTES, zip_bytes
+from thinwire.service.requests import ALWAYS, TAKES_BYTES, of_plane, zip_bytes
 
 SILENT_S = 60.0
 """A sender that sends nothing for so long has gone."""
@@ -37,12 +37,7 @@ packages = APIRouter(
 )
 
 
-async def _store(request: Request) -> Packages:
-    store: Packages = request.app.state.plane.packages
-    return store
-
-
-Store = Annotated[Packages, Depends(_store)]
+Store = Annotated[Packages, of_plane("packages")]
 Sha256 = Annotated[str, Path(pattern=SHA256, description="of the zip, 64 hexadecimal digits in lower case")]
 
 

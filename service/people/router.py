@@ -21,7 +21,7 @@ from thinwire.service.errors import (
 )
 from thinwire.service.people.audit import Audit, Change, change_of
 from thinwire.service.people.tokens import OperatorToken, Tokens
-from thinwire.service.requests import ALWAYS, json_body, known_query
+from thinwire.service.requests import ALWAYS, json_body, known_query, of_plane
 
 LARGEST_NUMBER = 2**31 - 1
 
@@ -33,17 +33,7 @@ people = APIRouter(
 )
 
 
-async def _tokens(request: Request) -> Tokens:
-    tokens: Tokens = request.app.state.plane.tokens
-    return tokens
-
-
-async def _audit(request: Request) -> Audit:
-    audit: Audit = request.app.state.plane.audit
-    return audit
-
-
-AllTokens = Annotated[Tokens, Depends(_tokens)]
+AllTokens = Annotated[Tokens, of_plane("tokens")]
 Asked = Annotated[Change, Depends(change_of)]
 Named = Annotated[TokenName, Path(description="of the token")]
 
@@ -97,7 +87,7 @@ def rotate_token(request: Request, change: Asked) -> RotatedToken:
 
 @people.get("/audit")
 def read_audit(
-    audit: Annotated[Audit, Depends(_audit)],
+    audit: Annotated[Audit, of_plane("audit")],
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=1, le=LARGEST_NUMBER, description="`next` of an earlier answer")] = None,
     who: Annotated[TokenName | None, Query(description="only what this one has asked for")] = None,

@@ -58,7 +58,6 @@ class Refused(Exception):
     code: int
     reason: str
     message: str
-    retry_after_s: int | None = None
     details: Object = field(default_factory=dict)
 
     def status(self) -> Object:

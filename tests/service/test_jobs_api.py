@@ -13,7 +13,6 @@ import pytest
 from tests.covering import parametrize
 from tests.service.control_plane_harness import SERVICE_URL, Service, sample, spec
 from thinwire.contract.spec import TrainSpec
-from thinwire.service.auth import token_hash
 from thinwire.service.launch.protocol import LaunchState
 
 
@@ -51,16 +50,6 @@ def test_the_launcher_never_sees_the_token(service: Service) -> None:
     assert token not in str(submission)
     assert submission.metadata == {"job_id": job_id, "job_name": "quickstart", "attempt": "1"}
     assert submission.run_dir == service.run_dir(job_id)
-
-
-def test_the_database_holds_no_token(service: Service) -> None:
-    job_id = service.submit()
-    token = (service.run_dir(job_id) / "token").read_text().strip()
-    service.plane.db.close()  # folds the write-ahead log into the file
-    stored = b"".join(path.read_bytes() for path in service.home.glob("thinwire.db*"))
-    assert token_hash(token).encode() in stored
-    assert token.encode() not in stored
-    assert service.token.encode() not in stored
 
 
 def test_the_same_key_and_spec_give_the_same_job(service: Service) -> None:

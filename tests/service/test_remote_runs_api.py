@@ -11,6 +11,7 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import STORE, Service, spec
 from tests.service.test_packages_api import sha, zipped
 from thinwire.contract.remote_run import LARGEST_FILE_BYTES
+from thinwire.service.auth import token_hash
 from thinwire.service.jobs import job_folder, worker_reports
 from thinwire.service.launch.driver import ticket_of
 from thinwire.service.launch.protocol import LaunchState
@@ -56,8 +57,10 @@ def test_no_token_nor_ticket_lies_in_the_database(far: Service) -> None:
     job_id = far.submit(**STORE)
     far.turn()
     given = claim(far, job_id).json()
+    far.plane.db.close()  # folds the write-ahead log into the file
     held = b"".join(file.read_bytes() for file in far.home.glob("thinwire.db*"))
-    assert job_id.encode() in held
+    assert token_hash(given["token"]).encode() in held
+    assert far.token.encode() not in held
     assert given["token"].encode() not in held
     assert ticket_of(given["token"], 1).encode() not in held
     assert CLAIMANT.encode() not in held

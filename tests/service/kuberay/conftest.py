@@ -18,11 +18,16 @@ def api() -> Iterator[KubeApi]:
     found.close()
 
 
-@pytest.fixture
-def kube(tmp_path: Path, api: KubeApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnKubernetes]:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher waits for by itself, it waits for shortly."""
     monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.LOOK_S", 0.2)
     monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.RETRY_S", 0.05)
     monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.MOST_RETRY_S", 0.5)
+
+
+@pytest.fixture
+def kube(tmp_path: Path, api: KubeApi) -> Iterator[OnKubernetes]:
     found = OnKubernetes(tmp_path / "home", api)
     yield found
     found.close()

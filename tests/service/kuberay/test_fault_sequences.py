@@ -139,13 +139,6 @@ def one(tmp_path: Path, api: KubeApi, seed: int) -> None:
         kube.close()
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.RETRY_S", 0.05)
-    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.MOST_RETRY_S", 0.2)
-    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.LOOK_S", 0.2)
-
-
 @parametrize("seed", range(3), usual=[0])
 def test_faults_and_restarts_make_no_rayjob_twice_and_each_end_is_told_once(
     tmp_path: Path, api: KubeApi, seed: int

@@ -40,10 +40,7 @@ class Replica(OnKubernetes):
 
 
 @pytest.fixture
-def replicas(
-    tmp_path: Path, api: KubeApi, new_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Replica, Replica]]:
-    monkeypatch.setattr("thinwire.service.launch.kuberay.launcher.LOOK_S", 0.2)
+def replicas(tmp_path: Path, api: KubeApi, new_database: Callable[[], str]) -> Iterator[tuple[Replica, Replica]]:
     url = new_database()
     both = Replica(tmp_path, "a", api, url), Replica(tmp_path, "b", api, url)
     yield both
