@@ -56,7 +56,7 @@ SQUARES = "squares"
 HALF = 0.5
 """The part of the mean gradient that must be zero, so that nothing is compressed. In 8 bits small values are too."""
 SUMMED_FROM = "summed_from"
-"""Among the saved values: the step after which A counts; absent where R of then is not known."""
+"""Among the saved values: the step after which A counts; absent where R at that step is not known."""
 
 
 @dataclass(slots=True)
@@ -393,10 +393,10 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
 
     def stats(self) -> dict[str, Any]:
         """As OneBitAdam.stats, with the spread of trust coefficients and variance factors over the tensors."""
-        told = {}
+        spread_of = {}
         for name, values in (("lamb_coeff", self.vectors.coeff_T), ("lamb_factor", self.vectors.factor_T)):
-            told.update({f"{name}_{kind}": float(f(values)) for kind, f in _SPREAD})
-        return {**super().stats(), **told}
+            spread_of.update({f"{name}_{kind}": float(f(values)) for kind, f in _SPREAD})
+        return {**super().stats(), **spread_of}
 
 
 _SPREAD = (("min", torch.min), ("median", torch.median), ("max", torch.max))

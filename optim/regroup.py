@@ -210,7 +210,7 @@ def _regroup(
     received = tuple(rank for rank, one in enumerate(all_n) if rank not in level or one.num_steps < now)
 
     takes_part = group.rank in level
-    room = Room(optimizer.settled(group, taking_part=takes_part, num_ranks=len(level)))
+    room = Room(optimizer.synced_vectors(group, taking_part=takes_part, num_ranks=len(level)))
     plain = all_n[source].plain
     states = of_peer(optimizer, plain["entries"], {} if group.rank in received else optimizer.frozen_states)
     in_rows = all_n[source].in_rows

@@ -50,8 +50,8 @@ from thinwire.optim.zero_one_round import (
     ZeroOneAdamState,
     agree_,
     local_step,
+    mark_lost_,
     propose_,
-    spoil_lost_,
     units_of,
 )
 
@@ -86,8 +86,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     CheckedOptions.
     refresh: as in OneBitAdam. non_finite, model, full_exchange, topology: as in CheckedOptions (optim.engine.options);
     buffers go at syncs. overlap: as there; the sum at a sync is formed of each bucket when backward has made its
-    gradients, with the rates of then. Where one is changed before step(), what was sent is undone, and later syncs wait
-    for step().
+    gradients, with the rates of that moment. Where one is changed before step(), what was sent is undone, and later
+    syncs wait for step().
 
     Between syncs ranks hold different parameters: evaluate where at_sync, or after state_dict() or prepare_to_save(),
     which cost two exchanges in full. The constructor is collective: it sends rank 0's parameters to all.
@@ -195,7 +195,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             for part, g in self._gradients_in(at, h.span, runs):
                 z = z_b[part.start - at.start : part.stop - at.start]
                 propose_(z, g, s, part, h, done, unit)
-        spoil_lost_(z_b, s)
+        mark_lost_(z_b, s)
         return z_b
 
     def _gradients_in(self, at: slice, span: slice, runs: LeftGradients) -> Iterator[tuple[slice, Tensor]]:
@@ -251,13 +251,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """The step of the last sync. Between syncs ranks hold different parameters; the same answer on every rank."""
         return int(self.saved["last_sync"])
 
-    def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
-        """As FlatOptimizer.settled: x = K x_s - mean u / d and the mean of m, over those of the same round.
+    def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
+        """As FlatOptimizer.synced_vectors: x = K x_s - mean u / d and the mean of m, over those of the same round.
 
         The steps that a rank which is gone has made alone since the last sync are lost, and no others: the mean is over
         those that are left. A gradient that was not finite has counted as zero.
         """
-        found = super().settled(group, taking_part=taking_part, num_ranks=num_ranks)
+        found = super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
         in_round = torch.tensor([0.0 if self.at_sync or not taking_part else 1.0], device=self.space.p_N.device)
         group.start_sum_(in_round).wait()
         if not int(in_round):
@@ -325,10 +325,10 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         try:
             m_N = self._round_means(u_N)
         except NonFiniteInput as error:
-            told = self._told(error, self.num_steps)  # forgets the lost gradients, on every rank
+            lost = self._lost_gradients(error, self.num_steps)  # forgets the lost gradients, on every rank
             if not self.skips_non_finite:
-                raise told from error
-            logger.warning("gradient_left_out step=%d reason=%s", self.num_steps, told)
+                raise lost from error
+            logger.warning("gradient_left_out step=%d reason=%s", self.num_steps, lost)
             self.owes_scaler = True
             m_N = self._round_means(u_N)
         self.equalise_buffers()
@@ -442,7 +442,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     def _round_means(self, u_N: Tensor) -> Tensor:
         """The mean of m_i in full; u <- that of u_i. Raises: PeerLost; NonFiniteInput where a rank lost a gradient."""
         s = self.vectors
-        spoil_lost_(u_N.copy_(s.of_round()[0]), s)
+        mark_lost_(u_N.copy_(s.of_round()[0]), s)
         self.reduce.full_(u_N)
         m_N: Tensor = s.m_N.clone()
         self.reduce.full_(m_N)
@@ -463,7 +463,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             if early:
                 self.derive_used()
             if isinstance(error, NonFiniteInput) and not isinstance(error, Refused):
-                raise self._told(error, step) from error
+                raise self._lost_gradients(error, step) from error
             raise
         if early:
             self.update_variance(groups)
@@ -496,7 +496,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if early:
             self.derive_used(g_N)
         if exchange:
-            spoil_lost_(z_N, s)
+            mark_lost_(z_N, s)
             kept = whole_sum(reduce, s.update_error, z_N)
             for k in range(len(reduce.buckets)):
                 kept.launch(k)
@@ -525,7 +525,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             self.count_as_sum_(self.space.shortened_by)
         self.saved["last_sync"] = step
 
-    def _told(self, error: NonFiniteInput, step: int) -> NonFiniteInput:
+    def _lost_gradients(self, error: NonFiniteInput, step: int) -> NonFiniteInput:
         """All know of the lost gradients now: forget them, and say where to look."""
         self.vectors.lost.zero_()
         whose = f"of rank {', '.join(map(str, error.ranks))}" if error.ranks else "of some rank"

@@ -94,7 +94,7 @@ def local_step(
 ) -> None:
     """A step without communication, in place. p, s, g: modified. rounds: so far. Does not wait for the device.
 
-    A gradient that is not finite counts as zero, and is told to all at the next sync: to raise here would leave the
+    A gradient that is not finite counts as zero, and is reported to all at the next sync: to raise here would leave the
     peers alone in their next collective. A step with lr = 0 leaves m as it is, for u could not carry it to the others.
     """
     finite = torch.isfinite(torch.linalg.vector_norm(g_N))
@@ -159,7 +159,7 @@ def propose_(
         z_s.add_(u, alpha=keep)
 
 
-def spoil_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
+def mark_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
     """z <- NaN where this rank has lost a gradient since the last sync, for all to learn. Does not wait."""
     _fill_where_(z_b, s.lost, torch.nan)
 

@@ -106,7 +106,7 @@ class Algorithm(Generic[State]):
     """Neighbours of equal age."""
     frozen_states: dict[Tensor, TensorState]
     """Of the parameters that are not laid out."""
-    has_misfits: bool
+    is_out_of_phase: bool
     saved: dict[str, Any]
     """The algorithm's own small values: plain numbers and lists, part of the state_dict."""
     evidence: dict[str, Any]
@@ -190,11 +190,11 @@ class Algorithm(Generic[State]):
         self.ages = list(ages)
         self.runs = runs_of(self.space.tensors, self.space.spans, self.ages)
 
-    def misfits(self) -> bool:
+    def out_of_phase(self) -> bool:
         """Is there a tensor whose moments are not those of the phase that the run is in? The same on every rank."""
         return False
 
-    def take_in(self) -> None:
+    def bring_into_phase(self) -> None:
         """Bring tensors that do not fit to the phase of the run, before its next step. Collective.
 
         Raises: PeerLost, and then nothing has changed.
@@ -204,7 +204,7 @@ class Algorithm(Generic[State]):
         """After the vectors were laid out anew: what to do with R of each error memory, which holds it. Local."""
         self.handed_over = residuals
 
-    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def with_added_groups(self, saved: dict[str, Any]) -> dict[str, Any]:
         """`saved` as it goes on after groups were added: lists with a value a group are as long as at a beginning."""
         longer = {k: v for k, v in self.begun.items() if isinstance(v, list) and len(v) > len(saved.get(k, v))}
         return {**saved, **{key: [*saved[key], *value[len(saved[key]) :]] for key, value in longer.items()}}
@@ -402,10 +402,10 @@ class Algorithm(Generic[State]):
         return self.num_steps
 
     def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
-        """Inside, this rank is in `call`, which ranks that wait for it are told. remedy: as in comm.calls."""
+        """Inside, this rank is in `call`, which ranks that wait for it learn. remedy: as in comm.calls."""
         return self.calls.within(f"{type(self).__name__}.{call}", remedy)
 
-    def settled(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
+    def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
         """Of parameters (parameters_N) and replicated vectors those that a sync in full of the ranks that take part
 
         would change here; new, nothing is modified. group: in which these num_ranks are, and perhaps others, who give

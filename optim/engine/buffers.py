@@ -94,7 +94,7 @@ class Buffers:
     def _compare_first(self, group: Group, lines: list[str], device: torch.device) -> None:
         """See that all ranks have these, the first of the model. Collective.
 
-        A rank that has them alone waits here for ranks that send nothing for buffers: they are told what it is in.
+        A rank that has them alone waits here for ranks that send nothing for buffers: it reports its call to them.
         Raises: CallMismatch, WireMismatch, PeerLost.
         """
         calls = calls_of(group)

@@ -163,9 +163,9 @@ def follow_changes(optimizer: Algorithm[Any]) -> None:
         optimizer.overlap.abandon()
         _refuse_step(optimizer, optimizer.plan(optimizer.num_steps + 1))
         go_on_with_trained(optimizer, "step()")
-    if optimizer.has_misfits:
-        optimizer.take_in()
-        optimizer.has_misfits = False
+    if optimizer.is_out_of_phase:
+        optimizer.bring_into_phase()
+        optimizer.is_out_of_phase = False
 
 
 def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
@@ -228,7 +228,7 @@ def _lay_out_anew(optimizer: Algorithm[Any]) -> None:
 
     # From here on nothing can fail for want of a peer.
     overlap.close()
-    optimizer.saved, optimizer.evidence, optimizer.buffers = optimizer.grown(saved), evidence, buffers
+    optimizer.saved, optimizer.evidence, optimizer.buffers = optimizer.with_added_groups(saved), evidence, buffers
     residuals = tensor_states.put_(optimizer, found)
     space.meet_masters(tensor_states.masters_of(found))
     now = {tensor.param for tensor in space.tensors}

@@ -250,7 +250,7 @@ class Overlap:
         finally:
             self._suspended -= 1
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Of the last step: buckets that were launched in backward and in step(), and what the latter waited for."""
         return {
             "buckets": self.num_buckets,
@@ -326,7 +326,7 @@ class Overlap:
         try:
             self.abandon()
         except PeerLost as lost:
-            logger.warning("peer_lost_while_undoing reason=%s", lost)  # a consequence, or told by the next call
+            logger.warning("peer_lost_while_undoing reason=%s", lost)  # a consequence, or reported by the next call
         finally:
             reduce.forget()
 

@@ -53,7 +53,7 @@ class FlatSpace:
         self.gradient_norm: Tensor | None = None
         """What shorten_gradient last found, 0-dim, before it shortened; None before."""
         self.shortened_by: Tensor | None = None
-        """The factor of then, 0-dim."""
+        """The factor that it used, 0-dim."""
         self.gather_gradients()
         self.take_changes()
 

@@ -21,7 +21,7 @@ from thinwire.optim.engine.state import error_memories
 PIECE = 1 << 22
 """Elements looked at at a time: 16 MB of scratch in fp32, whatever the model."""
 
-TOLD_BY_STATS = ("floored_elements", "rounds_skipped", "lamb_coeff_min", "lamb_coeff_median", "lamb_coeff_max")
+FROM_STATS = ("floored_elements", "rounds_skipped", "lamb_coeff_min", "lamb_coeff_median", "lamb_coeff_max")
 """What an optimizer's stats() say that belongs to its health."""
 
 
@@ -43,7 +43,7 @@ def health(optimizer: FlatOptimizer[Any]) -> dict[str, float]:
                 found["sign_density_server"] = fidelity.server_density
     found["max_step"] = _max_step(optimizer)
     stats = optimizer.stats()
-    found.update({name: stats.get(name) for name in TOLD_BY_STATS})
+    found.update({name: stats.get(name) for name in FROM_STATS})
     ratios = stats.get("variance_ratios")
     found["variance_ratio"] = ratios[-1][1] if ratios and optimizer.frozen_at is None else None
     known = {name: value for name, value in found.items() if value is not None}

@@ -23,7 +23,7 @@ from thinwire.comm.protocol import Result
 
 
 class OverFactors:
-    """A momentum that was received times a factor for each tensor: the Result, and the factors of then.
+    """A momentum that was received times a factor for each tensor: the Result, and the factors that were used.
 
     factor: float[tensors], copied. layout: of the vector, whose live runs are the tensors.
     """

@@ -78,7 +78,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.shown_steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages: list[Age] = []
         self.frozen_states: dict[Tensor, TensorState] = {}
-        self.has_misfits = self.awaits_vectors = False
+        self.is_out_of_phase = self.awaits_vectors = False
         self.num_steps = 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
@@ -106,7 +106,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     def resumed(self) -> None:
         """As Algorithm.resumed."""
         self.set_ages(self.ages)
-        self.has_misfits = self.misfits()
+        self.is_out_of_phase = self.out_of_phase()
         changing.show(self)
 
     def send_beside(self) -> None:
@@ -321,7 +321,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             "bytes_per_parameter": bytes_per_parameter(
                 self.space, [self.vectors, self.reduce, self.handed_over, list(self.frozen_states.values())]
             ),
-            **({"overlapped": self.overlap.told()} if self.overlaps else {}),
+            **({"overlapped": self.overlap.report()} if self.overlaps else {}),
             **(self.error_lost or {}),
             **({} if self.model is None else {"buffer_bytes": self.buffers.given_bytes}),
             **self.evidence,
@@ -391,7 +391,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             post_hook(self)
 
     def plain_state(self) -> dict[str, Any]:
-        """All of state_dict() that is not a vector, as after settled(). Numbers, texts, lists and dicts."""
+        """All of state_dict() that is not a vector, as after synced_vectors(). Numbers, texts, lists and dicts."""
         return saving.plain(self)
 
     def connect_space(self) -> None:
@@ -411,7 +411,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
         refuse_edited(self.state, self.param_groups, self.listed)
-        if self.has_misfits or not changing.is_laid_out(self):
+        if self.is_out_of_phase or not changing.is_laid_out(self):
             return "other parameters are trained than in the step before: step() lays them out anew"
         plan = self.plan(self.num_steps + 1)
         self.reduce.draw = self.num_steps

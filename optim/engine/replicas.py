@@ -50,8 +50,8 @@ class Replicas:
         self._compared = now
         if texts is not None and optimizer.group.rank == 0 and not self._said:
             self._said = True
-            told = "; ".join(_differences([json.loads(text) for text in texts]))
-            logger.warning("replicas_differ step=%d: %s: %s", optimizer.common_steps, told, TO_DO)
+            differences = "; ".join(_differences([json.loads(text) for text in texts]))
+            logger.warning("replicas_differ step=%d: %s: %s", optimizer.common_steps, differences, TO_DO)
 
 
 def settings(optimizer: Algorithm[Any]) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def _plain(value: Any) -> Any:
 
 def _differences(everyone: list[dict[str, Any]]) -> list[str]:
     """Each thing in which some rank differs from rank 0, in words."""
-    told = []
+    found = []
     for name, mine in everyone[0].items():
         others = [(rank, theirs.get(name)) for rank, theirs in enumerate(everyone) if theirs.get(name) != mine]
         if others and name == _PARAMETERS:
-            told.append(f"{name} of ranks {[rank for rank, _ in others]} are not those of rank 0")
+            found.append(f"{name} of ranks {[rank for rank, _ in others]} are not those of rank 0")
         elif others:
-            told.append(f"{name} is {mine} on rank 0 and {others[0][1]} on rank {others[0][0]}")
-    return told
+            found.append(f"{name} is {mine} on rank 0 and {others[0][1]} on rank {others[0][0]}")
+    return found

@@ -30,8 +30,8 @@ def raise_to(v: Array, cuts: Array, floor_p: Array, raised: Array) -> None:
     """v <- what is below the floor of its piece, raised to it; raised <- which are. Both modified."""
     for piece in range(floor_p.size):
         low, high = cuts[piece], cuts[piece + 1]
-        part, told, floor = v[low:high], raised[low:high], floor_p[piece]
+        part, below_floor, floor = v[low:high], raised[low:high], floor_p[piece]
         for at in range(part.size):
             below = part[at] < floor
-            told[at] = below
+            below_floor[at] = below
             part[at] = floor if below else part[at]

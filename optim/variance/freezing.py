@@ -21,11 +21,9 @@ from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, fused_momentum
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import next_momentum_
-from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
-from thinwire.optim.engine.state import TensorState
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
+from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer, exchanged_scale
 from thinwire.optim.variance.when_to_freeze import WARMUP_PART, FrozenBy, VarianceStability, memory_steps
 
 logger = logging.getLogger(__name__)
@@ -51,9 +49,6 @@ class FreezingOptimizer(WarmupOptimizer[State]):
     After a large change of the global batch (set_global_batch) the warm-up begins again.
     options: as in WarmupOptimizer.
     """
-
-    exchanged_times: ClassVar[str | None] = None
-    """The field of the state, float[tensors], that the momentum is exchanged times; None: as it is."""
 
     warmup_part: ClassVar[Mapping[FullWire, float]] = WARMUP_PART
     """Of a run that is shorter than what v remembers, by how full exchanges are sent."""
@@ -112,7 +107,7 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
-        factor_T = self._exchanged_per_m
+        factor_T = self.exchanged_per_m
         betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
         if all(len(betas) == 1 for betas in betas_K):
             s.momentum.refuse_written()
@@ -160,7 +155,8 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         self.on_freeze(floored_N, [None if age.unseen is None else now - age.unseen for age in self.ages])
         self.set_ages([replace(age, unseen=None) for age in self.ages])
         self._fit_variance()
-        self._count_as_momentum_()
+        if self.full_exchange == "int8":
+            self.count_errors_as_sent_("momentum_error", self.space.shortened_by)
 
     def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
         """As FlatOptimizer.dtype_of. In a warm-up v moves a little in each step, which few bits would not take."""
@@ -186,43 +182,10 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         """As FlatOptimizer.errors_of_gradients."""
         return "momentum_error" if loaded["frozen_at"] is None else None
 
-    def _count_as_momentum_(self) -> None:
-        """The warm-up is over: R, which is in units of the gradient, counts in the momentum from here on. Local.
-
-        A gradient g is (1 - beta1) g of a momentum, and less where max_grad_norm has shortened it: as much as in this
-        step. What is exchanged may be in another scale than m.
-        """
-        if self.full_exchange != "int8":
-            return
-        factor = self.saved[SHORTENED] = 1.0 if self.space.shortened_by is None else float(self.space.shortened_by)
-        weight_N = self.gradient_weights().mul_(factor)
-        self._times_(weight_N, self._exchanged_per_m)
-        self.vectors.momentum_error.scale_(weight_N)
-        of_param = {param: group for group in self.param_groups for param in group["params"]}
-        for param, state in self.frozen_states.items():
-            weight = self.gradient_weight(of_param[param]) * factor
-            state.values["momentum_error"] = state.values["momentum_error"] * (_scale_of(state) * weight)
-
-    @property
-    def _exchanged_per_m(self) -> Tensor | None:
-        return None if self.exchanged_times is None else getattr(self.vectors, self.exchanged_times)
-
-    def _times_(self, x_N: Tensor, factor_T: Tensor | None) -> None:
-        """x <- x times the factor of each tensor."""
-        if factor_T is not None:
-            x_N.mul_(spread(factor_T, self.space.layout))
-
     def as_momentum_(self, residual_N: Tensor) -> None:
         """residual <- what it is in units of m, in place."""
-        if (factor_T := self._exchanged_per_m) is not None:
+        if (factor_T := self.exchanged_per_m) is not None:
             residual_N.div_(spread(factor_T, self.space.layout))
-
-    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
-        """As FlatOptimizer.catch_up_: the others have frozen the variance in the step that this rank has not made."""
-        if self.full_exchange == "int8" and self.frozen_at is None and plain["frozen_at"] is not None:
-            weight_N = self.gradient_weights().mul_(plain["saved"].get(SHORTENED, 1.0))
-            self._times_(weight_N, None if self.exchanged_times is None else vectors[self.exchanged_times])
-            part_N.mul_(weight_N)
 
     def begin_again(self) -> None:
         """m <- m + R, R <- 0, so that nothing is lost; v goes on from the frozen one, uncorrected.
@@ -234,7 +197,7 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         self._give_out(self.vectors.momentum_error.residual())
         for state in self.frozen_states.values():
             residual = state.values["momentum_error"]
-            state.values["m_N"] = state.values["m_N"] + residual / _scale_of(state)
+            state.values["m_N"] = state.values["m_N"] + residual / exchanged_scale(state)
             residual.zero_()
         self.frozen_at = None
         self._fit_variance()
@@ -259,16 +222,16 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         if not isinstance(evidence, dict) or "beta2" not in evidence or not set(evidence) <= known:
             raise ValueError(f"state_dict has saved['stability'] = {evidence!r}, the rule needs {sorted(known)}")
 
-    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """As FlatOptimizer.grown; the automatic rule looks at the norm of what is trained now, from here on."""
+    def with_added_groups(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """As FlatOptimizer.with_added_groups; the automatic rule looks at the norm of what is trained now."""
         rule = self.stability
         if rule is not None:
             rates = [*rule.last_lrs, *self.rates()[len(rule.last_lrs) :]]
             saved = {**saved, "stability": asdict(replace(rule, beta2=self.beta2, norms=[], passes=0, last_lrs=rates))}
-        return super().grown(saved)
+        return super().with_added_groups(saved)
 
     @property
-    def enough(self) -> int:
+    def fewest_to_keep(self) -> int:
         """As many steps as the warm-up had, or as v remembers."""
         return min((self.frozen_at or 0) - self.warmup_from, memory_steps(self.beta2))
 
@@ -329,11 +292,6 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         level = logging.WARNING if verdict is FrozenBy.CAP else logging.INFO
         logger.log(level, "warmup_ended step=%d by=%s ratio=%s window=%d", now, verdict, ratio, self.stability.window)
         return True
-
-
-def _scale_of(state: TensorState) -> float:
-    """In which the momentum of a parameter that was set aside is exchanged: k of LAMB."""
-    return float(state.values.get("scaling_T", 1.0))
 
 
 def _checked_warmup(warmup: int | str, total_steps: int | None) -> int | Literal["auto"]:

@@ -22,7 +22,6 @@ from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.optim import adam_math
 from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, ZeroOneSchedule
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
@@ -164,20 +163,20 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         """Is the next update of v used in its own step?"""
         return self.fewest_updates == 0
 
-    def misfits(self) -> bool:
+    def out_of_phase(self) -> bool:
         """A tensor whose v is not kept after the freeze, kept before, or without any update while others have some."""
         if self.frozen_at is not None:
-            return super().misfits()
+            return super().out_of_phase()
         return any(age.unseen is None for age in self.ages) or self.fewest_updates == 0 < self.num_updates
 
-    def take_in(self) -> None:
+    def bring_into_phase(self) -> None:
         """After the freeze the warm-up begins again. Before, T_v is counted anew, so that new tensors get a variance.
 
         One that was frozen with v kept goes on with the weight that begin_again gives. Collective after the freeze.
         Raises: PeerLost, NonFiniteInput, and then nothing has changed.
         """
         if self.frozen_at is not None:
-            super().take_in()
+            super().bring_into_phase()
             return
         for h in self.run_hypers(self.num_updates):
             if h.seen is None:
@@ -189,10 +188,10 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
             logger.info("variance_counted_anew step=%d", self.num_steps)
         self.derive_used()
 
-    def grown(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """As FlatOptimizer.grown; the rate of a new group has not risen."""
+    def with_added_groups(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """As FlatOptimizer.with_added_groups; the rate of a new group has not risen."""
         before = saved["last_lrs"]
-        return super().grown({**saved, "last_lrs": [*before, *self.rates()[len(before) :]]})
+        return super().with_added_groups({**saved, "last_lrs": [*before, *self.rates()[len(before) :]]})
 
     @property
     def gradient_memory(self) -> ErrorMemory | None:
@@ -207,11 +206,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         """As FlatOptimizer.errors_of_gradients."""
         return "update_error" if loaded["saved"].get(OF_GRADIENTS) else None
 
-    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
-        """As FlatOptimizer.catch_up_: the others have ended the dense start in the step that this rank has not made."""
-        if self.gradient_memory is not None and not plain["saved"].get(OF_GRADIENTS):
-            part_N.mul_(self.gradient_weights()).mul_(plain["saved"].get(SHORTENED, 1.0))
-
     def mean_gradient_(self) -> None:
         """As FlatOptimizer.mean_gradient_; R is of gradients from here on, where any is kept of them."""
         super().mean_gradient_()
@@ -224,8 +218,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         shortened_by: by what factor max_grad_norm has shortened the last of them, 0-dim; None: by none.
         """
         if self.saved.pop(OF_GRADIENTS, False):
-            factor = self.saved[SHORTENED] = 1.0 if shortened_by is None else float(shortened_by)
-            self._scale_errors_([self.gradient_weight(group) * factor for group in self.param_groups])
+            self.count_errors_as_sent_("update_error", shortened_by)
 
     def begin_sums(self) -> None:
         """Before a sum is sent: R is of sums, and replicas of server errors are up to date. Collective where not.
@@ -236,16 +229,6 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         memory = self.vectors.update_error
         if memory.is_behind:
             memory.restore(memory.residual())
-
-    def _scale_errors_(self, weights: Sequence[float]) -> None:
-        """R <- that, times the weight of each group; also R of what was set aside, and what was handed over. Local."""
-        weight_N = self.space.spread(weights)
-        self.vectors.update_error.scale_(weight_N)
-        if self.handed_over is not None:  # not in place: a state_dict() that somebody keeps has the same tensors
-            self.handed_over = {name: residual_N * weight_N for name, residual_N in self.handed_over.items()}
-        of = {id(p): w for group, w in zip(self.param_groups, weights, strict=True) for p in group["params"]}
-        for param, state in self.frozen_states.items():
-            state.values["update_error"] = state.values["update_error"] * of[id(param)]
 
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
         """v from the mean gradient in g; after the freeze with the weight of all steps since its last change."""
@@ -331,7 +314,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         self.set_ages([replace(age, unseen=None) for age in self.ages])
         if self.warmup_from:
             logger.info("warmup_ended step=%d began=%d variance_updates=%d", now, self.warmup_from, updates)
-        elif reason := self.freeze.told(now, self.saved["lr_rose_at"], self.dense_until, updates):
+        elif reason := self.freeze.logged_reason(now, self.saved["lr_rose_at"], self.dense_until, updates):
             self.evidence["warmup_ended_by"] = str(reason)
 
     def check_saved(self, saved: dict[str, Any]) -> None:
@@ -352,7 +335,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
             self.saved.pop(name, None)
         if self.gradient_memory is not None and self.num_steps and OF_GRADIENTS not in self.saved:
             # The dense start was over where it was saved, and is not here.
-            self._scale_errors_([1 / (self.gradient_weight(group) or 1.0) for group in self.param_groups])
+            weight_of = lambda group: 1 / (self.gradient_weight(group) or 1.0)  # noqa: E731
+            self.scale_errors_("update_error", self.space.spread(list(map(weight_of, self.param_groups))), weight_of)
             self.saved[OF_GRADIENTS] = True
         self.derive_used()
 

@@ -11,9 +11,9 @@ import os
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.bf16 import Noise, noise_of
+from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import DEFAULT_BLOCK
 from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import LR_WARMUP_STEPS, REFRESH, TOTAL_STEPS
@@ -31,7 +32,9 @@ from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.parameters import compute_dtype
+from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire
+from thinwire.optim.engine.state import TensorState
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.refresh import PART, gap_after, weight_of
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
@@ -58,9 +61,9 @@ class CompressedOptions(Options, total=False):
 class Outlook:
     """When can compression begin, and did it? Said in the log at construction, and where a run ends before it did.
 
-    What is known of one run; kept up to date by its optimizer, and read when that is gone. A run's end is not told to
-    an optimizer: it is taken to be when the optimizer goes, or the process ends. Nothing is said of an end by an
-    exception, of a handful of steps, nor where total_steps was known, for then compression does begin.
+    What is known of one run; kept up to date by its optimizer, and read when that is gone. Nobody tells an
+    optimizer that a run has ended: it is taken to have when the optimizer goes, or the process ends. Nothing is said of
+    an end by an exception, of a handful of steps, nor where total_steps was known, for then compression does begin.
 
     begins: the first step that may be compressed. certain: will it begin in any run of the length that was given?
     steps: taken by this optimizer. compressed: has the variance been frozen?
@@ -77,7 +80,7 @@ class Outlook:
         self.steps += 1
         self.compressed |= Wire.COMPRESSED in (plan.momentum, plan.gradient)
 
-    def told_at_the_end_of(self, optimizer: object) -> None:
+    def warn_at_end_of(self, optimizer: object) -> None:
         """Say it when the optimizer goes or the process ends."""
         weakref.finalize(optimizer, _end, self)
 
@@ -93,6 +96,9 @@ class WarmupOptimizer(FlatOptimizer[State]):
     None: 1/16 where the optimizer finds the freeze by itself, and never where its step is given.
     options: as in FlatOptimizer.
     """
+
+    exchanged_times: ClassVar[str | None] = None
+    """The field of the state, float[tensors], that the momentum is exchanged times; None: as it is."""
 
     def __init__(
         self,
@@ -115,7 +121,7 @@ class WarmupOptimizer(FlatOptimizer[State]):
         if self.group.rank == 0 and self.group.size > 1:
             log = "compression_begins earliest_step=%s latest_step=%s %s total_steps=%s"
             logger.info(log, earliest, latest, by, total_steps)
-            self.outlook.told_at_the_end_of(self)
+            self.outlook.warn_at_end_of(self)
 
     @abstractmethod
     def compression_begins(self) -> tuple[int, int | None, str]:
@@ -200,21 +206,21 @@ class WarmupOptimizer(FlatOptimizer[State]):
         return [float(group["lr"]) for group in self.param_groups]
 
     @property
-    def enough(self) -> int:
+    def fewest_to_keep(self) -> int:
         """After so many updates a variance may be kept where the others have been frozen."""
         return FEWEST_STEPS
 
-    def misfits(self) -> bool:
+    def out_of_phase(self) -> bool:
         """After the freeze: a tensor whose variance was not frozen with it."""
         return self.frozen_at is not None and any(age.unseen is not None for age in self.ages)
 
-    def take_in(self) -> None:
+    def bring_into_phase(self) -> None:
         """After the freeze: a variance that has seen enough is kept now; where one has not, the warm-up begins again.
 
         Collective. Raises: PeerLost, NonFiniteInput, and then nothing has changed.
         """
         seen = [None if age.unseen is None else self.num_updates - age.unseen for age in self.ages]
-        self.keep({i: t for i, t in enumerate(seen) if t is not None and t >= self.enough})
+        self.keep({i: t for i, t in enumerate(seen) if t is not None and t >= self.fewest_to_keep})
         late = sum(age.unseen is not None for age in self.ages)
         if not late:
             return
@@ -244,6 +250,41 @@ class WarmupOptimizer(FlatOptimizer[State]):
                 v_N[at] = floored_N[at]
         self.set_ages([replace(age, unseen=None) if i in seen else age for i, age in enumerate(self.ages)])
         return raised_N
+
+    @property
+    def exchanged_per_m(self) -> Tensor | None:
+        """What the momentum is exchanged times, float[tensors]; None: as it is."""
+        return None if self.exchanged_times is None else getattr(self.vectors, self.exchanged_times)
+
+    def count_errors_as_sent_(self, name: str, shortened_by: Tensor | None) -> None:
+        """R of this error memory, which is of gradients, is of what is sent from here on. Local.
+
+        A gradient g is (1 - beta1) g of a momentum, and less where max_grad_norm has shortened it: as much as the last
+        one. shortened_by: by what factor, 0-dim; None: by none. What is exchanged may be in another scale than m.
+        """
+        factor = self.saved[SHORTENED] = 1.0 if shortened_by is None else float(shortened_by)
+        weight_N = self._as_sent(factor, self.exchanged_per_m)
+        self.scale_errors_(name, weight_N, lambda group: self.gradient_weight(group) * factor)
+
+    def scale_errors_(self, name: str, weight_N: Tensor, weight_of: Callable[[dict[str, Any]], float]) -> None:
+        """R <- weight R, also what was handed over, and of frozen parameters by the weight of their group. Local."""
+        getattr(self.vectors, name).scale_(weight_N)
+        if self.handed_over is not None:  # not in place: a state_dict() that somebody keeps has the same tensors
+            self.handed_over = {key: residual_N * weight_N for key, residual_N in self.handed_over.items()}
+        of_param = {param: group for group in self.param_groups for param in group["params"]}
+        for param, state in self.frozen_states.items():
+            state.values[name] = state.values[name] * (exchanged_scale(state) * weight_of(of_param[param]))
+
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+        """As FlatOptimizer.catch_up_: what the others send is no gradient any more since the step that is missing."""
+        if self.gradient_memory is not None and self.errors_of_gradients(plain) is None:
+            per_m_T = None if self.exchanged_times is None else vectors[self.exchanged_times]
+            part_N.mul_(self._as_sent(plain["saved"].get(SHORTENED, 1.0), per_m_T))
+
+    def _as_sent(self, factor: float, per_m_T: Tensor | None) -> Tensor:
+        """What a gradient, shortened by this factor, counts in what is sent: float[N]."""
+        weight_N = self.gradient_weights().mul_(factor)
+        return weight_N if per_m_T is None else weight_N.mul_(spread(per_m_T, self.space.layout))
 
     @property
     def kept_of_others(self) -> Keeps:
@@ -284,6 +325,11 @@ class WarmupOptimizer(FlatOptimizer[State]):
         self.evidence.pop("warmup_ended_by", None)
         logger.info("warmup_rearmed step=%d global_batch=%d was=%d", now, size, before)
         return True
+
+
+def exchanged_scale(state: TensorState) -> float:
+    """In which the momentum of a parameter that is not laid out is exchanged: k of LAMB."""
+    return float(state.values.get("scaling_T", 1.0))
 
 
 def _end(outlook: Outlook) -> None:

@@ -263,7 +263,7 @@ class VarianceFreeze:
         left = None if self.total_steps is None else max(self.total_steps - start, 1)
         return start + VarianceStability(self.beta2, left).window
 
-    def told(self, step: int, lr_rose_at: int, dense_until: int, variance_updates: int) -> FrozenBy | None:
+    def logged_reason(self, step: int, lr_rose_at: int, dense_until: int, variance_updates: int) -> FrozenBy | None:
         """Say in the log why the variance is frozen after `step`, and return it; None where the step was given."""
         reason = self.reason(step, lr_rose_at, dense_until)
         if reason in (None, FrozenBy.GIVEN):

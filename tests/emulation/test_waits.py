@@ -20,7 +20,7 @@ SELDOM = {
     "freeze": FLOOR
     | {
         "optim.variance.freezing.FreezingOptimizer.update",
-        "optim.variance.freezing.FreezingOptimizer._count_as_momentum_",
+        "optim.variance.warmup.WarmupOptimizer.count_errors_as_sent_",
         "optim.onebit_lamb.OneBitLamb.on_freeze",
         "optim.variance.sparse.SparseVarianceOptimizer._use_",
     },
@@ -29,7 +29,7 @@ SELDOM = {
     | {
         "optim.variance.sparse.SparseVarianceOptimizer._use_",
         "optim.variance.sparse.SparseVarianceOptimizer._counts",
-        "optim.variance.sparse.SparseVarianceOptimizer.count_as_sum_",
+        "optim.variance.warmup.WarmupOptimizer.count_errors_as_sent_",
     },
     "the automatic rule tests": {
         "optim.variance.when_to_freeze.VarianceStability.read_norms",

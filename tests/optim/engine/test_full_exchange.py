@@ -268,7 +268,7 @@ def test_buckets_that_leave_during_backward_give_the_same_bits(name, wire):
             grads = gradients(step, group.rank, torch.float32)
             sum((param * grad).sum() for param, grad in zip(params, grads, strict=True)).backward()
             optimizer.step()
-        early = optimizer.overlap.told()["in_backward"]
+        early = optimizer.overlap.report()["in_backward"]
         return flat(params), early
 
     plain, early = (run_threads(2, lambda group, over=over: work(group, overlap=over)) for over in (False, True))
