@@ -123,6 +123,11 @@ class Course:
             share = next(self._shares, None)
             self.last = self.training.feed.last
             if share is None:
+                if self.last is None or step <= self.last:
+                    raise ScriptError(
+                        f"the data ended before step {step} of {self.last}: [i] of the dataset, or collate_fn, raised "
+                        "StopIteration, as next() of an iterator that is at its end does"
+                    )
                 continue
             assert share.step == step, f"the share of step {share.step} for step {step}"
             if self._trace is not None:

@@ -344,6 +344,29 @@ class Broken:
         return DATA[index % len(DATA)]
 
 
+class Exhausted:
+    """A dataset that reads on in an iterator, which is at its end before the run is."""
+
+    def __init__(self):
+        self._rows = iter(DATA[:9])
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return next(self._rows)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_dataset_that_ends_too_early_ends_the_run_with_an_error(tmp_path, processes):
+    def script(run, model):
+        for x, y in run.batches(Exhausted(), global_batch=4, loader={"num_workers": processes}):
+            run.step((model(x) - y).square().mean())
+
+    with pytest.raises(ScriptError, match=r"ended before step 3 of 10: .* raised StopIteration"):
+        on_threads(tmp_path, 1, script)
+
+
 def test_an_error_of_the_dataset_that_the_script_catches_is_no_end_of_the_run(tmp_path):
     def script(run, model):
         batches = run.batches(Broken(), global_batch=4, shuffle=False)
