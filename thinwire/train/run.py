@@ -14,7 +14,7 @@ def session(folder: str | os.PathLike[str] | None = None, *, save_every: int = 5
 
     folder: where checkpoints are written and gone on from, one run a folder; None: nothing is kept. save_every: steps
     between two of them. keep: how many. In a job these three are ignored: the job's file says them.
-    Raises: pydantic's ValidationError for numbers below 1; OSError for a folder that cannot be made.
+    Raises: TypeError, ValueError for numbers or a folder that cannot be; OSError for one that cannot be made.
     """
     from thinwire.workers.session.begin import begin
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -475,6 +476,35 @@ def wrong(what):
 def test_what_is_wrong_with_a_script_is_said_with_what_to_write(what, told):
     with pytest.raises((ScriptError, TypeError, ValueError), match=told):
         wrong(what)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"save_every": 0}, "save_every=0, keep=2.*from 1"),
+        ({"save_every": "3"}, "save_every='3'.*whole numbers"),
+        ({"keep": 1.5}, "keep=1.5.*whole numbers"),
+        ({"keep": None}, "keep=None.*whole numbers"),
+        ({"folder": "s3://bucket/run"}, "'s3://bucket/run'.*must be a folder of this machine"),
+    ],
+)
+def test_a_session_says_which_of_its_arguments_cannot_be_before_it_makes_anything(tmp_path, monkeypatch, given, told):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")  # a process group would be waited for
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises((TypeError, ValueError), match=told):
+        session(**{"folder": "run", **given})
+    assert not list(tmp_path.iterdir())
+    assert not torch.distributed.is_initialized()
+
+
+def test_numbers_of_numpy_and_a_folder_in_bytes_will_do(tmp_path):
+    with session(os.fsencode(tmp_path), save_every=np.int64(2), keep=np.int64(1)) as run:
+        model = net()
+        run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+        for x, y in run.batches(DATA, global_batch=4, steps=3):
+            run.step((model(x) - y).square().mean())
+    assert [which.step for which in checkpoints(os.listdir(tmp_path / "checkpoints"))] == [3]
 
 
 def test_importing_it_imports_no_torch():
