@@ -22,6 +22,7 @@ from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import from_json, to_json
 from thinwire.workers.checkpoints.names import checkpoints
+from thinwire.workers.checkpoints.probe import StoreRefused
 from thinwire.workers.checkpoints.shard import DTYPES
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.begin import placed
@@ -505,6 +506,25 @@ def test_numbers_of_numpy_and_a_folder_in_bytes_will_do(tmp_path):
         for x, y in run.batches(DATA, global_batch=4, steps=3):
             run.step((model(x) - y).square().mean())
     assert [which.step for which in checkpoints(os.listdir(tmp_path / "checkpoints"))] == [3]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_ranks_that_are_given_folders_of_their_own_are_told_before_the_first_step(tmp_path, monkeypatch, used):
+    monkeypatch.setattr("thinwire.workers.saving.SEES_S", 0.3)
+    if used:
+        trained(tmp_path / "1", steps=2)  # a generation has begun there, and it is another one
+
+    def work(group):
+        run = Run(tmp_path / str(group.rank), 0.0)
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), run, Reporter(), Checkpoint(), group)
+        with placed(place), session() as run:
+            model = net()
+            run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+            with pytest.raises(StoreRefused, match=rf"rank 1 does not see .*/{run.rank}/checkpoints.* one folder"):
+                next(run.batches(DATA, global_batch=4, steps=3))
+
+    with pytest.raises(ScriptError, match=r"raised StoreRefused after step 0 of 3"):
+        run_threads(2, work)
 
 
 def test_importing_it_imports_no_torch():
