@@ -115,8 +115,8 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         narrow: Collection[Narrow] = (),
         **options: Unpack[OneBitOptions],
     ) -> None:
-        unknown = [narrow] if isinstance(narrow, str) else [name for name in narrow if name not in get_args(Narrow)]
-        if unknown:
+        listed = isinstance(narrow, Collection) and not isinstance(narrow, str)
+        if not listed or any(name not in get_args(Narrow) for name in narrow):
             raise ValueError(f"narrow = {narrow!r}: must be some of {get_args(Narrow)}, as in a list")
         self.narrow = tuple(name for name in get_args(Narrow) if name in narrow)
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)

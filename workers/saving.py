@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ from thinwire.workers.checkpoints import (
     Superseded,
     Writer,
 )
+from thinwire.workers.checkpoints.manifest import BEGUN, generation_folder
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.storage import StoreRefused, prove
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_end
@@ -59,6 +61,8 @@ T = TypeVar("T")
 
 CLOSE_S = 50.0
 """How long the end of a run waits for its last checkpoint: its peers wait in a collective meanwhile, at most 60 s."""
+SEES_S = 10.0
+"""How long what rank 0 has written in a shared folder may take to be seen by another machine."""
 REGISTERED = "registered."
 """Before the names of tensors of what is registered, among a checkpoint's buffers."""
 _OF_A_RECIPE: dict[str, Any] = {"model": {}}
@@ -148,6 +152,33 @@ class Saving:
             raise proved.error
         if proved.failed:
             raise PeerLost(f"rank {proved.failed[0]} cannot save: {proved.why}", ranks=proved.failed)
+
+    def refuse_other_folders(self, training: Training) -> None:
+        """Does every rank see what rank 0 has written in resume()? No checkpoint would become whole else. Collective.
+
+        Raises: StoreRefused, alike on every rank; PeerLost.
+        """
+        answers = gather_texts(training.group, self._begin_here(), training.device)
+        others = [rank for rank, text in enumerate(answers) if text != answers[0]]
+        if answers[0] and others:  # else rank 0 could not write: each save will say so
+            raise StoreRefused(
+                f"no checkpoint could be saved: rank {others[0]} does not see what rank 0 has written (on "
+                f"{socket.gethostname()} the folder is {self._writer.store.storage.address('')}): give all ranks one "
+                "folder, on a file system that all their machines share"
+            )
+
+    def _begin_here(self) -> bytes:
+        """What says here that this generation has begun; empty where nothing does. Others may see it late."""
+        assert self._generation is not None, "resume() comes first"
+        until = time.monotonic() + SEES_S
+        while True:
+            try:
+                with self._writer.store.storage.read(generation_folder(self._generation), BEGUN) as stream:
+                    return stream.read()
+            except OSError:
+                if time.monotonic() > until:
+                    return b""
+            time.sleep(PEERS_LOOK_S)
 
     def save(self, training: Training, meter: Meter, step: int, look: Callable[[], None]) -> None:
         """Begin to write a checkpoint of `step`. A disk that refuses is reported, and the run goes on. Collective.

@@ -64,7 +64,9 @@ def plain_values(loaded: Mapping[str, Any], begun: Mapping[str, Any], names: Seq
     fits = frozen_at is None or (is_count(frozen_at) and 1 <= frozen_at <= steps)
     yield "frozen_at", frozen_at, fits, f"must be None or a step, from 1 to {steps}"
     yield from values("saved", saved, begun)
-    missing = sorted(set(loaded.get("names", ())) - set(saved))
+    listed = loaded.get("names", ())
+    yield "names", listed, isinstance(listed, list | tuple), "must be a list of the names in saved"
+    missing = sorted(set(listed) - set(saved))
     yield f"saved without {missing}", ABSENT, not missing, FILLED_BY_HALVES
     yield from values("evidence", loaded["evidence"], {})
     frozen, rows = loaded["frozen"], loaded["entries"]

@@ -57,7 +57,10 @@ class Number:
             return False
         if not isinstance(value, Real) and getattr(value, "numel", lambda: 0)() != 1:
             return False
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # of an int that is larger than any float
+            return False
         return (
             isfinite(number)
             and (self.at_least is None or number >= self.at_least)

@@ -30,9 +30,10 @@ __all__ = ["Recipe", "session", "train"]
 def session(folder: str | os.PathLike[str] | None = None, *, save_every: int = 500, keep: int = 2) -> Session:
     """The run that this process has a part in, as a context manager: under python, torchrun, or in a job.
 
-    folder: where checkpoints are written and gone on from, one run a folder; None: nothing is kept. save_every: steps
-    between two of them. keep: how many. In a job these three are ignored: the job's file says them.
-    Raises: pydantic's ValidationError for numbers below 1; OSError for a folder that cannot be made.
+    folder: where checkpoints are written and gone on from, one run a folder, and the same one for all ranks; None:
+    nothing is kept. save_every: steps between two of them. keep: how many. In a job these three are ignored: the job's
+    file says them.
+    Raises: TypeError, ValueError for numbers or a folder that cannot be; OSError for one that cannot be made.
     """
     from thinwire.workers.session.session import begin
 

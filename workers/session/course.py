@@ -121,6 +121,11 @@ class Course:
             share = next(self._shares, None)
             self.last = self.training.feed.last
             if share is None:
+                if self.last is None or step <= self.last:
+                    raise ScriptError(
+                        f"the data ended before step {step} of {self.last}: [i] of the dataset, or collate_fn, raised "
+                        "StopIteration, as next() of an iterator that is at its end does"
+                    )
                 continue
             assert share.step == step, f"the share of step {share.step} for step {step}"
             if self._trace is not None:
@@ -376,6 +381,9 @@ class Course:
         """Resume from the newest whole checkpoint, or begin: with what the job is to start from, or afresh."""
         training, meter = self.training, self._meter
         resumed = None if self._saving is None else self._saving.resume(training, meter)
+        if self._saving is not None and self._around.spec is None:  # a folder that a script has named
+            with meter.part("control"):
+                self._saving.refuse_other_folders(training)
         started = None if resumed is not None else self._start()
         self.step = self.attended = resumed or started or 0
         self.left_out = self.step - training.optimizer.num_steps

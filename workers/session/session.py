@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import os
 import tempfile
 import time
@@ -470,6 +471,7 @@ def begin(folder: str | os.PathLike[str] | None = None, save_every: int = 500, k
 
 
 def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Surroundings:
+    checkpoint, directory = _kept(folder, save_every, keep)  # before a process group is made
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
@@ -481,12 +483,6 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         made = True
     group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()
-    if save_every < 1 or keep < 1:
-        raise ValueError(f"session(save_every={save_every}, keep={keep}): give numbers from 1")
-    checkpoint = None if folder is None else Checkpoint(every_steps=save_every, keep=keep)
-    directory = Path(tempfile.gettempdir()) if folder is None else Path(folder).resolve()
-    if folder is not None:
-        directory.mkdir(parents=True, exist_ok=True)
     return Surroundings(
         ranks=FixedRanks(group),
         device=device,
@@ -496,3 +492,24 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
         group=group,
         close=dist.destroy_process_group if made else lambda: None,
     )
+
+
+def _kept(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> tuple[Checkpoint | None, Path]:
+    """What is saved, and the folder, which is made. Raises: TypeError, ValueError for what cannot be; OSError."""
+    try:
+        save_every, keep = operator.index(save_every), operator.index(keep)
+    except TypeError:
+        raise TypeError(f"session(save_every={save_every!r}, keep={keep!r}): give whole numbers") from None
+    if save_every < 1 or keep < 1:
+        raise ValueError(f"session(save_every={save_every}, keep={keep}): give numbers from 1")
+    if folder is None:
+        return None, Path(tempfile.gettempdir())
+    where = os.fsdecode(folder)
+    if "://" in where:
+        raise ValueError(
+            f"session(folder={where!r}): must be a folder of this machine's file system. The checkpoints of a job may "
+            "be at a URL: checkpoint.store in its file"
+        )
+    directory = Path(where).resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    return Checkpoint(every_steps=save_every, keep=keep), directory

@@ -165,6 +165,7 @@ def damaged(state):
     yield {**state, "frozen_at": 10**6}, "frozen_at = 1000000"
     yield {**state, "saved": None}, "saved = None"
     yield {**state, "evidence": 3}, "evidence = 3"
+    yield {**state, "names": None}, "names = None: must be a list"
     yield {**state, "vectors": {}}, "vectors"
     yield {**state, "vectors": {**state["vectors"], vector: torch.ones(3)}}, rf"vectors\['{vector}'\].*\[3\]"
     yield {**state, "vectors": {**state["vectors"], vector: None}}, rf"vectors\['{vector}'\] = None"
@@ -181,6 +182,7 @@ def damaged(state):
     yield {**state, "param_groups": [{**group, "lr": -1.0}]}, "lr = -1.0"
     yield {**state, "param_groups": [{**group, "lr": "fast"}]}, "'fast'"
     yield {**state, "param_groups": [{**group, "lr": float("inf")}]}, "lr = inf: must be a finite number, at least 0"
+    yield {**state, "param_groups": [{**group, "lr": 10**400}]}, "lr = 1000.*: must be a finite number"
     yield {**state, "param_groups": [{**group, "betas": (0.9,)}]}, r"betas.*\(0.9,\)"
     yield {**state, "master": torch.ones(3)}, "master"
     for name, residual in state["residuals"].items():

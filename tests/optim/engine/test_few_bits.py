@@ -306,7 +306,7 @@ def test_what_is_not_built_is_refused_with_what_to_do():
     for kind in (SGD, Adam, Lamb, OneBitLamb, ZeroOneAdam):
         with pytest.raises(TypeError, match=f"{kind.__name__}.*'narrow'"):
             kind(params, lr=1e-3, **BOTH)
-    for wrong in ("variance", ["momentum"]):
+    for wrong in ("variance", ["momentum"], None, True):
         with pytest.raises(ValueError, match=r"narrow = .*: must be some of \('variance', 'error_memory'\)"):
             OneBitAdam(params, narrow=wrong)
     for name, topology in (("variance", "node_first"), ("error_memory", "node_first"), ("error_memory", "auto")):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import checkpoints, from_json, to_json
 from thinwire.workers.checkpoints.shard import DTYPES
+from thinwire.workers.checkpoints.storage import StoreRefused
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.session.session import placed
@@ -343,6 +345,29 @@ class Broken:
         return DATA[index % len(DATA)]
 
 
+class Exhausted:
+    """A dataset that reads on in an iterator, which is at its end before the run is."""
+
+    def __init__(self):
+        self._rows = iter(DATA[:9])
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return next(self._rows)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_dataset_that_ends_too_early_ends_the_run_with_an_error(tmp_path, processes):
+    def script(run, model):
+        for x, y in run.batches(Exhausted(), global_batch=4, loader={"num_workers": processes}):
+            run.step((model(x) - y).square().mean())
+
+    with pytest.raises(ScriptError, match=r"ended before step 3 of 10: .* raised StopIteration"):
+        on_threads(tmp_path, 1, script)
+
+
 def test_an_error_of_the_dataset_that_the_script_catches_is_no_end_of_the_run(tmp_path):
     def script(run, model):
         batches = run.batches(Broken(), global_batch=4, shuffle=False)
@@ -451,6 +476,54 @@ def wrong(what):
 def test_what_is_wrong_with_a_script_is_said_with_what_to_write(what, told):
     with pytest.raises((ScriptError, TypeError, ValueError), match=told):
         wrong(what)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"save_every": 0}, "save_every=0, keep=2.*from 1"),
+        ({"save_every": "3"}, "save_every='3'.*whole numbers"),
+        ({"keep": 1.5}, "keep=1.5.*whole numbers"),
+        ({"keep": None}, "keep=None.*whole numbers"),
+        ({"folder": "s3://bucket/run"}, "'s3://bucket/run'.*must be a folder of this machine"),
+    ],
+)
+def test_a_session_says_which_of_its_arguments_cannot_be_before_it_makes_anything(tmp_path, monkeypatch, given, told):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")  # a process group would be waited for
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises((TypeError, ValueError), match=told):
+        session(**{"folder": "run", **given})
+    assert not list(tmp_path.iterdir())
+    assert not torch.distributed.is_initialized()
+
+
+def test_numbers_of_numpy_and_a_folder_in_bytes_will_do(tmp_path):
+    with session(os.fsencode(tmp_path), save_every=np.int64(2), keep=np.int64(1)) as run:
+        model = net()
+        run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+        for x, y in run.batches(DATA, global_batch=4, steps=3):
+            run.step((model(x) - y).square().mean())
+    assert [which.step for which in checkpoints(os.listdir(tmp_path / "checkpoints"))] == [3]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_ranks_that_are_given_folders_of_their_own_are_told_before_the_first_step(tmp_path, monkeypatch, used):
+    monkeypatch.setattr("thinwire.workers.saving.SEES_S", 0.3)
+    if used:
+        trained(tmp_path / "1", steps=2)  # a generation has begun there, and it is another one
+
+    def work(group):
+        run = Run(tmp_path / str(group.rank), 0.0)
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), run, Reporter(), Checkpoint(), group)
+        with placed(place), session() as run:
+            model = net()
+            run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+            with pytest.raises(StoreRefused, match=rf"rank 1 does not see .*/{run.rank}/checkpoints.* one folder"):
+                next(run.batches(DATA, global_batch=4, steps=3))
+
+    with pytest.raises(ScriptError, match=r"raised StoreRefused after step 0 of 3"):
+        run_threads(2, work)
 
 
 def test_importing_it_imports_no_torch():
