@@ -5,6 +5,7 @@ The processes here refuse every package that the extra does not bring, so that i
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import tomllib
 import pytest
 
 from tests.extras import ROOT, STEPS, asked, closure, only
+from thinwire.cli.commands import OWN_COMMANDS
 from thinwire.cli.extras import OF_COMMAND, OF_MODULE, install_line
 
 WEB = {"fastapi", "sqlalchemy", "uvicorn", "alembic"}
@@ -59,7 +61,7 @@ def test_a_missing_extra_is_one_line_that_says_which():
     import sys
     from thinwire.cli.main import main
 
-    for words in ("serve", "quickstart", "plan examples/quickstart.yaml", "drill"):
+    for words in ("serve", "quickstart", "plan examples/quickstart.yaml", "drill", "bench kernels"):
         try:
             main(words.split())
         except SystemExit as end:
@@ -72,10 +74,17 @@ def test_a_missing_extra_is_one_line_that_says_which():
         "a first job on this machine",
         "`thinwire plan`",
         "`thinwire drill`",
+        "`thinwire bench`",
     ]
     assert [line.rpartition(": ")[2] for line in lines] == [
-        f"pip install 'thinwire[{extra}]'" for extra in ("service", "all", "optim", "worker")
+        f"pip install 'thinwire[{extra}]'" for extra in ("service", "all", "optim", "worker", "worker")
     ]
+
+
+def test_the_help_lists_our_own_commands_without_any_extra():
+    said = run(only() + "from thinwire.cli.main import main\nmain(['--help'])").stdout
+    for name, (_, words) in OWN_COMMANDS.items():
+        assert re.search(rf"{name} +{' '.join(words.split()[:3])}", said), name
 
 
 def test_what_the_command_line_names_is_what_pyproject_declares():

@@ -25,7 +25,8 @@ def thinwire(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("THINWIRE_URL", "THINWIRE_TOKEN"):
+    """An empty THINWIRE_HOME, and no other variable of ours."""
+    for name in ("THINWIRE_URL", "THINWIRE_TOKEN", "THINWIRE_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("THINWIRE_HOME", str(tmp_path / "home"))
     return tmp_path / "home"

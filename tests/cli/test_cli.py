@@ -372,12 +372,3 @@ def test_our_own_commands_import_no_other_package(
     joined(lab=typer.Typer())
     monkeypatch.setattr(EntryPoint, "load", load)
     assert thinwire("jobs").code == 2  # no server: and nothing else was tried
-
-
-def test_the_command_line_needs_neither_torch_nor_ray() -> None:
-    code = (
-        "import sys, thinwire.cli.main, thinwire.cli.quickstart\n"
-        "print([m for m in ('torch', 'ray', 'numpy', 'matplotlib', 'sqlalchemy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.service.control_plane_harness import spec
-from tests.service.live_service import LiveService, live_service
+from tests.service.live_service import LiveService
 from thinwire.cli.client import (
     AmbiguousId,
     ApiError,
@@ -26,21 +26,6 @@ from thinwire.cli.client import (
     find_server,
 )
 from thinwire.contract.jobs import JobState
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty THINWIRE_HOME, and no other variable of ours."""
-    for name in ("THINWIRE_URL", "THINWIRE_TOKEN", "THINWIRE_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("THINWIRE_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def live(home: Path) -> Iterator[LiveService]:
-    with live_service(home) as started:
-        yield started
 
 
 def answering(reply: Callable[[httpx.Request], httpx.Response]) -> Client:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
-from tests.service.live_service import SUMMARY, LiveService, live_service
+from tests.service.live_service import SUMMARY, LiveService
 from thinwire.cli import quickstart, watch
 from thinwire.cli.client import Client, Unreachable, server_of
 from thinwire.cli.job_file import JobFileError
@@ -43,19 +43,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("THINWIRE_TOKEN", "of another server")
     monkeypatch.setattr(watch, "POLL_S", 0.05)
     return tmp_path / "home"
-
-
-@pytest.fixture
-def live(home: Path) -> Iterator[LiveService]:
-    with live_service(home) as started:
-        yield started
-
-
-@pytest.fixture
-def job_file(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(spec()))
-    return path
 
 
 class Acting:

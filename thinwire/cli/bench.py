@@ -1,7 +1,4 @@
-"""`thinwire bench`: the benchmarks of a checkout, one command each. They are not in the wheel.
-
-Nothing heavy is imported at the top: `thinwire --help` imports this module.
-"""
+"""`thinwire bench`: the benchmarks of a checkout, one command each. They are not in the wheel."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from thinwire.cli.screen import complain
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,89 +44,70 @@ def kernels(quick: Quick = False, out: Out = None) -> None:
     _benchmark("kernels.__main__").main(quick, out)
 
 
-@app.command()
-def exchange(
-    quick: Quick = False,
-    fresh: Fresh = False,
-    out: Out = None,
-    table_only: TableOnly = False,
-    loopback: OnLoopback = False,
-    methods: Methods = None,
-    only: Only = None,
-) -> None:
-    """Time the exchange alone, over emulated links, without the time that a model takes.
+def _over_links(name: str, loads: list[str] | None, tiny: str, words: str) -> None:
+    """Make a command of it. loads: that it times, None: all of the full set; tiny: the one of --loopback."""
 
-    Each finished case is one file; the same command goes on from the files that are there. The links need root.
+    @app.command(name, help=words)
+    def run(
+        quick: Quick = False,
+        fresh: Fresh = False,
+        out: Out = None,
+        table_only: TableOnly = False,
+        loopback: OnLoopback = False,
+        methods: Methods = None,
+        only: Only = None,
+    ) -> None:
+        """Choose the cases, run what is missing, leave with the exit code."""
+        bench, cases, known = _benchmark("wire.bench"), _benchmark("wire.cases"), _benchmark("wire.methods")
+        if methods == "help":
+            for method in known.METHODS.values():
+                typer.echo(f"{method.name:18} {method.title}{' (only where named)' if method.by_name else ''}")
+            return
+        names = list(known.STANDARD) if methods is None else [name.strip() for name in methods.split(",")]
+        unknown = [name for name in names if name not in known.METHODS]
+        if unknown:
+            complain(f"--methods: no method {', '.join(unknown)}; see --methods help")
+            raise typer.Exit(2)
+        names = list(dict.fromkeys([known.BASELINE, *names]))  # every ratio is to it
+        chosen = loads or list(cases.FULL_LOADS)
+        if loopback:
+            todo, folder = cases.loopback_set(names, tiny), bench.TRY_RESULTS
+        elif quick:
+            todo, folder = cases.quick_set(names, chosen), bench.QUICK_RESULTS
+        else:
+            todo, folder = cases.full_set(names, chosen), bench.RESULTS
+        if only is not None and not any(only in case.name for case in todo):
+            complain(f"--only {only}: no such case; there are {', '.join(c.name for c in todo)}")
+            raise typer.Exit(2)
+        code = bench.run(todo, out or folder, fresh=fresh, run_missing=not table_only, only=only)
+        raise typer.Exit(code)
 
-    Example: `thinwire bench exchange --quick`
-    """
-    _wire(["exchange-25m"], "tiny-exchange", quick, fresh, out, table_only, loopback, methods, only)
 
-
-@app.command()
-def lab(
-    quick: Quick = False,
-    fresh: Fresh = False,
-    out: Out = None,
-    table_only: TableOnly = False,
-    loopback: OnLoopback = False,
-    methods: Methods = None,
-    only: Only = None,
-) -> None:
-    """Time whole training steps and the exchange alone, over emulated links, all methods side by side.
-
-    The full set takes about 45 minutes on two cores, --quick under 10. Each finished case is one file; the same command
-    goes on from the files that are there. The links need root. Nothing else should run on the machine meanwhile.
-
-    Example: `thinwire bench lab --quick`
-    """
-    _wire(None, "tiny", quick, fresh, out, table_only, loopback, methods, only)
-
-
-def _wire(
-    loads: list[str] | None,
-    tiny: str,
-    quick: bool,
-    fresh: bool,
-    out: Path | None,
-    table_only: bool,
-    loopback: bool,
-    methods: str | None,
-    only: str | None,
-) -> None:
-    """Choose the cases, run what is missing, leave with the exit code."""
-    bench, cases, known = _benchmark("wire.bench"), _benchmark("wire.cases"), _benchmark("wire.methods")
-    if methods == "help":
-        for method in known.METHODS.values():
-            typer.echo(f"{method.name:18} {method.title}{' (only where named)' if method.by_name else ''}")
-        return
-    names = list(known.STANDARD) if methods is None else [name.strip() for name in methods.split(",")]
-    unknown = [name for name in names if name not in known.METHODS]
-    if unknown:
-        typer.echo(f"thinwire: --methods: no method {', '.join(unknown)}; see --methods help", err=True)
-        raise typer.Exit(2)
-    names = list(dict.fromkeys([known.BASELINE, *names]))  # every ratio is to it
-    chosen = loads or list(cases.FULL_LOADS)
-    if loopback:
-        todo, folder = cases.loopback_set(names, tiny), bench.TRY_RESULTS
-    elif quick:
-        todo, folder = cases.quick_set(names, chosen), bench.QUICK_RESULTS
-    else:
-        todo, folder = cases.full_set(names, chosen), bench.RESULTS
-    if only is not None and not any(only in case.name for case in todo):
-        typer.echo(f"thinwire: --only {only}: no such case; there are {', '.join(c.name for c in todo)}", err=True)
-        raise typer.Exit(2)
-    code = bench.run(todo, out or folder, fresh=fresh, run_missing=not table_only, only=only)
-    raise typer.Exit(code)
+_over_links(
+    "exchange",
+    ["exchange-25m"],
+    "tiny-exchange",
+    "Time the exchange alone, over emulated links, without the time that a model takes.\n\n"
+    "Each finished case is one file; the same command goes on from the files that are there. The links need root.\n\n"
+    "Example: `thinwire bench exchange --quick`",
+)
+_over_links(
+    "lab",
+    None,
+    "tiny",
+    "Time whole training steps and the exchange alone, over emulated links, all methods side by side.\n\n"
+    "The full set takes about 45 minutes on two cores, --quick under 10. Each finished case is one file; the same "
+    "command goes on from the files that are there. The links need root. Nothing else should run on the machine "
+    "meanwhile.\n\nExample: `thinwire bench lab --quick`",
+)
 
 
 def _benchmark(name: str) -> Any:
     """A module of the checkout's `benchmarks`. Leaves with exit code 1 and what to do where there is no checkout."""
     if not (ROOT / "benchmarks").is_dir():
-        typer.echo(
-            f"thinwire: the benchmarks are not in the installed package ({ROOT} has no folder benchmarks). Clone the "
-            "repository, and in it: make test, then .venv/bin/thinwire bench lab --quick",
-            err=True,
+        complain(
+            f"the benchmarks are not in the installed package ({ROOT} has no folder benchmarks). Clone the repository, "
+            "and in it: make test, then .venv/bin/thinwire bench lab --quick"
         )
         raise typer.Exit(1)
     if str(ROOT) not in sys.path:

@@ -196,7 +196,7 @@ class Client:
     def put_package(
         self, sha256: str, file: BinaryIO, size: int, progress: Callable[[int], None] = lambda size: None
     ) -> None:
-        """Give a package to the service, from where the file stands. progress is told how many bytes more were sent.
+        """Give a package to the service, from where the file stands. progress: called with how many more were sent.
 
         Raises: Rejected for a zip that may not be unpacked; ApiError (413) for one that is too large, (507) where the
         service has no room.
@@ -387,7 +387,7 @@ class Client:
                 method, server.url + path, json=None if body is None else dict(body), headers=headers, params=params
             )
         except UnicodeEncodeError as error:  # bytes of a command line come as halves of characters
-            if error.encoding == "ascii":  # of a header: no part of a token is to be told
+            if error.encoding == "ascii":  # of a header: no part of a token is shown
                 raise NoText("the token or the key of this request is not ASCII: copy it again") from None
             around = error.object[max(0, error.start - 30) : error.end + 30]
             raise NoText(

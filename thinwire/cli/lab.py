@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from thinwire.cli.quantities import rate_mbit, time_ms
+from thinwire.cli.screen import complain
 from thinwire.tools.doctor.examination import Examination
 from thinwire.tools.doctor.probe import Visit
 from thinwire.tools.lab import network
@@ -123,10 +124,10 @@ def run(
         result = lab.run(command, time_limit_s=time_limit, on_line=_print_line, omp_num_threads=threads)
     _print_counters(result.counters, result.wall_s)
     if result.timed_out:
-        typer.echo(f"thinwire: not done after {time_limit:g} s, ended", err=True)
+        complain(f"not done after {time_limit:g} s, ended")
     elif result.first_failed is not None:
         code = result.returncodes[result.first_failed]
-        typer.echo(f"thinwire: rank {result.first_failed} failed: {_ending(code)}", err=True)
+        complain(f"rank {result.first_failed} failed: {_ending(code)}")
     raise typer.Exit(result.worst)
 
 
@@ -195,7 +196,7 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except LabError as error:
-        typer.echo(f"thinwire: {error}", err=True)
+        complain(str(error))
         raise typer.Exit(1) from None
     finally:
         signal.signal(signal.SIGTERM, before)

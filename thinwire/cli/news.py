@@ -1,5 +1,4 @@
-"""What a watcher is told as it comes: restarts, further attempts, changes of the number of workers, and who is waited
-for.
+"""What a watcher reports as it comes: restarts, further attempts, changes of the number of workers, who is waited for.
 
 Of checkpoints: that they fail, since when, and that they are saved again. A job reports each whole checkpoint and each
 that failed. The first are many, and of interest only after one of the others: the watcher asks for them only then.
@@ -18,29 +17,76 @@ from thinwire.contract.jobs import Job
 from thinwire.contract.reports import Event, EventKind
 
 RESTART_KINDS = (EventKind.JOB_SUBMITTING, EventKind.RESUMED)
-"""The events that tell of restarts."""
+REGROUP_KINDS = (EventKind.REGROUPED, EventKind.RESIZE_REQUESTED)
+TROUBLE_KINDS = (EventKind.WORKER_STUCK, EventKind.STALLED, EventKind.SLOW_WORKER)
+"""These say for whom the others wait, in words of their own."""
+WATCHED_KINDS = (*RESTART_KINDS, *REGROUP_KINDS, *TROUBLE_KINDS, EventKind.CHECKPOINT_FAILED)
+EFFECTS = {
+    "at_start": "the job starts with that",
+    "in_place": "the job follows while it runs",
+    "at_restart": "the job follows when it restarts next (workers.elastic = restart)",
+}
+LONGEST_REASON = 500
 
 
 @dataclass(slots=True)
-class Restarts:
-    """Tells each restart once, as it comes. What was there at the first answer is not news: `thinwire show` has it."""
+class News:
+    """Each change of a job once, as it comes. What was there at the first answer is news where it still holds."""
 
-    _known: int | None = None
-    """`resumed` events that have been told; None before the first answer."""
+    failing_since: int | None = None
+    """The step of the first save that failed since the last whole checkpoint; None where none has."""
+    _whole: Event | None = None
+    """The newest whole checkpoint that is known."""
+    _resumes: int = 0
+    """`resumed` events that have been reported."""
     _attempt: int = 1
+    _seen: set[tuple[str, int, float]] | None = None
+    """Changes and troubles that have been reported; None before the first answer. Not a count: what the workers say
+    comes later than what the service says of the same moment."""
 
     def saw(self, job: Job, events: Sequence[Event]) -> list[str]:
-        """The news, a line each. events: the job's of RESTART_KINDS, in order of time."""
+        """The news, a line each.
+
+        events: the job's of WATCHED_KINDS, in order of time; those of CHECKPOINT_SAVED too where saves are in doubt.
+        """
         resumes = _resumes(job, events)
-        if self._known is None:
-            self._known, self._attempt = len(resumes), job.attempt
-            return []
-        news = []
-        if job.attempt > self._attempt:
-            news.append(f"attempt {job.attempt}: resumes from the newest checkpoint")
-        news += resumes[self._known :]
-        self._known, self._attempt = max(self._known, len(resumes)), job.attempt
-        return news
+        kinds = (*REGROUP_KINDS, *TROUBLE_KINDS)
+        found = {(event.kind, event.step, event.time): event for event in events if event.kind in kinds}
+        if self._seen is None:
+            self._resumes, self._attempt = len(resumes), job.attempt
+            self._seen = {key for key, event in found.items() if not _holds(event, job, events)}
+        new = [found[key] for key in found if key not in self._seen]
+        news = [f"attempt {job.attempt}: resumes from the newest checkpoint"] if job.attempt > self._attempt else []
+        news += resumes[self._resumes :]
+        news += [_line(event) for event in sorted(new, key=lambda event: event.kind in TROUBLE_KINDS)]
+        self._resumes, self._attempt = max(self._resumes, len(resumes)), job.attempt
+        self._seen |= found.keys()
+        return news + self._saves(events)
+
+    def are_saves_in_doubt(self, events: Sequence[Event]) -> bool:
+        """Is there a failure that is newer than any whole checkpoint known? events: CHECKPOINT_FAILED among them."""
+        return bool(self._failed(events))
+
+    def _saves(self, events: Sequence[Event]) -> list[str]:
+        whole = [event for event in events if event.kind == EventKind.CHECKPOINT_SAVED]
+        self._whole = max([*whole, *([self._whole] if self._whole else [])], key=_time, default=None)
+        failed, before = self._failed(events), self.failing_since
+        self.failing_since = failed[0].step if failed else None
+        if failed and before is None:
+            reason = str(failed[0].fields.get("reason", "no reason was reported"))[:LONGEST_REASON]
+            lost = "all of its steps" if self._whole is None else f"the steps after {self._whole.step}"
+            return [f"at step {failed[0].step}: no checkpoint: {reason}; the job trains on, and a crash costs {lost}"]
+        if not failed and before is not None and self._whole is not None:
+            return [f"at step {self._whole.step}: checkpoints are saved again"]
+        return []
+
+    def _failed(self, events: Sequence[Event]) -> list[Event]:
+        since = _time(self._whole)
+        return [event for event in events if event.kind == EventKind.CHECKPOINT_FAILED and event.time > since]
+
+
+def _time(event: Event | None) -> float:
+    return -math.inf if event is None else event.time
 
 
 def _resumes(job: Job, events: Sequence[Event]) -> list[str]:
@@ -60,64 +106,16 @@ def _resumes(job: Job, events: Sequence[Event]) -> list[str]:
     return lines
 
 
-REGROUP_KINDS = (EventKind.REGROUPED, EventKind.RESIZE_REQUESTED)
-"""The events that tell of changes."""
-EFFECTS = {
-    "at_start": "the job starts with that",
-    "in_place": "the job follows while it runs",
-    "at_restart": "the job follows when it restarts next (workers.elastic = restart)",
-}
-
-
-@dataclass(slots=True)
-class Regroups:
-    """Tells each change once, as it comes. What was there at the first answer is not news."""
-
-    _known: set[tuple[str, int, float]] | None = None
-    """Changes that have been told; None before the first answer. Not a count: what the workers say comes later than
-    what the service says of the same moment."""
-
-    def saw(self, events: Sequence[Event]) -> list[str]:
-        """The news, a line each. events: the job's of REGROUP_KINDS, in order of time."""
-        changes = {(event.kind, event.step, event.time): event for event in events if event.kind in REGROUP_KINDS}
-        news = [] if self._known is None else [_line(changes[key]) for key in changes if key not in self._known]
-        self._known = (self._known or set()) | changes.keys()
-        return news
-
-
-TROUBLE_KINDS = (EventKind.WORKER_STUCK, EventKind.STALLED, EventKind.SLOW_WORKER)
-"""The events that tell for whom the others wait, in words of their own."""
-
-
-@dataclass(slots=True)
-class Troubles:
-    """Tells each once, as it comes. What was there at the first answer is news where it still holds."""
-
-    _known: set[tuple[str, int, float]] | None = None
-
-    def saw(self, job: Job, events: Sequence[Event]) -> list[str]:
-        """The news, a line each. events: the job's of TROUBLE_KINDS and REGROUP_KINDS, in order of time."""
-        found = {(event.kind, event.step, event.time): event for event in events if event.kind in TROUBLE_KINDS}
-        known = self._known
-        if known is None:
-            known = found.keys() - {key for key, event in found.items() if _holds(event, job, events)}
-        self._known = known | found.keys()
-        return [_trouble(event) for key, event in found.items() if key not in known]
-
-
 def _holds(event: Event, job: Job, events: Sequence[Event]) -> bool:
-    """Is it so still? Who is slow is told anew, or taken back; after a stall comes a step, or another set of ranks."""
+    """Is it so still? A slow worker is reported anew, or taken back; a step or other ranks end a stall."""
+    if event.kind in REGROUP_KINDS:
+        return False
     later = [other for other in events if other.time > event.time]
     if job.state.terminal or any(other.kind in (EventKind.REGROUPED, EventKind.RESUMED) for other in later):
         return False
     if event.kind == EventKind.SLOW_WORKER:
         return not event.fields.get("over") and not any(other.kind == event.kind for other in later)
     return job.progress is None or job.progress.time < event.time
-
-
-def _trouble(event: Event) -> str:
-    told = event.fields.get("told")
-    return f"at step {event.step}: {told if isinstance(told, str) else event.kind}"
 
 
 def limits_text(least: object, most: object) -> str:
@@ -154,6 +152,9 @@ def workers_rows(job: Job) -> list[tuple[str, str]]:
 
 def _line(event: Event) -> str:
     fields = event.fields
+    if event.kind in TROUBLE_KINDS:
+        words = fields.get("told")
+        return f"at step {event.step}: {words if isinstance(words, str) else event.kind}"
     if event.kind == EventKind.RESIZE_REQUESTED:
         words = f"resize requested: {_limits(fields.get('new'))} workers, before {_limits(fields.get('old'))}"
         effect = fields.get("takes_effect")
@@ -166,42 +167,3 @@ def _line(event: Event) -> str:
 
 def _limits(value: JsonValue) -> str:
     return limits_text(value.get("min"), value.get("max")) if isinstance(value, dict) else "unknown"
-
-
-LONGEST_REASON = 500
-
-
-@dataclass(slots=True)
-class Saves:
-    """Tells each turn once. What was there at the first answer is news where it still holds."""
-
-    failing_since: int | None = None
-    """The step of the first save that failed since the last whole checkpoint; None where none has."""
-    _whole: Event | None = None
-    """The newest whole checkpoint that is known."""
-
-    def is_in_doubt(self, events: Sequence[Event]) -> bool:
-        """Is there a failure that is newer than any whole checkpoint known? events: CHECKPOINT_FAILED among them."""
-        return bool(self._open(events))
-
-    def saw(self, events: Sequence[Event]) -> list[str]:
-        """The news, a line each. events: where it is in doubt those of CHECKPOINT_SAVED too, in order of time."""
-        whole = [event for event in events if event.kind == EventKind.CHECKPOINT_SAVED]
-        self._whole = max([*whole, *([self._whole] if self._whole else [])], key=_time, default=None)
-        failed, before = self._open(events), self.failing_since
-        self.failing_since = failed[0].step if failed else None
-        if failed and before is None:
-            reason = str(failed[0].fields.get("reason", "no reason was told"))[:LONGEST_REASON]
-            lost = "all of its steps" if self._whole is None else f"the steps after {self._whole.step}"
-            return [f"at step {failed[0].step}: no checkpoint: {reason}; the job trains on, and a crash costs {lost}"]
-        if not failed and before is not None and self._whole is not None:
-            return [f"at step {self._whole.step}: checkpoints are saved again"]
-        return []
-
-    def _open(self, events: Sequence[Event]) -> list[Event]:
-        since = _time(self._whole)
-        return [event for event in events if event.kind == EventKind.CHECKPOINT_FAILED and event.time > since]
-
-
-def _time(event: Event | None) -> float:
-    return -math.inf if event is None else event.time

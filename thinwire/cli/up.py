@@ -24,6 +24,7 @@ from thinwire.boxes import (
     State,
     default_folder,
 )
+from thinwire.cli.screen import complain
 from thinwire.contract.interfaces import NoInterface, address_of, interfaces, listed, routes_to
 from thinwire.service.launch import processes
 from thinwire.service.launch.protocol import LauncherError
@@ -71,7 +72,7 @@ def up(
             raise typer.Exit(boxes.main([str(place.path)]))
         _start(place)
     except (BoxError, NoInterface, LauncherError, OSError) as error:
-        typer.echo(f"thinwire: {error}", err=True)
+        complain(str(error))
         raise typer.Exit(2 if isinstance(error, NoInterface) else 1) from None
     typer.echo(_welcome(place, box))
 
@@ -96,7 +97,7 @@ def down(folder: Folder = None) -> None:
             ray.release()
         place.forget()
     except (BoxError, LauncherError, OSError) as error:
-        typer.echo(f"thinwire: {error}", err=True)
+        complain(str(error))
         raise typer.Exit(1) from None
     typer.echo("Down: nothing of Ray is left on this box.")
 

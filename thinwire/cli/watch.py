@@ -20,24 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.client import Client, Unreachable
-from thinwire.cli.news import (
-    REGROUP_KINDS,
-    RESTART_KINDS,
-    TROUBLE_KINDS,
-    Regroups,
-    Restarts,
-    Saves,
-    Troubles,
-    waiting_text,
-    workers_text,
-)
+from thinwire.cli.news import WATCHED_KINDS, News, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
 
 POLL_S = 1.0
 LINE_EVERY_S = 10.0
-WATCHED_KINDS = (*RESTART_KINDS, *REGROUP_KINDS, *TROUBLE_KINDS, EventKind.CHECKPOINT_FAILED)
 MOST_REPORTED_SHOWN = 9
 """A script's own numbers in the display; the others are in the history."""
 ETA_WINDOW = 30
@@ -52,10 +41,7 @@ class View:
     job: Job | None = None
     unreachable: str | None = None
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ETA_WINDOW))
-    restarts: Restarts = field(default_factory=Restarts)
-    regroups: Regroups = field(default_factory=Regroups)
-    troubles: Troubles = field(default_factory=Troubles)
-    saves: Saves = field(default_factory=Saves)
+    news: News = field(default_factory=News)
     stalled: bool = False
     """It waits for workers, or is RUNNING without a live one and brought no new sample: its figures are old."""
 
@@ -68,8 +54,7 @@ class View:
         self.unreachable = None
         self.job = job
         self._measure(job)
-        changes = self.restarts.saw(job, events) + self.regroups.saw(events)
-        return changes + self.troubles.saw(job, events) + self.saves.saw(events)
+        return self.news.saw(job, events)
 
     def _measure(self, job: Job) -> None:
         sample = job.progress
@@ -114,9 +99,9 @@ def watch(
             on_poll()
             news: list[str] = []
             try:
-                # The events first: what they tell is then part of the job that is shown.
+                # The events first: what they say is then part of the job that is shown.
                 events = client.events(job_id, WATCHED_KINDS)
-                if view.saves.is_in_doubt(events):
+                if view.news.are_saves_in_doubt(events):
                     events += client.events(job_id, (EventKind.CHECKPOINT_SAVED,))
                 news = view.saw(client.job(job_id), events)
             except Unreachable as error:
@@ -277,7 +262,7 @@ def _table(view: View, job: Job, sample: Sample) -> RenderableType:
 
 def _figures(view: View, job: Job, sample: Sample) -> list[tuple[str, str]]:
     """The figures of both displays, as (name, value), in their order."""
-    failing = view.saves.failing_since
+    failing = view.news.failing_since
     return [
         ("phase", sample.phase),
         ("loss", loss_text(sample.loss)),

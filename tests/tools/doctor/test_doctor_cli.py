@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from thinwire.cli.commands import installed_commands
 from thinwire.cli.doctor import _peers, app
 
 JOB = {"steps": 10, "global_batch": 8, "optimizer": {"name": "adam"}}
@@ -66,10 +65,6 @@ def test_one_listens_and_another_asks(tmp_path: Path, spawned: list[subprocess.P
     assert document["calls"][0]["visit"]["there_mbit"] > 0
     listens.send_signal(signal.SIGINT)
     assert listens.wait(60) == 0
-
-
-def test_the_doctor_is_a_command_of_thinwire() -> None:
-    assert "doctor" in [point.name for point in installed_commands()]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,40 +17,9 @@ from thinwire.tools.lab.lab import end_lab, find_labs
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 
-HELP_WITHOUT_TORCH = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "ray", "numpy"}:
-            raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
-        return None
-sys.meta_path.insert(0, Blocker())
-from thinwire.cli.main import main
-def told(*arguments):
-    try:
-        main(list(arguments))
-    except SystemExit as ended:
-        print("ended with", ended.code, flush=True)
-if sys.argv[1:]:
-    main(sys.argv[1:])
-told("--help")
-told("lab", "run", "--hosts", "0", "--", "true")
-"""
-
 
 def run(*arguments: str):
     return CliRunner().invoke(app, list(arguments))
-
-
-def test_the_help_lists_the_lab_and_imports_no_torch():
-    command = [sys.executable, "-c", HELP_WITHOUT_TORCH]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "Several machines on slow Ethernet" in told.stdout
-    endings = [line for line in told.stdout.splitlines() if line.startswith("ended with")]
-    assert endings == ["ended with 0", "ended with 2"]  # 2: by the lab itself, which needs no torch
-    called = subprocess.run([*command, "bench", "kernels"], capture_output=True, text=True, timeout=120, check=False)
-    assert called.returncode == 1
-    assert re.search("needs the Python module '(torch|numpy)'", called.stderr)
 
 
 @pytest.mark.parametrize("arguments", [("--rate", "100"), ("--hosts", "0"), ("--delay", "fast"), ("--loss", "2")])

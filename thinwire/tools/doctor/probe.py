@@ -29,7 +29,7 @@ LARGE_BYTES = 1 << 16
 SESSION_BYTES = 16
 _IP_UDP_HEADERS = 28
 _TRIES, _TRY_S = 3, 0.25
-# From linux/in.h: set "don't fragment", and heed nothing that was learned about the path.
+# From linux/in.h: set "don't fragment", and ignore what was learned about the path.
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
 SMALLEST_MTU = 576
 MOST_SENT_BYTES = 32 << 30
