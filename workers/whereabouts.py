@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -35,7 +36,6 @@ from thinwire.workers.membership import Doing
 from thinwire.workers.membership.stuck import LONGEST, NEWCOMER_S
 
 if TYPE_CHECKING:
-    from thinwire.workers.ranks import Ranks
     from thinwire.workers.telemetry.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -155,11 +155,10 @@ class Stillness:
 
 class StillnessWatch:
     """Looks in a thread, and says so: in the log, and through the reporter, which it does not close. number: of the
-    worker."""
+    worker. step: the last that it has made."""
 
-    def __init__(self, reporter: Reporter, number: int, ranks: Ranks, *, still: Stillness | None = None) -> None:
-        self._reporter, self._number, self._ranks = reporter, number, ranks
-        self._still = still or Stillness(ranks.where)
+    def __init__(self, reporter: Reporter, number: int, still: Stillness, step: Callable[[], int]) -> None:
+        self._reporter, self._number, self._still, self._step = reporter, number, still, step
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thinwire-stillness", daemon=True)
         self._thread.start()
@@ -182,7 +181,7 @@ class StillnessWatch:
             f"worker {self._number} (rank {self._number}, {host}, pid {pid}) has been at {at} for "
             f"{doing.seconds:.0f} s, and waits for nobody: {', '.join(doing.stack)}"
         )
-        step = self._ranks.step
+        step = self._step()
         logger.warning("%s step=%d %s", EventKind.WORKER_STUCK, step, words)
         event = Event(
             kind=EventKind.WORKER_STUCK,

@@ -61,7 +61,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     from thinwire.workers.session.training import Run
     from thinwire.workers.telemetry import report
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
-    from thinwire.workers.whereabouts import StillnessWatch
+    from thinwire.workers.whereabouts import Stillness, StillnessWatch
 
     let_stderr_take_any_text()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
@@ -87,7 +87,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     reporter = Reporter.in_place(place, number, adopt_s=adopt_s)
     reporter.serve(job["job_id"], number, address)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
-    still = None if ranks.elastic else StillnessWatch(reporter, number, ranks)
+    still = None if ranks.elastic else StillnessWatch(reporter, number, Stillness(ranks.where), lambda: ranks.step)
     try:
         summary = run_job(spec, run, ranks, device, reporter)
         if summary is not None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.exchange.held import Exact, Held, Move, in_place, nothing
-from thinwire.comm.exchange.rebuild import Outliers
+from thinwire.comm.exchange.outliers import Outliers
 from thinwire.comm.kernels.bf16 import Noise, noise_of
 from thinwire.comm.kernels.blocks import BlockTable
 from thinwire.comm.kernels.choose import narrow

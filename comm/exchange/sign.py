@@ -22,7 +22,8 @@ from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.exchange.coder import GIVEN_AGAIN, Coder, Given
 from thinwire.comm.exchange.fidelity import Fidelity, fidelity_of
 from thinwire.comm.exchange.memory import SERVER, WORKER, ErrorMemory, Kept, Place, Served, Where, Whole, noise_for
-from thinwire.comm.exchange.rebuild import Outliers, add_rebuilt_, left_squares
+from thinwire.comm.exchange.outliers import Outliers
+from thinwire.comm.exchange.rebuild import add_rebuilt_, left_squares
 from thinwire.comm.exchange.rows import BucketRows, Crossing, Cut, Received
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels import bf16

@@ -7,7 +7,7 @@ from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.covering import every_value
 from thinwire.comm import Keeps, run_threads
-from thinwire.comm.exchange.rebuild import ONE_IN, PERIOD
+from thinwire.comm.exchange.outliers import ONE_IN, PERIOD
 from thinwire.comm.kernels.kept import larger_than, larger_than_in_torch
 
 

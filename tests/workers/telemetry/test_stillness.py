@@ -105,7 +105,7 @@ def test_a_loop_of_its_own_that_hangs_is_told_by_its_line_to_the_service_and_in_
 
     still = Stillness(ranks.where, still_s=0.3, unknown_s=1000.0)
     reporter = Reporter.in_place(run_place.Place(tmp_path), 3)
-    watch = StillnessWatch(reporter, 3, ranks, still=still)
+    watch = StillnessWatch(reporter, 3, still, lambda: ranks.step)
     threading.Thread(target=release, daemon=True).start()
     with contextlib.closing(reporter), contextlib.closing(watch), placed(place), session() as run:
         model = torch.nn.Linear(2, 1)

@@ -3,13 +3,18 @@
 The job is traced (workers/telemetry/trace.py), disturbed by a seeded schedule (faults.py), then run again undisturbed
 up to the same step; the verdict is made from both traces (verdict.py).
 
-With root each worker has a host of its own, and the network between them is cut too (hosts.py).
+With root each worker has a host of its own, and the network between them is cut too (hosts.py). The drill runs inside
+the lab then, on host 0:
+
+    python -m thinwire.tools.drill.chaos WHAT       WHAT: the fields of Chaos, and all addresses
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,9 +23,9 @@ from typing import Any
 from thinwire.contract.reports import EventKind, Sample
 from thinwire.tools.drill import hosts
 from thinwire.tools.drill.asked import Chaos, DrillFailed, Found, Say, Verdict
-from thinwire.tools.drill.cuts import Cuts, Later, Network
+from thinwire.tools.drill.cuts import HEAD, Cuts, Later, Network
 from thinwire.tools.drill.faults import TICK_S, Faults
-from thinwire.tools.drill.job import Job, Left, made_by, own_ray, small_gpt
+from thinwire.tools.drill.job import START_S, Job, Left, made_by, own_ray, small_gpt
 from thinwire.tools.drill.survivors import Survivors, has_committed, lives
 from thinwire.tools.drill.verdict import judge, read
 from thinwire.workers.telemetry.trace import FOLDER
@@ -178,3 +183,40 @@ def _found(chaos: Chaos, job: Job, other: Left, faults: Faults, survivors: Survi
 
 def _losses(samples: list[Sample]) -> dict[int, float]:
     return {one.step: one.validation_loss for one in samples if one.validation_loss is not None and one.step > 0}
+
+
+def main() -> None:
+    """The drill inside the lab, on the head's host. What is printed otherwise goes to stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    fields = json.loads(sys.argv[1])
+    addresses = fields.pop("addresses")
+    paths = {name: Path(fields[name]) for name in ("out", "beside") if fields[name] is not None}
+    chaos = Chaos(**{**fields, **paths})
+    outside = hosts.Outside(os.fdopen(os.dup(1), "w"), sys.stdin, addresses)
+    os.dup2(2, 1)
+    try:
+        with own_ray(0, addresses[HEAD]) as address:
+            for host in range(HEAD + 1, len(addresses)):  # one by one: each takes all of a core to start
+                outside.send(join=host, head=address)
+                _wait_for_nodes(host + 1)
+            found, faults = disturb_and_judge(chaos, outside.say, address, outside)
+    except DrillFailed as error:
+        outside.send(failed=str(error))
+    else:
+        outside.send(found=asdict(found), faults=faults)
+
+
+def _wait_for_nodes(number: int) -> None:
+    import ray
+
+    until = time.monotonic() + START_S
+    while sum(node["Alive"] for node in ray.nodes()) < number:
+        if time.monotonic() > until:
+            raise DrillFailed(
+                f"fewer than {number} nodes of Ray in {START_S:g} s: see hosts/*.log in the drill's folder"
+            )
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

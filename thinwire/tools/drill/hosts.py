@@ -1,9 +1,7 @@
 """A chaos drill whose workers have hosts of their own, so that the network can be cut: the lab around it.
 
-    host 0      Ray's head, the membership, the driver, and the drill itself
+    host 0      Ray's head, the membership, the driver, and the drill itself (chaos.py)
     host 1...   a Ray node each, with room for one worker
-
-    python -m thinwire.tools.drill.hosts WHAT      the drill on host 0; WHAT: the fields of Chaos, and all addresses
 
 There is one network, as in a cluster: a cut takes Ray's own traffic as well as the job's. Ray is set to tolerate it, as
 docs/operations.md asks of everybody who starts it. Process numbers and addresses are the lab's, so the drill runs
@@ -19,7 +17,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -28,7 +25,6 @@ from typing import Any, TextIO
 
 from thinwire.tools.drill.asked import Chaos, DrillFailed, Found, Say
 from thinwire.tools.drill.cuts import HEAD, Direction
-from thinwire.tools.drill.job import START_S, own_ray
 from thinwire.tools.lab import Lab, LabError, LabSpec
 from thinwire.tools.lab.lab import require_machine
 from thinwire.tools.lab.processes import HostProcess, readable
@@ -92,7 +88,7 @@ class _Hosts:
         paths = {"out": str(chaos.out.resolve()), "beside": beside}
         words = json.dumps({**asdict(chaos), **paths, "addresses": lab.addresses})
         self._drill = self._start(
-            HEAD, [sys.executable, "-m", "thinwire.tools.drill.hosts", words], stdin=answered, stdout=ask
+            HEAD, [sys.executable, "-m", "thinwire.tools.drill.chaos", words], stdin=answered, stdout=ask
         )
         os.close(ask)
         os.close(answered)
@@ -210,42 +206,3 @@ class Outside:
     def _write(self, **words: Any) -> None:
         self._says.write(json.dumps(words) + "\n")
         self._says.flush()
-
-
-def main() -> None:
-    """The drill inside the lab, on the head's host. What is printed otherwise goes to stderr."""
-    from thinwire.tools.drill.chaos import disturb_and_judge
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    fields = json.loads(sys.argv[1])
-    addresses = fields.pop("addresses")
-    paths = {name: Path(fields[name]) for name in ("out", "beside") if fields[name] is not None}
-    chaos = Chaos(**{**fields, **paths})
-    outside = Outside(os.fdopen(os.dup(1), "w"), sys.stdin, addresses)
-    os.dup2(2, 1)
-    try:
-        with own_ray(0, addresses[HEAD]) as address:
-            for host in range(HEAD + 1, len(addresses)):  # one by one: each takes all of a core to start
-                outside.send(join=host, head=address)
-                _wait_for_nodes(host + 1)
-            found, faults = disturb_and_judge(chaos, outside.say, address, outside)
-    except DrillFailed as error:
-        outside.send(failed=str(error))
-    else:
-        outside.send(found=asdict(found), faults=faults)
-
-
-def _wait_for_nodes(number: int) -> None:
-    import ray
-
-    until = time.monotonic() + START_S
-    while sum(node["Alive"] for node in ray.nodes()) < number:
-        if time.monotonic() > until:
-            raise DrillFailed(
-                f"fewer than {number} nodes of Ray in {START_S:g} s: see hosts/*.log in the drill's folder"
-            )
-        time.sleep(0.2)
-
-
-if __name__ == "__main__":
-    main()
