@@ -17,6 +17,7 @@ import torch.distributed as dist
 from thinwire.comm import SoloGroup, TorchGroup, prepare_nccl
 from thinwire.comm.protocol import Group
 from thinwire.contract.spec import Checkpoint
+from thinwire.workers.error_words import in_words
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.session import Session
 from thinwire.workers.session.surroundings import Run, ScriptError, Surroundings
@@ -64,6 +65,14 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         made = True
     group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()
+
+    def end(error: BaseException | None) -> None:
+        """Of a process group that this session has made: its peers hear why."""
+        if isinstance(group, TorchGroup) and made:
+            if error is not None:
+                group.leave(f"its session ended with {in_words(error)}"[:500])
+            dist.destroy_process_group()
+
     return Surroundings(
         ranks=FixedRanks(group),
         device=device,
@@ -71,7 +80,7 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
         reporter=Reporter(),
         checkpoint=checkpoint,
         group=group,
-        close=dist.destroy_process_group if made else lambda: None,
+        close=end,
     )
 
 

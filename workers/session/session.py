@@ -89,7 +89,7 @@ class Session:
                 self._own.close()
             if self._batches is not None:
                 self._batches.close()
-            self._around.close()
+            self._around.close(error)
         if isinstance(error, MembershipError | RunEnded):
             raise Left(error) from None
         if swallowed is not None:
@@ -213,10 +213,12 @@ class Session:
         """Call it on every rank after each so many steps, before the first and after the last.
 
         What the ranks return is averaged and reported as the validation loss. A peer that is lost in it is not the
-        script's affair: it is called again. Raises: ValueError for less than one step.
+        script's affair: it is called again. Raises: ValueError for less than one step; TypeError for no function.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"run.evaluate_every({steps!r}, ...): give a whole number of steps from 1")
+        if not callable(evaluate):
+            raise TypeError(f"run.evaluate_every({steps}, {evaluate!r}): give a function of no arguments")
         self._evaluation = steps, evaluate
         if self._course is not None:
             self._course.evaluate_every, self._course.evaluate = steps, evaluate

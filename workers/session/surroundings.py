@@ -53,7 +53,7 @@ class Run:
 class Surroundings:
     """Where a session runs: under python, torchrun or in a job. spec: of the job; None where there is none.
 
-    start: what the run begins with.
+    start: what the run begins with. close: is told by what error the session was left.
     """
 
     ranks: Ranks
@@ -64,4 +64,4 @@ class Surroundings:
     group: Group
     spec: TrainSpec | ScriptSpec | None = None
     start: Start | None = None
-    close: Callable[[], None] = field(default=lambda: None)
+    close: Callable[[BaseException | None], None] = field(default=lambda error: None)

@@ -4,8 +4,10 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
+import textwrap
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -442,6 +444,8 @@ def wrong(what):
         other = torch.optim.SGD(net().parameters(), lr=0.1)
         if what == "no loss":
             run.evaluate_every(2, lambda: None)
+        if what == "no function":
+            run.evaluate_every(2, None)
         if what == "never drawn":
             run.batches(DATA, global_batch=6)
             return
@@ -471,6 +475,7 @@ def wrong(what):
         ("no number", "a tensor of 2 elements"),
         ("again", "for a second time.*epochs=N"),
         ("never drawn", "no batch was drawn from it"),
+        ("no function", r"evaluate_every\(2, None\): give a function"),
         ("no loss", "returned NoneType 'None': return the validation loss"),
     ],
 )
@@ -525,6 +530,35 @@ def test_ranks_that_are_given_folders_of_their_own_are_told_before_the_first_ste
 
     with pytest.raises(ScriptError, match=r"raised StoreRefused after step 0 of 3"):
         run_threads(2, work)
+
+
+def test_peers_hear_of_the_error_by_which_a_session_is_left():
+    script = textwrap.dedent("""
+        import torch
+        from thinwire.optim import Adam
+        from thinwire.train import session
+
+        with session() as run:
+            model = torch.nn.Linear(1, 1)
+            optimizer = Adam(model.parameters(), group=run.group)
+            if run.rank == 1:
+                raise OSError("my own")
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    """)
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert "lost rank 1 (it left: its session ended with OSError: my own)" in said[0]
+    assert "OSError: my own" in said[1]
 
 
 def test_importing_it_imports_no_torch():
