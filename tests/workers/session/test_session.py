@@ -713,6 +713,21 @@ def test_a_sparse_tensor_is_given_taken_back_and_saved(tmp_path, layout):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_an_expanded_tensor_comes_back_and_as_a_buffer_is_refused_at_the_start():
+    optimizer, model = Adam([torch.nn.Parameter(torch.ones(1))]), net()
+    state = {"rows": torch.ones(1).expand(5)}
+    registered = Registered(optimizer)
+    registered.add("state", state)
+    registered.remember()
+    state["rows"] = torch.zeros(1).expand(5)
+    registered.put_back()
+    assert state["rows"].tolist() == [1.0] * 5
+    model.register_buffer("rows", torch.ones(1).expand(5))
+    registered.add("model", model)
+    with pytest.raises(ValueError, match=r"rows of a module is an expanded tensor.* clone\(\)"):
+        registered.refuse_unwritable()
+
+
 def test_a_tensor_that_no_checkpoint_holds_is_named():
     model = torch.nn.Linear(1, 1)
     registered = Registered(Adam(model.parameters()))
