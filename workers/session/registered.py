@@ -128,10 +128,17 @@ class Registered:
         self._has_learned = False
 
     def refuse_unwritable(self) -> None:
-        """Raises: ValueError naming the object and the place of what no checkpoint and no message can hold."""
+        """Raises: ValueError naming the object and the place of what no checkpoint and no message can hold, or what
+        could not be put back."""
         plain, _ = self.collected()
         for name, value in plain.items():
             to_json(value, f"run.register({name}=...): its state")
+        for name, tensor in self.model_tensors().items():
+            if _is_expanded(tensor):
+                raise ValueError(
+                    f"run.register(): {name} of a module is an expanded tensor, whose elements share memory, and could "
+                    "not be put back: register its clone() as buffer"
+                )
 
     def collected(self) -> State:
         """The state of all: plain values by name, and the live tensors that were taken out of them."""
@@ -258,6 +265,7 @@ def _refill(mine: Any, state: Any) -> Any:
         and isinstance(state, Tensor)
         and (mine.shape, mine.dtype, mine.layout) == (state.shape, state.dtype, state.layout)
         and mine.layout not in _COMPRESSED  # these take only what has as many values
+        and not _is_expanded(mine)
     ):
         with torch.no_grad():
             return mine.copy_(state)
@@ -270,6 +278,13 @@ def _refill(mine: Any, state: Any) -> Any:
         mine[...] = state
         return mine
     return _as_there(mine, state)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Do elements of it share memory, so that it cannot be written?"""
+    if tensor.layout != torch.strided:
+        return False
+    return any(not stride and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _as_there(mine: Any, state: Any) -> Any:

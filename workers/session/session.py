@@ -34,6 +34,7 @@ from thinwire.contract.spec import Checkpoint, TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, StreamFeed, feed_of
+from thinwire.workers.error_words import in_words
 from thinwire.workers.membership import MembershipError
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import FixedRanks, RunEnded
@@ -97,7 +98,7 @@ class Session:
                 self._own.close()
             if self._batches is not None:
                 self._batches.close()
-            self._around.close()
+            self._around.close(error)
         if isinstance(error, MembershipError | RunEnded):
             raise Left(error) from None
         if swallowed is not None:
@@ -221,10 +222,12 @@ class Session:
         """Call it on every rank after each so many steps, before the first and after the last.
 
         What the ranks return is averaged and reported as the validation loss. A peer that is lost in it is not the
-        script's affair: it is called again. Raises: ValueError for less than one step.
+        script's affair: it is called again. Raises: ValueError for less than one step; TypeError for no function.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"run.evaluate_every({steps!r}, ...): give a whole number of steps from 1")
+        if not callable(evaluate):
+            raise TypeError(f"run.evaluate_every({steps}, {evaluate!r}): give a function of no arguments")
         self._evaluation = steps, evaluate
         if self._course is not None:
             self._course.evaluate_every, self._course.evaluate = steps, evaluate
@@ -483,6 +486,14 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         made = True
     group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()
+
+    def end(error: BaseException | None) -> None:
+        """Of a process group that this session has made: its peers hear why."""
+        if isinstance(group, TorchGroup) and made:
+            if error is not None:
+                group.leave(f"its session ended with {in_words(error)}"[:500])
+            dist.destroy_process_group()
+
     return Surroundings(
         ranks=FixedRanks(group),
         device=device,
@@ -490,7 +501,7 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
         reporter=Reporter(),
         checkpoint=checkpoint,
         group=group,
-        close=dist.destroy_process_group if made else lambda: None,
+        close=end,
     )
 
 

@@ -57,7 +57,7 @@ class Run:
 class Surroundings:
     """Where a session runs: under python, torchrun or in a job. spec: of the job; None where there is none.
 
-    start: what the run begins with.
+    start: what the run begins with. close: is given the error by which the session was left.
     """
 
     ranks: Ranks
@@ -68,7 +68,7 @@ class Surroundings:
     group: Group
     spec: TrainSpec | ScriptSpec | None = None
     start: Start | None = None
-    close: Callable[[], None] = field(default=lambda: None)
+    close: Callable[[BaseException | None], None] = field(default=lambda error: None)
 
 
 class SessionFeed(Feed, Protocol):

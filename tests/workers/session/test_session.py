@@ -4,8 +4,10 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
+import textwrap
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -441,6 +443,8 @@ def wrong(what):
         other = torch.optim.SGD(net().parameters(), lr=0.1)
         if what == "no loss":
             run.evaluate_every(2, lambda: None)
+        if what == "no function":
+            run.evaluate_every(2, None)
         if what == "never drawn":
             run.batches(DATA, global_batch=6)
             return
@@ -470,6 +474,7 @@ def wrong(what):
         ("no number", "a tensor of 2 elements"),
         ("again", "for a second time.*epochs=N"),
         ("never drawn", "no batch was drawn from it"),
+        ("no function", r"evaluate_every\(2, None\): give a function"),
         ("no loss", "returned NoneType 'None': return the validation loss"),
     ],
 )
@@ -524,6 +529,35 @@ def test_ranks_that_are_given_folders_of_their_own_are_told_before_the_first_ste
 
     with pytest.raises(ScriptError, match=r"raised StoreRefused after step 0 of 3"):
         run_threads(2, work)
+
+
+def test_peers_hear_of_the_error_by_which_a_session_is_left():
+    script = textwrap.dedent("""
+        import torch
+        from thinwire.optim import Adam
+        from thinwire.train import session
+
+        with session() as run:
+            model = torch.nn.Linear(1, 1)
+            optimizer = Adam(model.parameters(), group=run.group)
+            if run.rank == 1:
+                raise OSError("my own")
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    """)
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    assert "lost rank 1 (it left: its session ended with OSError: my own)" in said[0]
+    assert "OSError: my own" in said[1]
 
 
 def test_importing_it_imports_no_torch():
@@ -678,6 +712,21 @@ def test_a_sparse_tensor_is_given_taken_back_and_saved(tmp_path, layout):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_an_expanded_tensor_comes_back_and_as_a_buffer_is_refused_at_the_start():
+    optimizer, model = Adam([torch.nn.Parameter(torch.ones(1))]), net()
+    state = {"rows": torch.ones(1).expand(5)}
+    registered = Registered(optimizer)
+    registered.add("state", state)
+    registered.remember()
+    state["rows"] = torch.zeros(1).expand(5)
+    registered.put_back()
+    assert state["rows"].tolist() == [1.0] * 5
+    model.register_buffer("rows", torch.ones(1).expand(5))
+    registered.add("model", model)
+    with pytest.raises(ValueError, match=r"rows of a module is an expanded tensor.* clone\(\)"):
+        registered.refuse_unwritable()
+
+
 def test_a_tensor_that_no_checkpoint_holds_is_named():
     model = torch.nn.Linear(1, 1)
     registered = Registered(Adam(model.parameters()))
