@@ -1,4 +1,4 @@
-"""What a rank is given that has not what the others have, and where it lies until nothing can fail any more.
+"""State transfer to a joining rank, or one that is behind, and where it lies until nothing can fail any more.
 
     parameters          into the gradient of a rank that has no state, else into new memory
     v and the like      into its own vectors where it has no state and they are of the same type, else into new memory
