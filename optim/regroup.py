@@ -42,7 +42,6 @@ from thinwire.optim.engine.giving import (
     give,
     give_values,
     give_vectors,
-    gradient_as_room,
     take,
 )
 from thinwire.optim.engine.optimizer import FlatOptimizer
@@ -153,7 +152,7 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
         if error_memories(optimizer.vectors):
             optimizer.refuse_to_be_alone()
         optimizer.prepare_to_hand_over()
-        with gradient_as_room(optimizer) as gradient:
+        with GradientAsRoom(optimizer) as gradient:
             bring_together(optimizer, gradient.take)
 
 
@@ -178,7 +177,7 @@ def regroup(
     Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together. Where
     nobody has a state, a rank may stand in this group by then and have rank 0's parameters: the next regroup() goes on.
     """
-    with calls_of(group).within("regroup()"), gradient_as_room(optimizer) as gradient:
+    with calls_of(group).within("regroup()"), GradientAsRoom(optimizer) as gradient:
         return _regroup(optimizer, group, has_state, bucket_elements, buffers, gradient)
 
 

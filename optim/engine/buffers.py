@@ -1,4 +1,4 @@
-"""How do the buffers of a model (running statistics, masks) stay those of rank 0 on every rank, as DDP keeps them?
+"""The buffers of a model (running statistics, masks) stay those of rank 0 on every rank, as DDP keeps them.
 
     rank 0     message = |checksum of names, dtypes, shapes|bytes in all|a flag a buffer|buffers that have changed|
     others     take what came; a buffer that did not come is put back as it came last

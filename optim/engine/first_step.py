@@ -1,4 +1,4 @@
-"""What does the first step find that construction could not see? Looked at on rank 0, once, and said in the log.
+"""What the first step can see and construction could not: checked once, on rank 0, and logged.
 
     gradients left over     the model had some when the optimizer was made, and the first backward added to them
     equal gradients         before the exchange those of all ranks are already their mean

@@ -1,4 +1,4 @@
-"""What a rank is given that has not what the others have, and where it lies until nothing can fail any more.
+"""State transfer to a joining rank, or one that is behind, and where it lies until nothing can fail any more.
 
     parameters          into the gradient of a rank that has no state, else into new memory
     v and the like      into its own vectors where it has no state and they are of the same type, else into new memory
@@ -11,8 +11,7 @@ parameters that it trains stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +31,10 @@ Described = Mapping[str, dict[str, Any]]
 
 
 class GradientAsRoom:
-    """The memory of the gradient, which is worth nothing in a change of ranks: room for one vector."""
+    """The memory of the gradient, which is worth nothing in a change of ranks: room for one vector, inside of a `with`.
+
+    At its end what was handed over in it gets memory of its own, and the gradient is zero.
+    """
 
     def __init__(self, optimizer: FlatOptimizer[Any]) -> None:
         self._optimizer, self._is_taken = optimizer, False
@@ -44,23 +46,15 @@ class GradientAsRoom:
         self._is_taken = True
         return self._optimizer.space.g_N
 
-    def give_back(self) -> None:
-        """What was handed over in it has memory of its own from here on; the gradient is zero."""
+    def __enter__(self) -> GradientAsRoom:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._is_taken:
             g_N, held = self._optimizer.space.g_N, self._optimizer.handed_over or {}
             for name, residual_N in held.items():
                 held[name] = residual_N.clone() if residual_N is g_N else residual_N
             g_N.zero_()
-
-
-@contextmanager
-def gradient_as_room(optimizer: FlatOptimizer[Any]) -> Iterator[GradientAsRoom]:
-    """Inside, the gradient may be taken as room; what lies there is kept in optimizer.handed_over."""
-    room = GradientAsRoom(optimizer)
-    try:
-        yield room
-    finally:
-        room.give_back()
 
 
 def described_rows(optimizer: FlatOptimizer[Any]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Where is the momentum of the compressed phase? In what all ranks have received; as floats when asked for.
+"""The momentum of the compressed phase: it is in what all ranks have received, and is made as floats on demand.
 
 After a compressed exchange m is what the rows say: a sign an element, a scale a block. The next step forms its momentum
 from that, and the parameters descend along it. So there is no float m then: 1/32 of its memory is enough. Where m is

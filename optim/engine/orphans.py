@@ -1,6 +1,6 @@
-"""Are the parameters still those that were given? Does anything but the optimizer still hold one?
+"""Checks that the parameters are still those that were given, and that something beside the optimizer holds each.
 
-If nothing does, no model can use it: it was replaced, or removed.
+Where nothing does no model can use it: it was replaced, or removed.
 
 A layer or a parameter that is exchanged after the optimizer was made leaves the optimizer with the old one. That never
 gets a gradient again, and the new one never takes a step: training goes on, and part of the model stays as it is. A

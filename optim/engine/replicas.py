@@ -1,4 +1,4 @@
-"""Do all ranks still hold the same parameters, and step with the same settings? Asked now and then, said in the log.
+"""A check, now and then, that all ranks hold the same parameters and step with the same settings; logged.
 
 Nothing brings replicas together again that have drifted apart: a learning rate that follows each rank's own loss,
 weights written on one rank, two threads on one process group. Every rank would train on, and none would know.

@@ -1,4 +1,4 @@
-"""When is a frozen variance brought up to date, and how much does the gradient of that step count?
+"""When a frozen variance is brought up to date, and how much the gradient of that step counts.
 
 A freeze that the optimizer finds by itself is a guess: gradients may grow after it. So in the compressed phase the mean
 gradient is now and then exchanged in full, and v takes it in as Adam's v would have taken in all steps since the last

@@ -59,7 +59,7 @@ class CompressedOptions(Options, total=False):
 
 @dataclass(slots=True)
 class Outlook:
-    """When can compression begin, and did it? Said in the log at construction, and where a run ends before it did.
+    """When compression can begin, and whether it did: logged at construction, and where a run ends before it did.
 
     What is known of one run; kept up to date by its optimizer, and read when that is gone. Nobody tells an
     optimizer that a run has ended: it is taken to have when the optimizer goes, or the process ends. Nothing is said of

@@ -1,4 +1,4 @@
-"""When may the variance be frozen? By what it shows itself, or where the learning rate's warm-up ends.
+"""When the variance is frozen: by what it shows itself, or where the learning rate's warm-up ends.
 
 1-bit Adam and 1-bit LAMB, the automatic end of warm-up, with its evidence (VarianceStability):
 

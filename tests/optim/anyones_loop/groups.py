@@ -90,7 +90,7 @@ def toggled_around_a_backward(loop):
 case(FREEZING, "a new layer, and `optimizer.add_param_group`")(lambda loop: add(loop, extend(loop)))
 case(
     FREEZING,
-    "a new layer, which the optimizer is not told of",
+    "a new layer that is not added to the optimizer",
     idles=True,
     differs="but for the new layer, as with AdamW",
 )(extend)

@@ -125,7 +125,7 @@ case(
     PARTS,
     "adapters around some layers, which are frozen; not in the optimizer",
     idles=True,
-    differs="but for what the optimizer was not told of, as with AdamW",
+    differs="but for what was not added to the optimizer, as with AdamW",
 )(lambda loop: _adapted(loop.net))
 
 

@@ -54,6 +54,10 @@ UNFIT = {
     ),
     "meta": ([FIRST, torch.nn.Parameter(torch.ones(2, device="meta"))], r"parameter 1 of group 0.*meta"),
     "float64 among float32": ([FIRST, parameter(2, dtype=torch.float64)], r"parameter 1 of group 0.*float64.*float32"),
+    "float64 among bfloat16": (
+        [parameter(2, dtype=torch.float64), parameter(2, dtype=torch.bfloat16)],
+        r"parameter 1 of group 0.*bfloat16.*float64",
+    ),
     "twice in a group": ([FIRST, FIRST], r"parameter 1 of group 0.*is also parameter 0 of group 0.*once"),
     "twice in two groups": ([{"params": [FIRST]}, {"params": [FIRST]}], r"more than one parameter group"),
     "shared memory": ([FIRST, shared(FIRST)], r"parameter 1 of group 0.*same memory as parameter 0 of group 0"),

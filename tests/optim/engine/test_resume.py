@@ -79,7 +79,7 @@ CASES = [
         "name, phase, saved_at": CASES,
         "size, weights_first": [(3, True), (2, False), (2, True), (3, False)],
         "dtype": [torch.float32, torch.bfloat16],
-        "more": [{}, {"bucket_elements": 64}, {"bucket_elements": 64, "overlap": True}],
+        "more": [{}, {"bucket_elements": 64, "full_exchange": "int8"}, {"bucket_elements": 64, "overlap": True}],
     },
     only=(1, 3, 8, 9, 11, 12),
 )

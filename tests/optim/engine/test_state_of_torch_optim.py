@@ -159,16 +159,6 @@ def test_a_model_whose_parameters_are_flat_can_be_copied():
     assert net[0].weight.all()
 
 
-def test_parameters_whose_memory_was_replaced_are_taken_and_flat_again():
-    net = network()
-    optimizer = SGD(net.parameters(), lr=0.0)
-    net[0].weight.data = torch.full((9, 6), 0.25)
-    descend(net, optimizer, [0])
-    assert (net[0].weight == 0.25).all()
-    place = next(t for t in optimizer.space.tensors if t.param is net[0].weight)
-    assert net[0].weight.data_ptr() == optimizer.space.p_N[place.start :].data_ptr()
-
-
 def test_a_newer_optimizer_of_the_same_parameters_takes_them_over_and_hands_them_back():
     net = network()
     first = SGD(net.parameters(), lr=0.1)

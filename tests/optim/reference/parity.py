@@ -34,7 +34,7 @@ def snapshot(optimizer, parameters):
 
 
 def drive(size, begin, make, of, steps, lrs=None):
-    """Run on `size` ranks. make(parameters, group): an optimizer; of(step)[rank]: gradients; lrs(step): of all.
+    """Run on `size` ranks. make(parameters, group): an optimizer; of(step)[rank]: gradients; lrs(group, step): rates.
 
     Returns ([rank][step] -> (x, m, v), the optimizers).
     """
@@ -44,8 +44,8 @@ def drive(size, begin, make, of, steps, lrs=None):
         optimizer = make(parameters, group)
         path = {}
         for step in range(1, steps + 1):
-            for param_group in optimizer.param_groups:
-                param_group["lr"] = lrs(step) if lrs else param_group["lr"]
+            for at, param_group in enumerate(optimizer.param_groups):
+                param_group["lr"] = lrs(at, step) if lrs else param_group["lr"]
             feed(optimizer, parameters, of(step)[group.rank])
             path[step] = snapshot(optimizer, parameters)
         return path, optimizer
@@ -94,6 +94,13 @@ def in_groups(parameters):
 
 def ordered_hypers():
     return [Hyper(**choice) for members, choice in zip(GROUPS, CHOICES, strict=True) for _ in members]
+
+
+def set_rates(reference, lrs, step):
+    """lrs(group, step): that of each tensor's group."""
+    of_tensors = [at for at, members in enumerate(GROUPS) for _ in members]
+    for at, hyper in zip(of_tensors, reference.hyper, strict=True):
+        hyper.lr = lrs(at, step)
 
 
 def exchange_of(size, space, parameters):
@@ -159,8 +166,8 @@ def follow(size, make, make_reference, lrs=None):
     reference = make_reference(ordered_start(), ordered_hypers(), shared)
     worst = 0.0
     for step in range(1, STEPS + 1):
-        for hyper in reference.hyper if lrs else ():
-            hyper.lr = lrs(step)
+        if lrs:
+            set_rates(reference, lrs, step)
         reference.step(of(step, size))
         for path in paths:
             pairs = zip(path[step], (reference.x, reference.m, reference.v), strict=True)

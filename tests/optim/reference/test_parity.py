@@ -14,9 +14,9 @@ BOUNDS = {**TRUST, "coeff_beta": 0.9, "factor_threshold": 0.05}
 LAMB = {**BOUNDS, "ratio_without_floored": True, "weigh_ratio": True}
 
 
-def falling(step):
-    """One rate for all groups."""
-    return 1e-2 * 0.98**step
+def falling(group, step):
+    """The rate of each group, from step to step."""
+    return 1e-2 / (1 + 4 * group) * 0.98**step
 
 
 @every_value({"size": SIZES, "lrs": [None, falling]}, only=(0, 2))

@@ -8,7 +8,6 @@ import torch
 from tests.optim.constructing import construct
 from tests.optim.zero_one_adam.problem import MODELS, backward, bits, make, synced, train
 from thinwire.comm import run_threads
-from thinwire.comm.errors import NonFiniteInput
 from thinwire.optim import Adam, ZeroOneAdam
 
 DENSE = 8
@@ -98,24 +97,6 @@ def test_a_run_saved_in_its_dense_start_goes_on_as_the_one_that_did_not_stop(sav
             assert torch.equal(p_N, saved[rank][2])
         elif is_sync:
             assert torch.equal(p_N, results[0][0])
-
-
-def test_a_nan_in_the_dense_start_stops_all_and_changes_nothing():
-    def work(group):
-        model, optimizer = make(group, torch.float32, **GIVEN)
-        train(model, optimizer, 3, group.rank)
-        s = optimizer.vectors
-        before = bits(optimizer.space.p_N, s.m_N, s.v_N), copy.deepcopy(optimizer.saved)
-        backward(model, optimizer, 4, group.rank, factor=float("nan") if group.rank == 1 else 1.0)
-        with pytest.raises(NonFiniteInput, match="rank 1"):
-            optimizer.step()
-        assert torch.equal(bits(optimizer.space.p_N, s.m_N, s.v_N), before[0])
-        assert (optimizer.saved, optimizer.num_steps) == (before[1], 3)
-        train(model, optimizer, 12, group.rank)
-        return bits(s.v_N)
-
-    first, second = run_threads(2, work)
-    assert torch.equal(first, second)
 
 
 def test_gradients_of_zero_throughout_the_dense_start_do_no_harm_later():

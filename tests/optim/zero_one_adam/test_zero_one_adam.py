@@ -1,4 +1,4 @@
-"""0/1 Adam against the paper's recursion, and the laws that follow from it."""
+"""0/1 Adam: the laws that follow from its recursion. That it follows that: test_parity.py."""
 
 from math import inf
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from tests.optim.reference.written_out import buckets_of
 from tests.optim.zero_one_adam.problem import (
     FREEZE,
     HYPER,
-    MODELS,
     SIZES,
     backward,
     bits,
@@ -20,73 +18,7 @@ from tests.optim.zero_one_adam.problem import (
     train,
     weight_of,
 )
-from tests.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
-from tests.reference.papers import Fresh, Hyper, ReferenceZeroOneAdam
 from thinwire.comm import run_threads
-from thinwire.optim import ZeroOneAdam
-
-
-@every_value({"size": SIZES, "weight_decay": (0.0, 0.1), "dense": (0, 3, FREEZE + 1)}, only=(1, 3))
-@pytest.mark.law
-def test_follows_the_reference_in_float64(size, weight_decay, dense):
-    """Two groups; a rate that rises, falls steeply and is 0 for part of a round, for a whole one, in one group only."""
-    steps = 40
-
-    def two_groups(model):
-        return [{"params": model[0].parameters()}, {"params": model[2].parameters(), "weight_decay": weight_decay / 2}]
-
-    def rate(at, step):
-        idle = step in (8, 16, 24, *range(27, 31)) or (at == 1 and step in range(31, 35))
-        return 0.0 if idle else 1e-2 * (step / 6 if step <= 6 else 1.0 if step <= 18 else 0.3) / (1 + at)
-
-    def work(group):
-        model, optimizer = make(group, weight_decay=weight_decay, params=two_groups, dense_steps=dense)
-        start, gradients, seen = [p.detach().clone() for p in model.parameters()], [], []
-        for step in range(1, steps + 1):
-            for at in (0, 1):
-                optimizer.param_groups[at]["lr"] = rate(at, step)
-            backward(model, optimizer, step, group.rank)
-            gradients.append([p.grad.clone() for p in model.parameters()])
-            optimizer.step()
-            seen.append([p.detach().clone() for p in model.parameters()])
-        return start, gradients, seen, optimizer
-
-    results = run_threads(size, work)
-    optimizer = results[0][3]
-    order = [
-        next(i for i, p in enumerate(MODELS[0].parameters()) if p.shape == t.param.shape)
-        for t in optimizer.space.tensors
-    ]
-
-    def flat_order(tensors):
-        return [tensors[i] for i in order]
-
-    units = block_units(optimizer.space.layout, size, buckets=buckets_of(optimizer))
-    syncs = {t for t in range(1, steps + 1) if t <= 12 or (t <= 18 and t % 2 == 0) or (t > 18 and (t - 18) % 4 == 0)}
-    reference = ReferenceZeroOneAdam(
-        flat_order(results[0][0]),
-        size,
-        [Hyper(0.0, HYPER["betas"], 1e-8, weight_decay / (1 + at)) for at in (0, 0, 1, 1)],
-        sync_step=syncs.__contains__,
-        variance_step={dense + at for at in (1, 2, 3, 5) if dense + at <= FREEZE}.__contains__,
-        dense_steps=dense,
-        exchange=TwoPhase(units, units) if size > 1 else exact_mean,
-        eps_outside=True,
-        fresh=Fresh.AT_FIRST,
-        bias_correction=True,
-        freeze_at=FREEZE,
-        as_momentum=True,
-        longest_step=ZeroOneAdam.longest_step,
-        skip_idle=True,
-        floor=floor_of(block_units(optimizer.space.layout, 1)),
-    )
-    for step in range(steps):
-        for at, hyper in zip((0, 0, 1, 1), reference.hyper, strict=True):
-            hyper.lr = rate(at, step + 1)
-        reference.step([flat_order(gradients[step]) for _, gradients, _, _ in results])
-        for rank, (_, _, seen, _) in enumerate(results):
-            for got, expected in zip(flat_order(seen[step]), reference.x[rank], strict=True):
-                torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("longest", [0.25, 4.0])
