@@ -1,4 +1,4 @@
-"""Into buckets of what size should a model's vectors be cut on this network? Measured; every rank gets the same answer.
+"""The size of buckets for a model's vectors on this network: measured, and the same on every rank.
 
 More buckets overlap wire and processor better, and each costs something: two collectives are started and waited for,
 and a thread is woken. Scales end where buckets do, so a run that is to be bit-equal to another needs the same size.

@@ -1,8 +1,8 @@
-"""In which call of its user is a rank? Noted for the ranks that wait for it, which could else only blame the network.
+"""The call of its user that a rank is in: noted for the ranks that wait for it, and would else blame the network.
 
     optimizer    with calls.within("OneBitAdam.step() 41"): ...     an attribute; nothing is sent
     group        counts the collectives that each of its communicators has begun
-    waiting      whoever waits long tells the others both, through the store of the group (comm/groups/waits.py)
+    waiting      a rank that waits long writes both into the store of the group, for the others (comm/groups/waits.py)
 
 All ranks make the same calls in the same order. So two ranks whose n-th collective on one communicator differs in kind
 or size are in different calls, whatever their timing; one that has begun fewer is only late.

@@ -1,4 +1,4 @@
-"""What does a rank keep of the others, so that the death of one takes less of the error memory away?"""
+"""What a rank keeps of the others, so that the death of one takes less of the error memory away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When may Ctrl-C raise inside a step? Where this rank waits for others, and when the step is over.
+"""Where Ctrl-C may raise inside a step: where this rank waits for others, and when the step is over.
 
 Python runs the handlers of signals between any two lines of the main thread, and SIGINT's raises. A step cut at any
 line would leave parameters and error memory half written, and other ranks waiting. So inside `deferred` signals are

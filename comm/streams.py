@@ -1,4 +1,4 @@
-"""On which stream of a GPU does work go? A *stream* is a queue that a GPU runs in order; two run beside each other.
+"""The streams of a GPU on which work goes. A *stream* is a queue that a GPU runs in order; two run side by side.
 
     event = streams.current().record_event()      what has been queued so far, on the stream that is current
     side.wait_event(event)                        what is queued on `side` from here on runs after that

@@ -1,4 +1,4 @@
-"""Who does the second half of an exchange while the first goes on? A thread, a stream of a GPU, or the caller later.
+"""What runs the second half of an exchange while the first goes on: a thread, a stream of a GPU, or the caller later.
 
 Stages are given in order and run in that order, one at a time; the first that raises ends them: those behind it do not
 run, and `drain` hands the exception over. On a CPU a thread of its own runs them: they wait for the wire and run

@@ -1,4 +1,4 @@
-"""Does a process still live? It is named by host, pid and when it began, never by pid alone.
+"""Whether a process still lives. It is named by host, pid and when it began, never by pid alone.
 
 That is read from Linux's /proc; elsewhere, and of processes of other hosts or containers, nothing is known.
 """

@@ -1,4 +1,4 @@
-"""Which peer is gone? Ranks whose collective failed ask one another, through the store of their process group.
+"""The peer that is gone: ranks whose collective failed ask one another, through the store of their process group.
 
 gloo's errors name an address, which ranks of one host share, and NCCL's name none. And only the neighbours of a dead
 rank notice: with four ranks over gloo, the one that is not beside it in the ring waited for the whole time-out, as its
@@ -6,7 +6,7 @@ own neighbours were alive. So
 
     joining     a rank writes where it runs: host, process and when that began
     failing     it writes "I failed and am alive, at this place", and waits up to `answer_s` for the others to write so
-    waiting     whoever waits longer than `LOOK_S` in a collective looks whether somebody has failed, and then fails
+    waiting     a rank that waits longer than `LOOK_S` in a collective looks whether somebody has failed, and then fails
                 too; and for whom it waits, and whether the two are in different calls (waits.py)
     leaving     a rank that stops while its process lives writes so, and its peers fail at their next look
     ending      a rank whose program ends, or which destroys the process group, writes why, for those that fail by it

@@ -1,4 +1,4 @@
-"""How does code behave where a rank fails in the middle? A group that fails when it is told to. Shipped for tests.
+"""A group that fails by a plan: to test code where a rank fails in the middle. Shipped for tests of your own.
 
     def work(group):
         faulty = FaultyGroup(group)

@@ -1,4 +1,4 @@
-"""How many payload bytes does a rank send to its peers in a collective, done by its standard algorithm?
+"""Payload bytes that a rank sends to its peers in a collective, done by its standard algorithm.
 
 A ring for sum, mean and gather, pairwise for all-to-all. TCP, IP and transport headers are not payload.
 """

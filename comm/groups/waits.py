@@ -1,4 +1,4 @@
-"""For whom does a rank wait, and will it ever come? Asked by whoever waits long, through the store of the group.
+"""Whom a rank waits for, and whether it will come: a rank that waits long asks through the store of the group.
 
     after LOOK_S    it writes down where it is: the place in each communicator's order, and the call of its user
     now and then    it reads where the others are
@@ -6,7 +6,7 @@
         a process that has ended                 PeerLost, also where its connections live on in a child of it
         nothing, for SAY_S                       one line of the log: who has not come, and what it did last
 
-Whoever does not wait writes nothing: a rank that computes pays nothing, and is the one that is waited for. Nobody is
+A rank that does not wait writes nothing: one that computes pays nothing, and is the one that is waited for. Nobody is
 accused for being late. Two ranks are in different calls only where both wait, and have begun at the same place of the
 same order collectives that can never meet, and still do when asked again.
 """

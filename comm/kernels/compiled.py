@@ -1,4 +1,4 @@
-"""How are loops on numbers compiled? By numba, rounding as they are written, without the interpreter's lock."""
+"""Loops on numbers, compiled by numba: rounding as they are written, without the interpreter's lock."""
 
 from __future__ import annotations
 

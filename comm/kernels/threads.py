@@ -1,4 +1,4 @@
-"""How is a loop split over cores? In equal runs, one a thread; what it computes does not depend on their number."""
+"""A loop split over cores: in equal runs, one a thread; what it computes does not depend on their number."""
 
 from __future__ import annotations
 

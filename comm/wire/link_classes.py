@@ -1,4 +1,4 @@
-"""Which link does a message between two ranks take: inside a box, or the network between boxes?
+"""The link that a message between two ranks takes: inside a box, or the network between boxes.
 
 A box is what shares one network: the same boot of the same machine and the same network namespace. So two containers
 with networks of their own on one machine are two boxes, and so are the hosts of the lab (thinwire/tools/lab).

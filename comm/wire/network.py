@@ -1,4 +1,4 @@
-"""How long does an exchange take on this network, and in buckets of what size should it go?
+"""The time of an exchange on this network, and the size of buckets with which it is shortest.
 
 Two numbers describe the network between boxes, latency alpha and bandwidth B of one box's link; a third, given, is how
 fast the processor encodes and decodes. A collective that takes r rounds and moves b bytes over the busiest link costs

@@ -1,4 +1,4 @@
-"""How long does a step take on this network, from what its processor does and what it sends?
+"""The time of a step on this network, from what its processor does and what it sends.
 
     step = busy + wire - hidden         busy    forward, backward, kernels, update, were the wire infinitely fast
                                         wire    rounds x latency + bytes / bandwidth, and what the transport computes

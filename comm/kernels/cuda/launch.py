@@ -1,4 +1,4 @@
-"""Who launches a kernel? CuPy on a GPU, an emulator in tests: the code above knows this protocol only."""
+"""What launches a kernel: CuPy on a GPU, an emulator in tests. The code above knows this protocol only."""
 
 from __future__ import annotations
 

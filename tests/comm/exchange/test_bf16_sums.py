@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tests.comm.exchange.test_bucketed import make
-from tests.comm.exchange.test_bucketed_faults import Watched, lost, step
+from tests.comm.exchange.test_bucketed_faults import nth, step
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
-from tests.comm.exchange.test_redone import Losing
+from tests.comm.exchange.test_redone import lose_the_last_rows
 from tests.covering import every_value
 from thinwire.comm import Keeps, NonFiniteInput, PeerLost, WireMismatch, run_threads
 from thinwire.comm.exchange.held import Held
+from thinwire.comm.groups.faults import FaultyGroup
 
 BF16 = torch.bfloat16
 UNIT = 2.0**-7
@@ -159,8 +160,8 @@ def test_t6_a_lost_peer_in_any_phase_leaves_the_errors_within_a_unit_of_the_larg
     rounds = inputs(3, 4, torch.float32)
 
     def work(group):
-        watched = Watched(group)
-        reducer = made(watched)
+        faulty = FaultyGroup(group)
+        reducer = made(faulty)
         memory, m = reducer.new_memory(), torch.empty(LAYOUT.numel)
         for ranks in rounds[:-1]:
             step(reducer, memory, ranks[group.rank], momentum=False)
@@ -168,7 +169,7 @@ def test_t6_a_lost_peer_in_any_phase_leaves_the_errors_within_a_unit_of_the_larg
             reducer.commit()
         before, given = torch.cat([memory.worker_N, memory.server_c]), rounds[-1][group.rank].clone()
         most = float(before.abs().max()) + max(float(given.abs().max()), float(m.abs().max()))
-        watched.arm(collective, lost, after=after)
+        faulty.arm(nth((0, 1, 2), collective, after=after))
         with pytest.raises(PeerLost, match="injected"):
             step(reducer, memory, given, momentum)
         assert (torch.cat([memory.worker_N, memory.server_c]) - before).abs().max() <= (UNIT + 16 * FP32) * most
@@ -205,18 +206,13 @@ def test_an_exchange_that_lost_a_peer_counts_to_the_bit_where_another_has_its_re
     *before, last = inputs(3, 4, torch.float32)
 
     def work(group, loses):
-        reducer = made(group, keeps=keeps)
+        faulty = FaultyGroup(group)
+        reducer = made(faulty, keeps=keeps)
         memory = reducer.new_memory()
         for ranks in before:
             reducer.compressed_(ranks[group.rank].clone(), memory)
-        if loses and group.rank == 0:
-            gather = group.all_gather
-
-            def started(out_nB, in_B):
-                gather(out_nB, in_B)
-                return Losing()
-
-            group.start_all_gather = started
+        if loses:
+            lose_the_last_rows(faulty, reducer)
         try:
             reducer.compressed_(last[group.rank].clone(), memory)
         except PeerLost:

@@ -9,7 +9,7 @@ from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
-from thinwire.comm.groups.blocking import Blocking
+from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 BETA1 = 0.9
@@ -17,34 +17,10 @@ BUCKETS = 5
 """Of LAYOUT, as make() cuts it: an exchange is 2 x 5 collectives, first and second phase in turn."""
 
 
-class Watched(Blocking):
-    """A group that does `then` before or after one collective of those since `arm`."""
-
-    def __init__(self, group):
-        self._group, self._left, self._then, self._after = group, 0, None, False
-        self.rank, self.size, self.stats = group.rank, group.size, group.stats
-        self.mean_, self.broadcast_ = group.mean_, group.broadcast_
-
-    def arm(self, collective, then, *, after=False):
-        self._left, self._then, self._after = collective, then, after
-
-    def all_to_all(self, out_nB, in_nB):
-        self._count(lambda: self._group.all_to_all(out_nB, in_nB))
-
-    def all_gather(self, out_nB, in_B):
-        self._count(lambda: self._group.all_gather(out_nB, in_B))
-
-    def sum_(self, x):
-        self._count(lambda: self._group.sum_(x))
-
-    def _count(self, collective):
-        self._left -= 1
-        hit = self._left == 0
-        if hit and not self._after:
-            self._then()
-        collective()
-        if hit and self._after:
-            self._then()
+def nth(ranks, collective, *, after=False, what=What.ALONE):
+    """A fault at the collective of this number, from 1 on: the two phases of each bucket in turn."""
+    phase = "all_to_all" if collective % 2 else "all_gather"
+    return Fault(ranks, phase, (collective - 1) // 2, When.AFTER if after else When.BEFORE, what)
 
 
 def errors_of(memory):
@@ -80,10 +56,6 @@ def room(before, *given):
     return 4 * EPS[before.dtype] * largest
 
 
-def lost():
-    raise PeerLost("injected")
-
-
 @every_value(
     {
         "dtype": [torch.float32, torch.float64],
@@ -99,10 +71,10 @@ def test_t6_a_lost_peer_in_any_phase_of_any_bucket_is_undone(dtype, momentum, co
     rounds = inputs(3, 4, dtype)
 
     def work(group):
-        watched = Watched(group)
-        reducer, memory, m = warmed_up(watched, rounds)
+        faulty = FaultyGroup(group)
+        reducer, memory, m = warmed_up(faulty, rounds)
         before, given = errors_of(memory), rounds[-1][group.rank].clone()
-        watched.arm(collective, lost, after=after)
+        faulty.arm(nth((0, 1, 2), collective, after=after))
         with pytest.raises(PeerLost, match="injected"):
             step(reducer, memory, given, momentum)
         assert not reducer.is_open
@@ -126,12 +98,12 @@ def test_survivors_of_a_rank_that_dies_before_a_collective_are_as_before_the_ste
     arrived = threading.Barrier(3)  # who dies at once would be missed in the step before
 
     def work(group):
-        watched = Watched(group)
-        reducer, memory, m = warmed_up(watched, rounds)
+        faulty = FaultyGroup(group)
+        reducer, memory, m = warmed_up(faulty, rounds)
         before, given = errors_of(memory), rounds[-1][group.rank]
         arrived.wait(60)
         if group.rank == 2:
-            watched.arm(collective, lambda: (group.leave(), lost()))
+            faulty.arm(nth((2,), collective, what=What.LOSE))
         with pytest.raises(PeerLost, match="injected" if group.rank == 2 else "lost rank 2|lost a peer"):
             step(reducer, memory, given, momentum=True)
         assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
@@ -145,11 +117,11 @@ def test_where_the_last_collective_fails_on_one_rank_only_it_alone_is_as_before(
     rounds = inputs(3, 3, torch.float32)
 
     def work(group):
-        watched = Watched(group)
-        reducer, memory, m = warmed_up(watched, rounds)
+        faulty = FaultyGroup(group)
+        reducer, memory, m = warmed_up(faulty, rounds)
         before, given = errors_of(memory), rounds[-1][group.rank]
         if group.rank == 1:
-            watched.arm(2 * BUCKETS, lost, after=True)
+            faulty.arm(nth((1,), 2 * BUCKETS, after=True))
             with pytest.raises(PeerLost):
                 step(reducer, memory, given, momentum=True)
             assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
@@ -165,37 +137,6 @@ def test_where_the_last_collective_fails_on_one_rank_only_it_alone_is_as_before(
     first, undone, last = run_threads(3, work)
     assert undone is None
     assert torch.equal(first, last)
-
-
-@every_value({"bad": (float("nan"), float("inf"), 1e30), "where": (0, 600, 1070), "momentum": (False, True)})
-@pytest.mark.law
-def test_a_non_finite_value_in_one_bucket_is_undone_alike_everywhere(bad, where, momentum):
-    rounds = inputs(3, 4, torch.float32)
-
-    def work(group):
-        reducer, memory, m = warmed_up(group, rounds)
-        before, residual = errors_of(memory), memory.residual()
-        given = rounds[-1][group.rank].clone()
-        if group.rank == 1:
-            given[where] = bad
-        kept = given.clone()
-        with pytest.raises(NonFiniteInput, match="rank 1") as raised:
-            step(reducer, memory, given, momentum)
-        assert raised.value.ranks == (1,)
-        assert not reducer.is_open
-        assert torch.equal(given.nan_to_num(), kept.nan_to_num())
-        assert (errors_of(memory) - before).abs().max() <= room(before, m, *rounds[-1])
-        assert (memory.residual() - residual).abs().max() <= room(before, m, *rounds[-1])
-        reducer.last(memory).decode_(out := torch.empty_like(m))
-        assert torch.equal(out, m)
-        step(reducer, memory, rounds[-1][group.rank], momentum)  # the group is in step and goes on
-        reducer.result.decode_(out)
-        reducer.commit()
-        return out, memory.residual()
-
-    first, *others = run_threads(3, work)
-    assert torch.isfinite(first[0]).all()
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 def test_a_mean_that_overflows_though_every_input_was_finite_names_no_rank():
@@ -215,72 +156,11 @@ def test_a_mean_that_overflows_though_every_input_was_finite_names_no_rank():
     assert run_threads(2, work) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("launched", [(0, 0, 0), (1, 3, 2), (5, 0, 4)])
-def test_ranks_that_abandon_what_they_have_launched_go_on_from_where_they_were(launched):
-    rounds = inputs(3, 4, torch.float32)
-
-    def work(group):
-        reducer, memory, m = warmed_up(group, rounds)
-        before, given = errors_of(memory), rounds[-1][group.rank]
-        reducer.begin(memory)
-        for k in range(launched[group.rank]):
-            reducer.launch_lerp(k, given, 1 - BETA1)
-        reducer.abandon()
-        assert not reducer.is_open
-        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
-        reducer.last(memory).decode_(out := torch.empty_like(m))
-        assert torch.equal(out, m)
-        step(reducer, memory, given, momentum=True)
-        reducer.result.decode_(out)
-        reducer.commit()
-        return out
-
-    first, *others = run_threads(3, work)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def test_a_rank_that_abandons_lets_the_others_out_of_finish():
-    rounds = inputs(3, 3, torch.float32)
-
-    def work(group):
-        reducer, memory, m = warmed_up(group, rounds)
-        before, given = errors_of(memory), rounds[-1][group.rank]
-        if group.rank == 1:
-            reducer.begin(memory)
-            reducer.launch_sum(0, given)
-            reducer.abandon()
-        else:
-            with pytest.raises(NonFiniteInput) as raised:
-                step(reducer, memory, given, momentum=False)
-            assert raised.value.ranks == (1,)
-        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
-        return True
-
-    assert run_threads(3, work) == [True] * 3
-
-
-def test_what_was_finished_can_be_abandoned():
-    rounds = inputs(2, 3, torch.float32)
-
-    def work(group):
-        reducer, memory, m = warmed_up(group, rounds)
-        before, given = errors_of(memory), rounds[-1][group.rank]
-        step(reducer, memory, given, momentum=True)
-        sent = group.stats.collectives
-        reducer.abandon()
-        assert group.stats.collectives == sent
-        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
-        reducer.last(memory).decode_(out := torch.empty_like(m))
-        return torch.equal(out, m)
-
-    assert run_threads(2, work) == [True, True]
-
-
 def test_a_lost_peer_in_the_mean_in_full_is_raised_once_and_closes_it():
     def work(group):
-        watched = Watched(group)
-        reducer = make(watched, torch.float32)
-        watched.arm(3, lost)
+        faulty = FaultyGroup(group)
+        reducer = make(faulty, torch.float32)
+        faulty.arm(Fault((0, 1), "sum", 2, what=What.ALONE))
         x = torch.ones(LAYOUT.numel)
         with pytest.raises(PeerLost, match="injected"):
             reducer.full_(x)

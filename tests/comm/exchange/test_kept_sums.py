@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from tests.comm.exchange.plain import plain
 from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
 from tests.covering import every_value
 from thinwire.comm import run_threads
-from thinwire.comm.codecs import SignCodec
 
 
 def after_rounds(size, bucket_elements=256, rounds=3, dtype=torch.float64, block=8):
@@ -49,27 +47,6 @@ def test_the_residual_is_the_mean_of_the_workers_and_each_servers_chunks(size):
     torch.testing.assert_close(by_rank[0][0], due, rtol=0, atol=1e-14)
 
 
-@every_value({"old, new": [(1, 4), (2, 3), (3, 1), (3, 2), (4, 8), (8, 3)]}, only=(0, 2, 4))
-@pytest.mark.law
-def test_t3_resize_keeps_the_residual_whatever_the_buckets(old, new):
-    residual = after_rounds(old, dtype=torch.float32)[0][0]
-
-    def work(group):
-        held = []
-        for bucket_elements in (200, LAYOUT.numel):
-            memory = make(group, torch.float32, bucket_elements).new_memory()
-            memory.restore(residual)
-            held.append((memory.residual(), bool(memory.worker_N.any())))
-        old_kind = plain(group, LAYOUT, SignCodec(64), residual).new_memory()
-        old_kind.restore(residual)
-        return [*held, (old_kind.residual(), bool(old_kind.worker_N.any()))]
-
-    for by_cut in run_threads(new, work):
-        for restored, worker_has_any in by_cut:
-            assert torch.equal(restored, residual)
-            assert not worker_has_any
-
-
 def test_restoring_forgets_what_was_kept_before_and_leaves_the_residual_it_is_given():
     given = inputs(2, 3, torch.float64)
 
@@ -87,12 +64,3 @@ def test_restoring_forgets_what_was_kept_before_and_leaves_the_residual_it_is_gi
         return torch.equal(memory.residual(), wanted)
 
     assert run_threads(2, work) == [True, True]
-
-
-def test_a_residual_of_another_model_is_refused():
-    def work(group):
-        with pytest.raises(ValueError, match="other parameters"):
-            make(group).new_memory().restore(torch.zeros(8))
-        return True
-
-    assert run_threads(1, work) == [True]

@@ -6,11 +6,11 @@ import torch
 from tests.comm.exchange.plain import plain
 from tests.comm.exchange.test_bucketed import make as make_bucketed
 from tests.comm.exchange.test_plain import LAYOUT, SIZES, inputs
-from tests.comm.exchange.test_redone import Losing
+from tests.comm.exchange.test_redone import lose_the_last_rows
 from tests.covering import every_value
-from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, default_reducer, run_threads
+from thinwire.comm import PeerLost, WireMismatch, default_reducer, run_threads
 from thinwire.comm.codecs import SignCodec
-from thinwire.comm.errors import Refused
+from thinwire.comm.groups.faults import FaultyGroup
 from thinwire.comm.layout import VectorLayout
 
 MANY = SIZES[1:]
@@ -59,97 +59,18 @@ def averaged(size, kind, rounds, wire="int8", layout=LAYOUT):
     return [[outs[t] for outs, _ in by_rank] for t in range(len(rounds))], by_rank[0][1]
 
 
-@every_value(
-    {
-        "size": SIZES,
-        "kind": ("bucketed", "plain"),
-        "wire": WIRES,
-        "num_live": (None, 1, 9, 4097),
-        "dtype, tolerance": [(torch.float64, 1e-12), (torch.float32, 1e-5)],
-    },
-    only=(1, 3),
-)
-@pytest.mark.law
-def test_t1_means_and_residual_add_up_to_the_inputs(size, kind, wire, num_live, dtype, tolerance):
-    layout = LAYOUT if num_live is None else VectorLayout.single(num_live)
-    rounds = inputs(size, 30, dtype, layout)
-    outs, residual = averaged(size, kind, rounds, wire, layout)
-    total_in = sum(sum(ranks) / size for ranks in rounds)
-    total_out = sum(ranks[0] for ranks in outs)
-    assert (total_out + residual - total_in).abs().max() <= tolerance * max(1.0, float(total_in.abs().max())) * 10
-
-
-@every_value({"size": SIZES, "kind": ("bucketed", "plain"), "wire": WIRES}, only=(2, 4))
-@pytest.mark.law
-def test_t2_means_are_bit_identical_and_near_and_dead_elements_stay_zero(size, kind, wire):
-    rounds = inputs(size, 5, torch.float32)
-    outs, residual = averaged(size, kind, rounds, wire)
-    dead = LAYOUT.dead(0, LAYOUT.numel)
-    for ranks, given in zip(outs, rounds, strict=True):
-        assert all(torch.equal(out.view(torch.int32), ranks[0].view(torch.int32)) for out in ranks)
-        assert not ranks[0][dead].any()
-        exact = sum(given) / size
-        assert (ranks[0] - exact).norm() <= 0.03 * exact.norm()
-    assert not residual[dead].any()
-
-
-@every_value({"old": SIZES, "new": MANY[1:] + SIZES[:2], "kind": ("bucketed", "plain")}, only=(0, 3))
-@pytest.mark.law
-def test_t3_a_resize_keeps_what_eight_bits_left_out(old, new, kind):
-    _, residual = averaged(old, kind, inputs(old, 5, torch.float32))
-    more = inputs(new, 1, torch.float32, seed=1)[0]
-
-    def work(group):
-        reducer = make(group, kind)
-        memory = reducer.new_memory()
-        memory.restore(residual)
-        kept = memory.residual()
-        mean_(reducer, x := more[group.rank].clone(), memory)
-        return kept, x, memory.residual()
-
-    for kept, out, left in run_threads(new, work):
-        assert torch.equal(kept, residual)
-        torch.testing.assert_close(out + left, sum(more) / new + residual, rtol=1e-5, atol=1e-4)
-
-
-@every_value({"size": MANY, "phase": ("all_to_all", "all_gather"), "kind": ("bucketed", "plain")})
-@pytest.mark.law
-def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(size, phase, kind):
-    rounds = inputs(size, 3, torch.float32)
-
-    def work(group):
-        reducer = make(group, kind)
-        memory = reducer.new_memory()
-        for ranks in rounds[:2]:
-            mean_(reducer, ranks[group.rank].clone(), memory)
-        before = held(memory)
-        setattr(group, f"start_{phase}", lambda *of: Losing())
-        with pytest.raises(PeerLost):
-            mean_(reducer, rounds[2][group.rank].clone(), memory)
-        assert same(held(memory), before)
-        return True
-
-    assert all(run_threads(size, work))
-
-
 @pytest.mark.parametrize("kind", ["bucketed", "plain"])
 @pytest.mark.law
 def test_a_mean_that_lost_a_peer_counts_where_another_has_its_result(kind):
     *before, last = inputs(3, 3, torch.float64)
 
     def work(group):
-        reducer = make(group, kind, torch.float64)
+        faulty = FaultyGroup(group)
+        reducer = make(faulty, kind, torch.float64)
         memory = reducer.new_memory()
         for ranks in before:
             mean_(reducer, ranks[group.rank].clone(), memory)
-        if group.rank == 0:
-            gather = group.all_gather
-
-            def started(out_nB, in_B):
-                gather(out_nB, in_B)
-                return Losing()
-
-            group.start_all_gather = started
+        lose_the_last_rows(faulty, reducer)
         x = last[group.rank].clone()
         try:
             mean_(reducer, x, memory)
@@ -172,72 +93,6 @@ def test_a_mean_that_lost_a_peer_counts_where_another_has_its_result(kind):
     total_out = sum(ranks[0] for ranks in outs) + out
     residual = sum(share for _, share in results)
     torch.testing.assert_close(total_out + residual, total_in, rtol=1e-12, atol=1e-12)
-
-
-@every_value({"bad": (float("nan"), float("inf"), 3.4e38), "where": (0, 500, 1070), "wire": WIRES})
-@pytest.mark.law
-def test_a_non_finite_input_is_named_by_every_rank_and_changes_no_error(bad, where, wire):
-    *before, last = inputs(3, 3, torch.float32)
-
-    def work(group):
-        reducer = make(group, "bucketed", wire=wire)
-        memory = reducer.new_memory()
-        for ranks in before:
-            mean_(reducer, ranks[group.rank].clone(), memory)
-        errors = held(memory)
-        x = last[group.rank].clone()
-        if group.rank == 1:
-            x[where] = bad
-        if bad == 3.4e38 and wire == "int8":  # a third of it is finite
-            mean_(reducer, x, memory)
-            return x
-        with pytest.raises(NonFiniteInput, match="rank 1") as raised:
-            mean_(reducer, x, memory)
-        assert raised.value.ranks == (1,)
-        assert same(held(memory), errors)
-        mean_(reducer, x := last[group.rank].clone(), memory)  # the group is in step and goes on
-        return x
-
-    first, *others = run_threads(3, work)
-    assert torch.isfinite(first).all()
-    assert all(torch.equal(first, other) for other in others)
-
-
-def test_a_rank_that_takes_no_part_or_gives_up_is_told_to_all_and_nothing_changes():
-    *before, last = inputs(3, 2, torch.float32)
-
-    def work(group):
-        reducer = make(group, "bucketed")
-        memory, full = reducer.new_memory(), reducer.full
-        mean_(reducer, before[0][group.rank].clone(), memory)
-        errors = held(memory)
-        full.begin(memory)
-        if group.rank == 1:
-            for k in range(len(reducer.buckets)):
-                full.launch_refused(k)
-        else:
-            for k in range(len(reducer.buckets)):
-                full.launch(k, last[group.rank].clone())
-        with pytest.raises(Refused) as refused:
-            full.finish()
-        assert refused.value.ranks == (1,)
-        full.begin(memory)
-        full.launch(0, last[group.rank].clone())
-        if group.rank == 2:
-            full.abandon()
-        else:
-            for k in range(1, len(reducer.buckets)):
-                full.launch(k, last[group.rank].clone())
-            with pytest.raises(NonFiniteInput):
-                full.finish()
-        full.begin(memory)
-        for k in range(len(reducer.buckets)):
-            full.launch(k, last[group.rank].clone())
-        full.abandon()  # by all, with all launched
-        assert same(held(memory), errors)
-        return True
-
-    assert all(run_threads(3, work))
 
 
 @every_value({"size": MANY, "wire, least": [("bf16", 1.99), ("int8", 3.85)]})

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from tests.comm.exchange.plain import plain
-from tests.comm.exchange.test_bucketed_faults import BETA1, EPS, room, step
+from tests.comm.exchange.test_bucketed_faults import EPS, room, step
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, run_threads
 from thinwire.comm.codecs import SignCodec
-from thinwire.comm.errors import Refused
 from thinwire.comm.exchange.node_first import Slices
 from thinwire.comm.exchange.reducer import flat_reducer, node_first_reducer
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
@@ -55,46 +54,6 @@ def exchanged(boxes, rounds, layout=LAYOUT, **how):
         return outs, residuals, memory.worker_N, memory.server_c
 
     return run_threads(len(boxes), work, boxes=boxes)
-
-
-@every_value(
-    {
-        "boxes": BOXES,
-        "bucket_elements, num_live": [*((cut, None) for cut in CUTS), (8, 1), (8, 9), (504, 1001)],
-        "dtype, tolerance": [(torch.float64, 1e-12), (torch.float32, 1e-5)],
-    },
-    only=(1, 3, 5),
-)
-@pytest.mark.law
-def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before(
-    boxes, bucket_elements, num_live, dtype, tolerance
-):
-    layout = LAYOUT if num_live is None else VectorLayout.single(num_live)
-    size = len(BOXES[boxes])
-    rounds = inputs(size, 4, dtype, layout)
-    outs, residuals, _, _ = exchanged(BOXES[boxes], rounds, layout, bucket_elements=bucket_elements)[0]
-    for ranks, out, before, after in zip(rounds, outs, residuals, residuals[1:], strict=False):
-        given = sum(ranks) / size + before
-        slack = tolerance * max(1.0, float(given.abs().max()), *(float(x.abs().max()) for x in ranks))
-        assert (out + after - given).abs().max() <= slack
-    assert any(bool(residual.any()) for residual in residuals) or layout.num_live == 1
-
-
-@every_value({"boxes": BOXES, "bucket_elements": CUTS}, only=(1, 3))
-@pytest.mark.law
-def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(boxes, bucket_elements):
-    dead = LAYOUT.dead(0, LAYOUT.numel)
-    rounds = inputs(len(BOXES[boxes]), 4, torch.float32)
-    for ranks in rounds:
-        for x in ranks:
-            x[dead] = 7.0  # whatever a caller leaves there is not sent
-    first, *others = exchanged(BOXES[boxes], rounds, bucket_elements=bucket_elements)
-    for result in (first, *others):
-        for out, due in zip(result[0], first[0], strict=True):
-            assert torch.equal(out.view(torch.int32), due.view(torch.int32))
-            assert not out[dead].any()
-        assert not result[2][dead].any()
-        assert not result[1][-1][dead].any()
 
 
 @every_value({"boxes": BOXES}, only=(2, 4))
@@ -207,28 +166,6 @@ def test_factors_of_runs_and_sums_formed_by_bucket_are_as_those_of_whole_vectors
     assert all(run_threads(len(of_rank), work, boxes=of_rank))
 
 
-ARRANGED = {"one": (0,), "flat 3": (0, 0, 0), **BOXES}
-
-
-@every_value({"old": BOXES, "new": ARRANGED}, only=(2, 4, 6))
-@pytest.mark.law
-def test_t3_r_goes_to_any_boxes_and_ranks_with_either_topology(old, new):
-    residual = exchanged(BOXES[old], inputs(len(BOXES[old]), 4, torch.float32))[0][1][-1]
-
-    def work(group):
-        like = torch.empty(0)
-        flat = flat_reducer(group, LAYOUT, SignCodec(64), like, bucket_elements=200)
-        made = [flat] if new not in BOXES else [flat, make(group, torch.float32, bucket_elements=200)]
-        found = []
-        for memory in (reducer.new_memory() for reducer in made):
-            memory.restore(residual)
-            found.append(memory.residual())
-        return found
-
-    for found in run_threads(len(ARRANGED[new]), work, boxes=ARRANGED[new]):
-        assert all(torch.equal(one, residual) for one in found)
-
-
 def warmed_up(group, rounds, **how):
     dtype = rounds[0][0].dtype
     reducer = make(group, dtype, **how)
@@ -315,63 +252,6 @@ def test_an_exchange_whose_last_collective_failed_here_alone_can_be_counted(boxe
         run_threads(len(of_rank), lambda group: work(group, alone=True), boxes=of_rank), undisturbed, strict=True
     ):
         torch.testing.assert_close(got, due, rtol=0, atol=1e-12)
-
-
-@every_value({"boxes": BOXES, "bad": (float("nan"), float("inf"), 1e30), "where": (0, 600, 1070)}, only=(0, 3))
-@pytest.mark.law
-def test_a_non_finite_value_is_undone_alike_everywhere_and_its_rank_named(boxes, bad, where):
-    of_rank = BOXES[boxes]
-    rounds = inputs(len(of_rank), 4, torch.float32)
-
-    def work(group):
-        reducer, memory, m = warmed_up(group, rounds)
-        before, residual = errors_of(memory), memory.residual()
-        given = rounds[-1][group.rank].clone()
-        if group.rank == 1:
-            given[where] = bad
-        with pytest.raises(NonFiniteInput, match="rank 1") as raised:
-            step(reducer, memory, given, momentum=True)
-        assert raised.value.ranks == (1,)
-        assert not reducer.is_open
-        assert (errors_of(memory) - before).abs().max() <= room(before, m, *rounds[-1])
-        assert (memory.residual() - residual).abs().max() <= room(before, m, *rounds[-1])
-        step(reducer, memory, rounds[-1][group.rank], momentum=True)  # the group is in step and goes on
-        reducer.result.decode_(m)
-        reducer.commit()
-        return m
-
-    first, *others = run_threads(len(of_rank), work, boxes=of_rank)
-    assert torch.isfinite(first).all()
-    assert all(torch.equal(first, other) for other in others)
-
-
-def test_a_rank_that_takes_no_part_is_named_and_ranks_that_abandon_go_on():
-    of_rank = BOXES["2 of 3"]
-    rounds = inputs(len(of_rank), 3, torch.float64)
-
-    def work(group):
-        reducer, memory, m = warmed_up(group, rounds)
-        before, given = errors_of(memory), rounds[-1][group.rank]
-        reducer.begin(memory)
-        for k in range(len(reducer.buckets)):
-            if group.rank == 4:
-                reducer.launch_refused(k)
-            else:
-                reducer.launch_lerp(k, given, 1 - BETA1)
-        with pytest.raises(Refused) as raised:
-            reducer.finish()
-        assert raised.value.ranks == (4,)
-        reducer.begin(memory)
-        for k in range(group.rank % 3):
-            reducer.launch_sum(k, given)
-        reducer.abandon()
-        step(reducer, memory, given, momentum=True)
-        reducer.abandon()  # what was finished
-        assert (errors_of(memory) - before).abs().max() <= room(before, given, m)
-        reducer.last(memory).decode_(out := torch.empty_like(m))
-        return torch.equal(out, m)
-
-    assert all(run_threads(len(of_rank), work, boxes=of_rank))
 
 
 @every_value({"boxes": BOXES, "bucket_elements": CUTS, "full": ("fp32", "bf16")}, only=(1, 4))

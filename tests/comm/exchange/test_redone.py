@@ -8,6 +8,7 @@ from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.codecs import SignCodec
+from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 
 KINDS = {
     "bucketed": lambda group: make(group, torch.float64),
@@ -19,29 +20,9 @@ SLACK = 1e-12
 """4 ulp of the largest kept sum, generously."""
 
 
-class Losing:
-    """A collective that is over here, and whose peer is gone."""
-
-    def wait(self):
-        raise PeerLost("rank 0 of 3 lost rank 1", 1, (1,))
-
-
-def lose_the_second_phase(group, kind):
-    """On this rank; the others have the result."""
-    gather = group.all_gather
-
-    def lost(out_nB, in_B):
-        gather(out_nB, in_B)
-        raise PeerLost("rank 0 of 3 lost rank 1", 1, (1,))
-
-    def started(out_nB, in_B):
-        gather(out_nB, in_B)
-        return Losing()
-
-    if kind == "plain":
-        group.all_gather = lost
-    else:
-        group.start_all_gather = started
+def lose_the_last_rows(faulty, reducer, rank=0):
+    """On this rank, at the end of the next exchange; the others have the result."""
+    faulty.arm(Fault((rank,), "all_gather", len(reducer.buckets) - 1, When.AFTER, What.ALONE))
 
 
 def held(memory):
@@ -58,12 +39,12 @@ def test_a_second_loss_while_it_counts_leaves_error_memory_as_before_it_counted(
     *before, last = inputs(3, 4, torch.float64)
 
     def work(group):
-        reducer = KINDS[kind](group)
+        faulty = FaultyGroup(group)
+        reducer = KINDS[kind](faulty)
         memory = reducer.new_memory()
         for ranks in before:
             reducer.compressed_(ranks[group.rank].clone(), memory)
-        if group.rank == 0:
-            lose_the_second_phase(group, kind)
+        lose_the_last_rows(faulty, reducer)
         try:
             reducer.compressed_(last[group.rank].clone(), memory)
         except PeerLost:
@@ -93,7 +74,8 @@ def test_what_is_formed_when_it_is_asked_for_is_sent_undone_and_counted_as_a_vec
     *before, last = inputs(3, 4, torch.float64)
 
     def work(group, formed):
-        reducer = KINDS[kind](group)
+        faulty = FaultyGroup(group)
+        reducer = KINDS[kind](faulty)
         memory, outs = reducer.new_memory(), []
 
         def exchange(x):
@@ -110,8 +92,8 @@ def test_what_is_formed_when_it_is_asked_for_is_sent_undone_and_counted_as_a_vec
 
         for ranks in before:
             exchange(ranks[group.rank])
+        lose_the_last_rows(faulty, reducer)
         if group.rank == 0:
-            lose_the_second_phase(group, kind)
             with pytest.raises(PeerLost):
                 exchange(last[group.rank])
             undone = held(memory)

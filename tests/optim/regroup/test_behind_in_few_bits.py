@@ -3,11 +3,17 @@
 import pytest
 import torch
 
-from tests.comm.exchange.test_redone import Losing
 from tests.covering import every_value
 from tests.optim.engine.test_full_exchange import HOW, WARMUP, made, residual, train
 from thinwire.comm import PeerLost, run_threads
 from thinwire.optim.regroup import regroup
+
+
+class Losing:
+    """A collective that is over here, and whose peer is gone."""
+
+    def wait(self):
+        raise PeerLost("rank 0 of 3 lost rank 1", 1, (1,))
 
 
 def lose_the_second_phase(group):
