@@ -140,6 +140,7 @@ class Saving:
         content = loaded.value
         assert content is not None
         restore(content, training)
+        _warn_of_other_samples(content, training, which.step)
         meter.load(content.plain["meter"])  # type: ignore[arg-type]
         with meter.part("control"):  # here and not in the first step, whose bytes are those of the run that went on
             agree_on_load(training.optimizer)
@@ -192,7 +193,7 @@ class Saving:
             training.optimizer.prepare_to_save()
             refuse_differing(training.optimizer, training.group, step)
             content = collect(training.optimizer, meter, training.registered)
-            content = replace(content, plain={**self.beside(), **content.plain})
+            content = replace(content, plain={**self.beside(), "samples": samples_of(training), **content.plain})
             group, which = training.group, CheckpointId(self._generation, step)
             mark = torch.zeros(1, dtype=torch.int64, device=training.device)
             if group.rank == 0:
@@ -330,6 +331,24 @@ def restore(content: Content, training: Training) -> None:
     training.optimizer.load_state_dict({**state, "parameters": content.flat["parameters"]})
     tensors = {n.removeprefix(REGISTERED): x for n, x in content.buffers.items() if n.startswith(REGISTERED)}
     training.registered.load(registered_in(content), tensors)
+
+
+def samples_of(training: Training) -> str:
+    """What decides which samples are those of a step: kept in checkpoints."""
+    return f"{training.feed.data}, {training.feed.drawing}"
+
+
+def _warn_of_other_samples(content: Content, training: Training, step: int) -> None:
+    """Say it on rank 0 where the steps from here on are not of the samples that the run which saved would have used."""
+    before, now = content.plain.get("samples"), samples_of(training)
+    if before is not None and before != now and training.group.rank == 0:
+        logger.warning(
+            "samples_differ step=%d before=%r now=%r: what follows is drawn by the new numbers, so some samples of "
+            "this epoch come twice and others not at all; give what was given before, or begin anew in another folder",
+            step,
+            before,
+            now,
+        )
 
 
 def restored(content: Content) -> dict[str, Any]:

@@ -55,8 +55,8 @@ def signature(spec: JobSpec | None, training: Training) -> dict[str, str]:
     return {
         **(_of_code() if spec is None else known_before(spec)),
         **_of_machine(training.device),
-        "data": _shortened(training.feed.told),
-        "steps": _shortened(training.feed.drawn),
+        "data": _shortened(training.feed.data),
+        "steps": _shortened(f"{training.feed.drawing}, {training.feed.length}"),
         "registered": _shortened(", ".join(training.registered.names)),
         "optimizer": type(optimizer).__name__,
         "model": f"{len(rows)} tensors #{_digest(''.join(rows).encode())}",

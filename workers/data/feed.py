@@ -159,17 +159,22 @@ class MapFeed:
         self._iterator: Iterator[Any] | None = None
 
     @property
-    def told(self) -> str:
-        """The data, in which workers must agree."""
+    def data(self) -> str:
+        """As SessionFeed.data."""
         digest = getattr(self._dataset, "digest", None)
         of_all = "" if digest is None else f" #{digest[:DIGITS]}"
         return f"{type(self._dataset).__name__} of {self.order.num_samples} samples{of_all}"
 
     @property
-    def drawn(self) -> str:
-        """How they are drawn, in which workers must agree too."""
+    def drawing(self) -> str:
+        """As SessionFeed.drawing."""
         shuffle = not isinstance(self.order, InOrder)
-        return f"global_batch = {self._global_batch}, shuffle = {shuffle}, seed = {self.order.seed}, {self.last} steps"
+        return f"global_batch = {self._global_batch}, shuffle = {shuffle}, seed = {self.order.seed}"
+
+    @property
+    def length(self) -> str:
+        """As SessionFeed.length."""
+        return f"{self.last} steps"
 
     def samples(self, step: int) -> int:
         """As Feed.samples."""
@@ -282,14 +287,19 @@ class StreamFeed:
         self._given: dict[str, Any] | None = None
 
     @property
-    def told(self) -> str:
-        """The data, in which workers must agree."""
+    def data(self) -> str:
+        """As SessionFeed.data."""
         return f"{type(self._dataset).__name__}, read from its beginning"
 
     @property
-    def drawn(self) -> str:
-        """How they are drawn, in which workers must agree too."""
-        return f"global_batch = {self._global_batch}, steps = {self._steps}, epochs = {self._epochs}"
+    def drawing(self) -> str:
+        """As SessionFeed.drawing."""
+        return f"global_batch = {self._global_batch}"
+
+    @property
+    def length(self) -> str:
+        """As SessionFeed.length."""
+        return f"steps = {self._steps}, epochs = {self._epochs}"
 
     def samples(self, step: int) -> int:
         """As Feed.samples; of a step that was not read here, all of a batch."""

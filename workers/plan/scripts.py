@@ -307,7 +307,7 @@ class DrySession(Session):
 
 
 class _DryFeed:
-    """The shares of worker 0 of so many, again from the first where they end. told, drawn: of the feed."""
+    """The shares of worker 0 of so many, again from the first where they end. data, drawing, length: of the feed."""
 
     def __init__(self, feed: MapFeed | StreamFeed, workers: int) -> None:
         self._feed, self._workers = feed, workers
@@ -318,12 +318,16 @@ class _DryFeed:
             raise ScriptError(f"{workers} workers for global_batch = {self._samples}: at least one sample a worker")
 
     @property
-    def told(self) -> str:
-        return self._feed.told
+    def data(self) -> str:
+        return self._feed.data
 
     @property
-    def drawn(self) -> str:
-        return self._feed.drawn
+    def drawing(self) -> str:
+        return self._feed.drawing
+
+    @property
+    def length(self) -> str:
+        return self._feed.length
 
     def samples(self, step: int) -> int:
         """Of any step as of the first one: the last may be a smaller one."""

@@ -104,7 +104,7 @@ class OwnLoop:
 class _Unfed:
     """In place of a feed, of which nothing but the samples of a step is known; where nobody says it one a rank."""
 
-    told = drawn = "a loop of its own"
+    data = drawing = length = "a loop of its own"
     last: int | None = None
 
     def __init__(self, samples: int) -> None:

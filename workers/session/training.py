@@ -72,15 +72,19 @@ class Surroundings:
 
 
 class SessionFeed(Feed, Protocol):
-    """A feed that says of itself, in which workers must agree: its data, and how they are drawn."""
+    """A feed that describes itself in words in which workers must agree, and the first two over a resume as well."""
 
     @property
-    def told(self) -> str:
-        """The data."""
+    def data(self) -> str:
+        """The samples there are."""
 
     @property
-    def drawn(self) -> str:
-        """How they are drawn."""
+    def drawing(self) -> str:
+        """What decides, with them, which are those of a step."""
+
+    @property
+    def length(self) -> str:
+        """Where the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +115,5 @@ class Training:
     @property
     def told(self) -> str:
         """The samples and the registered objects, in words in which all workers must agree."""
-        return f"{self.feed.told}, {self.feed.drawn}; registered: {', '.join(self.registered.names)}"
+        feed, registered = self.feed, ", ".join(self.registered.names)
+        return f"{feed.data}, {feed.drawing}, {feed.length}; registered: {registered}"

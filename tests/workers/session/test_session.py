@@ -515,6 +515,30 @@ def test_numbers_of_numpy_and_a_folder_in_bytes_will_do(tmp_path):
     assert [which.step for which in checkpoints(os.listdir(tmp_path / "checkpoints"))] == [3]
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, False),
+        ({"steps": 6}, False),
+        ({"global_batch": 2}, True),
+        ({"seed": 1}, True),
+        ({"shuffle": False}, True),
+        ({"dataset": DATA[:20]}, True),
+    ],
+)
+def test_a_resume_that_draws_other_samples_says_so(tmp_path, caplog, changed, says):
+    def train(**given):
+        with session(tmp_path) as run:
+            model = net()
+            run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+            for x, y in run.batches(**{"dataset": DATA, "global_batch": 4, "steps": 5, **given}):
+                run.step((model(x) - y).square().mean())
+
+    train(steps=3)
+    train(**changed)
+    assert ("samples_differ step=3" in caplog.text) == says
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_ranks_that_are_given_folders_of_their_own_are_told_before_the_first_step(tmp_path, monkeypatch, used):
     monkeypatch.setattr("thinwire.workers.saving.SEES_S", 0.3)
