@@ -59,7 +59,7 @@ class Calls:
     now: the call it is in, "" between calls. remedy: what to do where other ranks are not in it. last: the last call
     that ended well, so that all ranks took part in it. begun: collectives begun on each communicator; recent: the last
     RECENT of them. waits: those that some thread of this rank has waited for longer than a look. mismatch: what was
-    told of ranks in different calls, once some were: no collective begins after it.
+    the text about ranks in different calls, once there were some: no collective begins after it.
     """
 
     __slots__ = ("_turn", "begun", "last", "mismatch", "now", "recent", "remedy", "waits")
@@ -101,7 +101,7 @@ class Calls:
                 self.now, self.remedy = before
                 self._turn.release()
 
-    def told(self) -> str:
+    def words(self) -> str:
         """Where this rank is, in words."""
         if self.now:
             return self.now
@@ -118,8 +118,8 @@ class Telling(Protocol):
 
 
 def interrupted(error: BaseException, calls: Calls) -> str:
-    """Why a rank leaves where this was raised in it: what its peers are told."""
-    return f"{type(error).__name__} in {calls.told()}"
+    """Why a rank leaves where this was raised in it: what its peers read."""
+    return f"{type(error).__name__} in {calls.words()}"
 
 
 def calls_of(group: Group) -> Calls:
@@ -130,9 +130,9 @@ def calls_of(group: Group) -> Calls:
 def mismatch(where: Mapping[int, str], remedies: Iterable[str] = ()) -> CallMismatch:
     """The error of ranks that are in different calls. where: of each rank, in words. remedies: what to do, if known."""
     sides: dict[str, list[int]] = {}
-    for rank, told in sorted(where.items()):
-        sides.setdefault(told, []).append(rank)
-    who = "; ".join(f"{in_words(ranks, 'is', 'are')} in {told}" for told, ranks in sides.items())
+    for rank, call in sorted(where.items()):
+        sides.setdefault(call, []).append(rank)
+    who = "; ".join(f"{in_words(ranks, 'is', 'are')} in {call}" for call, ranks in sides.items())
     todo = "".join(f" {remedy[0].upper()}{remedy[1:]}." for remedy in dict.fromkeys(remedies) if remedy)
     return CallMismatch(
         f"{who}: every rank must make the same calls in the same order, and these wait for each other for ever.{todo} "

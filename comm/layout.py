@@ -27,7 +27,7 @@ DEFAULT_BLOCK = 4096
 DEFAULT_BUCKET = 1 << 22
 """Elements of a bucket: a row of signs of 512 kB, and enough buckets of a large model to keep wire and cores busy."""
 BUCKETS_ON_GPU, MOST_ON_GPU = 8, 1 << 26
-"""A GPU does its part of a bucket sooner than the host has told it to: few buckets, so that seven eighths of the wire
+"""A GPU does its part of a bucket sooner than the host has launched it: few buckets, so that seven eighths of the wire
 can still hide behind backward, and none larger than so many elements (docs/gpu.md has what each costs)."""
 
 

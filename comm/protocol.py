@@ -24,7 +24,7 @@ class Stats:
     """What this rank has sent: payload bytes (no TCP, IP or transport headers) and collectives, by kind.
 
     waited_s: seconds in which the step had nothing left to do but to wait for its exchange.
-    encode_s: seconds in which the step's own thread encoded; on a GPU, in which it told the device to.
+    encode_s: seconds in which the step's own thread encoded; on a GPU, in which it launched that on the device.
     calls: how often each collective of each size; workers/telemetry/ledger.py works out from them who sent what.
     """
 

@@ -102,7 +102,7 @@ class deferred:
 class armed:
     """Inside a deferred part: signals are handled at once, those that were noted before first. For a wait alone.
 
-    What a handler raises may come when the wait is over already: whoever waits must do without its answer then.
+    What a handler raises may come when the wait is over already: the waiting call must do without its answer then.
     """
 
     def __enter__(self) -> None:

@@ -160,7 +160,7 @@ def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:
 def pass_on(told_to_leave: threading.Event, member: Member) -> None:
     """Wait for a notice, and pass it to the membership."""
     told_to_leave.wait()
-    member.ask_to_leave("its process was told to end (SIGTERM)")
+    member.ask_to_leave("its process got SIGTERM")
 
 
 def failure_of(error: BaseException, step: int | None = None) -> Failure:

@@ -106,7 +106,7 @@ class Pipeline:
             if self._error is None:
                 try:
                     stage(bucket)
-                except Exception as error:  # noqa: BLE001 - drain() hands it to whoever waits for the exchange
+                except Exception as error:  # noqa: BLE001 - drain() hands it to the waiting call
                     self._error = error
 
     def fed(self) -> AbstractContextManager[object]:
@@ -182,7 +182,7 @@ def _run(todo: SimpleQueue[tuple[Stage, int] | threading.Lock | None], raised: _
         elif raised.first is None:
             try:
                 item[0](item[1])
-            except BaseException as error:  # noqa: BLE001 - drain() hands it to whoever waits for the exchange
+            except BaseException as error:  # noqa: BLE001 - drain() hands it to the waiting call
                 raised.first = error
         item = None
 
@@ -258,7 +258,7 @@ class DeviceGate:
         self.is_closed = self._is_asked = False
 
     def close(self) -> None:
-        """Write it, and wait until it is there, CLOSE_S at most. For good: whoever closes it leaves the group.
+        """Write it, and wait until it is there, CLOSE_S at most. For good: the caller leaves the group.
 
         On a stream of its own, which waits for no collective, so that it comes before what is queued behind one. Once:
         where it came too late, something may have been aborted meanwhile, and is_closed stays False.

@@ -192,7 +192,7 @@ class Received:
     """One set of gathered rows, as a Result.
 
     wire: the memory of all of them. parts: (table, at, wire_at) as BlockTable.over takes them. flag_at: int64[r], the
-    byte of each row's flag. numel: N, elements of the vector. cut: where everything is; None where that is not told.
+    byte of each row's flag. numel: N, elements of the vector. cut: where everything is; None where that is not known.
     """
 
     def __init__(

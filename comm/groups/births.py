@@ -45,7 +45,7 @@ class Birth:
             return f"its process {self.pid} has ended"
         return None
 
-    def told(self) -> str:
+    def words(self) -> str:
         """What is known of it, in words."""
         where = "" if self.host and self.host == _host() else ", on another host or in another container"
         return self.ending() or (f"its process {self.pid}{where}" if where else f"its process {self.pid} runs")

@@ -93,7 +93,7 @@ class TorchGroup:
         self._communicator = 0
         self._parts: dict[Part, TorchGroup] = {}
         self._told = (self.rank, self.size)
-        """Rank and size in the whole group, of which this may be a part: by these ranks are told of."""
+        """Rank and size in the whole group, of which this may be a part: errors name ranks by these."""
         self.abandoned: list[dist.Work] = []
         """Collectives that nobody waits for any more, since a peer was lost: some may still run."""
 
@@ -199,11 +199,11 @@ class TorchGroup:
         self._communicators.add(process_group)
         return made
 
-    def leave(self, reason: str = "it raised, or was told to stop") -> None:
+    def leave(self, reason: str = "it raised, or was stopped") -> None:
         """Say that this rank stops though its process lives: peers that wait for it raise PeerLost, and so does it.
 
         For all TorchGroups of this process group, second communicators too. Not collective. The process group itself
-        stays, to be destroyed by whoever made it; NCCL's are aborted. A process that ends need not call it. The first
+        stays, to be destroyed by its maker; NCCL's are aborted. A process that ends need not call it. The first
         reason stands. A rank leaves by itself where a signal's handler raises while it waits for the others.
         """
         if self._detector.left is not None:
@@ -354,7 +354,7 @@ class TorchPending:
     def hold(self) -> None:
         """Make what is queued on the current stream from now on wait for the result; on a CPU as wait().
 
-        A peer that is lost later is not told here: whoever asks an event whether it is done uses await_device().
+        A peer that is lost later is not reported here: code that asks an event whether it is done uses await_device().
         Raises: PeerLost.
         """
         if self._device.type == "cpu":

@@ -52,7 +52,7 @@ RESTART = (
     "The ranks that are left can go on: they make a process group and call regroup() (thinwire.optim.regroup). Or "
     "restart all from a checkpoint. The log of the rank that stopped first says why"
 )
-"""What a loop of one's own is told to do about a lost peer."""
+"""The advice to a loop of one's own about a lost peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Seen(Protocol):
 class FailureDetector(Protocol):
     """Who knows which ranks of a process group are gone: the group's store, or a membership (workers/forming/).
 
-    look_s: how often whoever waits in a collective looks whether a peer has failed. calls: what this rank is doing.
+    look_s: how often a call that waits in a collective looks whether a peer has failed. calls: what this rank is doing.
     """
 
     look_s: float
@@ -154,7 +154,7 @@ class StoreDetector:
         _bounded(tell, STORE_S)
 
     def end(self, why: str) -> None:
-        """The process group goes, with the program or before it: say so to whoever will fail by it. At most STORE_S.
+        """The process group goes, with the program or before it: tell the peers that will fail by it. At most STORE_S.
 
         Nothing where this rank has failed or left: it has said so. The connections of a rank that goes are closed, so
         that its peers fail by themselves. But rank 0, with which the store may end, first ends the wait of those that
@@ -212,7 +212,7 @@ class StoreDetector:
         reasons = endings(births)
         calls = self.calls
         recent = [*calls.recent, at]  # with what could not even be begun
-        own = {"ended": reasons, "begun": recent, "call": calls.told(), "remedy": calls.remedy}
+        own = {"ended": reasons, "begun": recent, "call": calls.words(), "remedy": calls.remedy}
         if self._left is None:
             self._store.set(_note(self._rank), json.dumps(own))
             self._store.set(_ANY, str(self._rank))
@@ -230,20 +230,22 @@ class StoreDetector:
                     reasons = {int(other): why for other, why in note.get("ended", {}).items()} | reasons
                     self._compare(notes)
             silent = [r for r in self._others() if r not in answered and r not in reasons]
-            told = self._store.get(_MISMATCH).decode() if self._has(_MISMATCH) else ""
-            if told or not silent or time.monotonic() >= until:
+            text = self._store.get(_MISMATCH).decode() if self._has(_MISMATCH) else ""
+            if text or not silent or time.monotonic() >= until:
                 break
             time.sleep(0.02)
             reasons |= endings({r: births[r] for r in silent if r in births})
         self._store.set(_done(self._rank), "")
         if self._rank == 0:  # the store may end with this process, while others still ask it
             self._outlast(answered - left.keys(), until)
-        if told:
-            return Lost({}, mismatch=told)
+        if text:
+            return Lost({}, mismatch=text)
         # Who answered and ended later is no cause but a consequence.
         reasons = {r: why for r, why in reasons.items() if r not in answered} | left
         for r in silent:
-            known = f": {births[r].told()}, but is busy or hangs" if r in births else ": it hangs, or cannot be reached"
+            known = (
+                f": {births[r].words()}, but is busy or hangs" if r in births else ": it hangs, or cannot be reached"
+            )
             reasons[r] = f"it did not answer within {answer_s:g} s{known}"
         return Lost(dict(sorted(reasons.items())))
 
@@ -258,8 +260,8 @@ class StoreDetector:
                     self._prove(str(mismatch(where, [notes[who]["remedy"], note["remedy"]])))
                     return
 
-    def _prove(self, told: str) -> None:
-        self._store.compare_set(_MISMATCH, "", told)  # the first one stands, so that all ranks say the same
+    def _prove(self, text: str) -> None:
+        self._store.compare_set(_MISMATCH, "", text)  # the first one stands, so that all ranks say the same
         self._store.set(_ANY, str(self._rank))
 
     def _outlast(self, ranks: set[int], until: float) -> None:

@@ -134,7 +134,7 @@ class FaultyGroup:
         """Forget all earlier faults and count calls from here."""
         self._armed[0] = Armed(faults)
 
-    def leave(self, reason: str = "it raised, or was told to stop") -> None:
+    def leave(self, reason: str = "it raised, or was stopped") -> None:
         """Leave the group below, where that is possible."""
         if isinstance(self._group, Leavable):
             self._group.leave(reason)
@@ -177,7 +177,7 @@ class FaultyGroup:
 
     @property
     def box(self) -> Box | None:
-        """That of the group below, where it was told one."""
+        """That of the group below, where it was given one."""
         return self._group.box if isinstance(self._group, Boxed) else None
 
     def part(self, part: Part, ranks: Sequence[int]) -> FaultyGroup:

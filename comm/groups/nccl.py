@@ -1,4 +1,4 @@
-"""What torch's NCCL process groups do about a lost peer, and what they are told to do instead: nothing.
+"""What torch's NCCL process groups do about a lost peer, and what they are configured to do instead: nothing.
 
 A process group of NCCL has a thread that looks after its collectives, the *watchdog*. Read in PyTorch's
 ProcessGroupNCCL.cpp, of a version whose names, those below, are in the header of torch 2.13; not tried:
@@ -10,9 +10,9 @@ ProcessGroupNCCL.cpp, of a version whose names, those below, are in the header o
 * Before it does any of that it sleeps, four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC: a minute by default. It holds
   the lock meanwhile that the start of every collective takes (workMetaListMutex_), and the end of the process group
   waits for it (join). So it is 0.
-* Another thread, the *heartbeat monitor*, ends the process where the watchdog hangs, or where any rank has told the
-  store that it saw an error (kStoreDumpKey): one rank's watchdog would end all. TORCH_NCCL_ENABLE_MONITORING=0 and
-  TORCH_NCCL_DUMP_ON_TIMEOUT=0 keep both from it.
+* Another thread, the *heartbeat monitor*, ends the process where the watchdog hangs, or where any rank has written
+  into the store that it saw an error (kStoreDumpKey): one rank's watchdog would end all. TORCH_NCCL_ENABLE_MONITORING=0
+  and TORCH_NCCL_DUMP_ON_TIMEOUT=0 keep both from it.
 * Work.wait() makes the current stream wait, not the host. TORCH_NCCL_BLOCKING_WAIT would hold up the host, and there is
   no watchdog then. Where Work.is_completed() has been asked before, wait() aborts the communicator of a failed
   collective (exception(), abort()): so that is not asked here of what runs on NCCL, events are.
@@ -48,7 +48,7 @@ SETTINGS = {
 }
 """With these a lost peer is a PeerLost, and never the end of this process."""
 ABORT_S = 4.0
-"""How long whoever aborts waits for it. NCCL's own threads see the flag within a second."""
+"""How long an abort waits for it. NCCL's own threads see the flag within a second."""
 
 
 def prepare_nccl() -> None:
@@ -117,8 +117,8 @@ class Communicators:
 def has_failed(process_group: dist.ProcessGroup) -> bool:
     """Has the watchdog seen an error of NCCL's, or a collective beyond its time-out?"""
     for backend in process_group._device_types:
-        told = getattr(process_group._get_backend(backend), "get_error", None)
-        if told is not None and told().name != "SUCCESS":
+        error_of = getattr(process_group._get_backend(backend), "get_error", None)
+        if error_of is not None and error_of().name != "SUCCESS":
             return True
     return False
 

@@ -3,8 +3,8 @@
     whole   0 1 2 3 4 5        BOX of rank 4: 3 4 5        PEERS of rank 4: 1 4
     boxes   |a....|b....|
 
-A part lives and dies with the whole: after a PeerLost in one of them all are of no more use, and whoever waits in any
-of them raises it too. So a rank may wait in one part for a rank that waits in another.
+A part lives and dies with the whole: after a PeerLost in one of them all are of no more use, and every rank that waits
+in any of them raises it too. So a rank may wait in one part for a rank that waits in another.
 
 That can be where there are several boxes with as many ranks each, at least two.
 """

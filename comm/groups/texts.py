@@ -1,7 +1,7 @@
 """What ranks compare: whether all mean the same by the bytes that they exchange, and texts that differ in length.
 
 Facts are compared once, before the first exchange. Every rank sends FACTS_BYTES of them, whatever it has to say, so
-that also those are told apart that know other facts, more of them, or another version of thinwire. A fact is a name
+that it also shows ranks that know other facts, more of them, or another version of thinwire. A fact is a name
 and a value that a reader understands; a long value ends in its checksum. A rank that never comes is found by the
 group's time-out.
 """

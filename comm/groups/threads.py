@@ -30,15 +30,15 @@ T = TypeVar("T")
 class Meeting:
     """What the ranks of one group share: where they wait, what they show, who has left and how often each has come.
 
-    members: their ranks in the whole group. told: of each rank the collective that it is in, the call of its user, and
-    what to do where others are not in it. left, all: of the whole group and its parts together; left by the ranks of
-    the whole.
+    members: their ranks in the whole group. reports: of each rank the collective that it is in, the call of its user,
+    and what to do where others are not in it. left, all: of the whole group and its parts together; left by the ranks
+    of the whole.
     """
 
     members: tuple[int, ...]
     barrier: threading.Barrier
     shown: list[Tensor]
-    told: list[tuple[Place, str, str]]
+    reports: list[tuple[Place, str, str]]
     came: list[int]
     left: dict[int, str] = field(default_factory=dict)
     all: dict[tuple[int, ...], Meeting] = field(default_factory=dict)
@@ -47,13 +47,13 @@ class Meeting:
     def of(cls, members: Sequence[int], timeout_s: float | None) -> Meeting:
         """A new one, of a whole group."""
         size = len(members)
-        barrier, told = threading.Barrier(size, timeout=timeout_s), [(NOWHERE, "", "")] * size
-        made = cls(tuple(members), barrier, [torch.empty(0)] * size, told, [0] * size)
+        barrier, reports = threading.Barrier(size, timeout=timeout_s), [(NOWHERE, "", "")] * size
+        made = cls(tuple(members), barrier, [torch.empty(0)] * size, reports, [0] * size)
         made.all[made.members] = made
         return made
 
     def part(self, members: Sequence[int]) -> Meeting:
-        """That of these ranks of the whole: one, whoever asks first."""
+        """That of these ranks of the whole: one, made by the first that asks."""
         made = Meeting.of(members, self.barrier._timeout)  # type: ignore[attr-defined]
         made.left, made.all = self.left, self.all
         found = self.all.setdefault(made.members, made)
@@ -97,8 +97,8 @@ class ThreadGroup(Blocking):
         if boxes is not None and len(boxes) != size:
             raise ValueError(f"boxes = {boxes!r}: must name the box of each of {size} ranks")
         meeting = Meeting.of(range(size), timeout_s)
-        told = [None if boxes is None else named_box(f"box {boxes[rank]}") for rank in range(size)]
-        return [cls(rank, size, meeting, box=told[rank]) for rank in range(size)]
+        named = [None if boxes is None else named_box(f"box {boxes[rank]}") for rank in range(size)]
+        return [cls(rank, size, meeting, box=named[rank]) for rank in range(size)]
 
     def part(self, part: Part, ranks: Sequence[int]) -> ThreadGroup:
         """The group of these ranks: comm.groups.nodes."""
@@ -109,7 +109,7 @@ class ThreadGroup(Blocking):
             self._parts[part] = made
         return self._parts[part]
 
-    def leave(self, reason: str = "it raised, or was told to stop") -> None:
+    def leave(self, reason: str = "it raised, or was stopped") -> None:
         """Break the group: every rank that waits, now or later, raises PeerLost, which names the first that left."""
         if not self._meeting.barrier.broken:  # else this rank leaves because another one did
             self._meeting.left[self._whole.rank] = reason
@@ -162,15 +162,15 @@ class ThreadGroup(Blocking):
         if meeting.barrier.broken:  # others may still read what was shown
             self._wait()
         at = Place(self._communicator, calls.begun[self._communicator] + 1, collective, tensor.nbytes)
-        meeting.shown[self.rank], meeting.told[self.rank] = tensor, (at, calls.told(), calls.remedy)
+        meeting.shown[self.rank], meeting.reports[self.rank] = tensor, (at, calls.words(), calls.remedy)
         self._wait()
         calls.begin(at)
-        if any(theirs.differs(at) for theirs, _, _ in meeting.told):
-            told = list(meeting.told)
-            self._wait()  # all have read what was told
+        if any(theirs.differs(at) for theirs, _, _ in meeting.reports):
+            reports = list(meeting.reports)
+            self._wait()  # all have read the reports
             raise mismatch(
-                {rank: f"{call} ({place})" for rank, (place, call, _) in enumerate(told)},
-                [remedy for _, _, remedy in told],
+                {rank: f"{call} ({place})" for rank, (place, call, _) in enumerate(reports)},
+                [remedy for _, _, remedy in reports],
             )
         return meeting.shown
 

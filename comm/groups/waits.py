@@ -37,11 +37,11 @@ AGAIN_S = 180.0
 SURE_S = 0.6
 """How much later it looks again before it names anyone: who came just now has written so by then."""
 QUIET_S = 60.0
-"""The least time between two first lines: a rank that is always late by SAY_S is not told of at every step."""
+"""The least time between two first lines: a rank that is always late by SAY_S is not reported at every step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Report:
     """Where a rank was when it last wrote so. waits: what it waits in, if it still does. recent: what it has begun."""
 
     begun: list[int]
@@ -73,25 +73,25 @@ class Board:
         """Write where this rank is, if that has changed."""
         with self._lock:
             now = self.calls
-            text = json.dumps([now.begun, sorted(now.waits), list(now.recent), now.told(), now.remedy, now.last])
+            text = json.dumps([now.begun, sorted(now.waits), list(now.recent), now.words(), now.remedy, now.last])
             if text != self._told:
                 self._store.set(_at(self.rank), text)
                 self._told = text
 
-    def others(self) -> dict[int, Told]:
+    def others(self) -> dict[int, Report]:
         """Where the other ranks are that have ever waited long."""
         found = {}
         for rank in range(self.size):
             if rank != self.rank and self._store.check([_at(rank)]):
                 begun, waits, recent, *texts = json.loads(self._store.get(_at(rank)))
-                found[rank] = Told(begun, [Place(*one) for one in waits], [Place(*one) for one in recent], *texts)
+                found[rank] = Report(begun, [Place(*one) for one in waits], [Place(*one) for one in recent], *texts)
         return found
 
-    def late_for(self, at: Place, told: dict[int, Told]) -> set[int]:
+    def late_for(self, at: Place, reports: dict[int, Report]) -> set[int]:
         """Who has not begun the collective at this place: those that do not wait for others themselves, if any."""
         late = {r for r in range(self.size) if r != self.rank}
-        late -= {r for r, one in told.items() if one.begun[at.communicator] >= at.number}
-        return {r for r in late if r not in told or not told[r].waits} or late
+        late -= {r for r, one in reports.items() if one.begun[at.communicator] >= at.number}
+        return {r for r in late if r not in reports or not reports[r].waits} or late
 
     def may_say(self) -> bool:
         """Is it long ago that this rank said for whom it waits? Then it may, and this counts as when it did."""
@@ -154,21 +154,21 @@ class Lookout:
         self._board.tell()
 
     def _is_mismatch(self) -> bool:
-        told = self._board.others()
-        here = {(rank, place) for rank, one in told.items() if (place := one.other_than(self._at)) is not None}
+        reports = self._board.others()
+        here = {(rank, place) for rank, one in reports.items() if (place := one.other_than(self._at)) is not None}
         proven, self._suspects = here & self._suspects, here
         if not proven:
             return False
         calls = self._board.calls
-        where = {self._board.rank: f"{calls.told()} ({self._at})"}
-        where |= {rank: f"{told[rank].call} ({place})" for rank, place in proven}
-        self._prove(str(mismatch(where, [calls.remedy, *(told[rank].remedy for rank, _ in sorted(proven))])))
+        where = {self._board.rank: f"{calls.words()} ({self._at})"}
+        where |= {rank: f"{reports[rank].call} ({place})" for rank, place in proven}
+        self._prove(str(mismatch(where, [calls.remedy, *(reports[rank].remedy for rank, _ in sorted(proven))])))
         return True
 
     def _say(self, waited_s: float) -> None:
         """Name who has not come, when asked twice."""
-        told = self._board.others()
-        late = self._board.late_for(self._at, told)
+        reports = self._board.others()
+        late = self._board.late_for(self._at, reports)
         if self._late is None:
             self._late, self._say_at = late, waited_s + SURE_S
             return
@@ -183,8 +183,8 @@ class Lookout:
                 "waiting_for ranks=%s seconds=%.0f in=%r known=%r",
                 sorted(late),
                 waited_s + LOOK_S,
-                self._board.calls.told(),
-                "; ".join(self._known(rank, told.get(rank)) for rank in sorted(late)) or ALL_HERE,
+                self._board.calls.words(),
+                "; ".join(self._known(rank, reports.get(rank)) for rank in sorted(late)) or ALL_HERE,
             )
 
     def _has_ended(self) -> bool:
@@ -192,14 +192,14 @@ class Lookout:
         ended = {rank for rank, birth in self._missing.items() if birth.ending()}
         return bool(ended) and bool(ended & self._board.late_for(self._at, self._board.others()))
 
-    def _known(self, rank: int, told: Told | None) -> str:
+    def _known(self, rank: int, report: Report | None) -> str:
         said = [f"rank {rank} has not come to this call"]
-        if told is not None and told.waits:
-            said.append(f"it waits in {told.call}")
+        if report is not None and report.waits:
+            said.append(f"it waits in {report.call}")
         elif self._board.calls.last:
             said.append(f"it took part in {self._board.calls.last}")
         if rank in self._missing:
-            said.append(self._missing[rank].told())
+            said.append(self._missing[rank].words())
         return ", ".join(said)
 
 

@@ -1,9 +1,9 @@
 """Waiting for a GPU without being held up for good: a collective whose peer is gone never ends by itself.
 
-NCCL's kernels spin on the GPU until the peer's data comes. Whoever asks the GPU for a number behind one, by .item() or
-a synchronize(), is held up in the driver, where no exception of Python comes through. So the host asks an event whether
-the GPU has come so far, and its group meanwhile looks whether a peer is gone. If one is, the group aborts all of its
-communicators, which ends the kernels, and raises PeerLost.
+NCCL's kernels spin on the GPU until the peer's data comes. A thread that asks the GPU for a number behind one, by
+.item() or a synchronize(), is held up in the driver, where no exception of Python comes through. So the host asks an
+event whether the GPU has come so far, and its group meanwhile looks whether a peer is gone. If one is, the group aborts
+all of its communicators, which ends the kernels, and raises PeerLost.
 
 What those kernels were to write is garbage then, and what is queued behind them runs on it. A Gate is how the exchange
 bears that: it is closed before anything is aborted, and what was queued behind a collective looks first whether it is.

@@ -1,4 +1,4 @@
-"""Where the blocks of a bucket lie, in its vector and in wire memory: what every fused kernel is told.
+"""Where the blocks of a bucket lie, in its vector and in wire memory, for every fused kernel.
 
     bucket   |------- chunk 0 -------|------- chunk 1 -------|--- chunk 2 ---|     elements, whole bytes of signs each
     wire     |--------- row 0 ---------|--------- row 1 ---------|--------- row 2 ---------|     row_bytes each

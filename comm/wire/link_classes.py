@@ -64,7 +64,7 @@ class Boxes:
 
 @runtime_checkable
 class Boxed(Protocol):
-    """A Group whose ranks were told in which box they are."""
+    """A Group whose ranks were given their boxes."""
 
     @property
     def box(self) -> Box | None:
@@ -82,17 +82,17 @@ def this_box() -> Box:
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     namespace = os.stat(_NAMESPACE).st_ino if _NAMESPACE.exists() else 0
     # Without a boot id (no Linux) the host's name has to tell machines apart.
-    told = f"{boot or name}:{namespace}"
-    return Box(_id_of(told), name)
+    identity = f"{boot or name}:{namespace}"
+    return Box(_id_of(identity), name)
 
 
 def exchange_boxes(group: Group, own: Box | None = None, device: torch.device | str = "cpu") -> Boxes:
-    """Learn every rank's box. Collective, one small all_gather. own: this rank's, None for what the group was told.
+    """Learn every rank's box. Collective, one small all_gather. own: this rank's, None for what the group was given.
 
-    Where it was told nothing it is this process's. Raises: PeerLost.
+    Where it was given nothing it is this process's. Raises: PeerLost.
     """
-    told = group.box if isinstance(group, Boxed) else None
-    own = own or told or this_box()
+    given = group.box if isinstance(group, Boxed) else None
+    own = own or given or this_box()
     name = own.name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     row_B = torch.frombuffer(bytearray(bytes.fromhex(own.id) + name), dtype=torch.uint8).to(device)
     all_nB = torch.zeros((group.size, row_B.numel()), dtype=torch.uint8, device=device)

@@ -195,8 +195,8 @@ def bytes_per_parameter(space: FlatSpace, reached: Sequence[object]) -> dict[str
     gradient   the flat gradient
     master     the float32 parameters, where the model's own are in low precision; else they are the model's
 
-    A storage counts once, whoever shares it. What only lives within a call is not here: benchmarks/memory.py measures
-    that. Local; reads no values.
+    A storage counts once, however many share it. What only lives within a call is not here: benchmarks/memory.py
+    measures that. Local; reads no values.
     """
     parameters, gradient = _storage(space.p_N), _storage(space.g_N)
     held = dict(_storages(reached))

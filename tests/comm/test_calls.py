@@ -31,22 +31,22 @@ def test_places_differ_only_where_both_are_at_the_same_place_of_one_order():
 
 def test_calls_know_where_their_rank_is_and_what_it_did_last():
     calls = Calls()
-    assert calls.told() == "its own code"
+    assert calls.words() == "its own code"
     with calls.within("a()", "do"):
         with calls.within("b()"):
             calls.begun[0] += 1
-        assert (calls.told(), calls.remedy, calls.last) == ("a()", "do", "b()")
+        assert (calls.words(), calls.remedy, calls.last) == ("a()", "do", "b()")
     assert calls.last == "a()"
     with calls.within("local()"):  # nothing was begun: no other rank took part in it
         pass
     with calls.within("mine()"), ThreadPoolExecutor(1) as threads:
         with pytest.raises(RuntimeError, match=r"yours\(\): another thread is in mine\(\) on the same process group"):
             threads.submit(calls.within("yours()").__enter__).result()
-        assert calls.told() == "mine()"
+        assert calls.words() == "mine()"
     with pytest.raises(ZeroDivisionError), calls.within("c()"):
         calls.begun[1] += 1 // 0
-    assert (calls.told(), calls.remedy, calls.last) == ("its own code after a()", "", "a()")
-    assert calls_of(SoloGroup()).told() == "its own code"
+    assert (calls.words(), calls.remedy, calls.last) == ("its own code after a()", "", "a()")
+    assert calls_of(SoloGroup()).words() == "its own code"
 
 
 def test_the_error_names_who_is_where_and_what_to_do_once():

@@ -8,7 +8,7 @@ Nothing is measured. Plans and sizes of buckets follow from it.
     local       0/1 Adam, between two syncs: nothing is sent
 
 With warmup = auto nobody knows when the variance will be stable. The earliest step that the rule allows is assumed, and
-the latest is told beside it (optim/variance/when_to_freeze.py). Steps that bring a frozen variance up to date are full,
+the latest is given too (optim/variance/when_to_freeze.py). Steps that bring a frozen variance up to date are full,
 or both (optim/variance/refresh.py).
 """
 

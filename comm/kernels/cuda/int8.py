@@ -1,4 +1,4 @@
-"""Values in 8 bits on a GPU: all rows of a bucket in one launch of int8.cu, whoever launches it.
+"""Values in 8 bits on a GPU: all rows of a bucket in one launch of int8.cu, through any launcher.
 
 int8_reference says what a row holds. Where a value is not finite the flag of its row is 0, and the rest of the row is
 of no use, as there.

@@ -1,4 +1,4 @@
-"""What a kernel is told of the blocks of a bucket and of the gradients that it reads, as structures of C.
+"""The blocks of a bucket and the gradients that a kernel reads, as structures of C.
 
 A block's record is 32 bytes, made at a table's first call and kept on the device. Where gradients lie may change in
 each step: that goes with the launch, by value, so nothing is copied for it and nobody waits.

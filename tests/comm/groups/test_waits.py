@@ -179,8 +179,8 @@ def test_a_process_that_has_ended_is_lost_though_its_connections_live_on(clock, 
     ranks.calls[1].begin(SUM)  # it ended well, after its part of this
     ranks.boards[1].tell()
     assert not ranks.look_for(60.0, lookout)
-    assert f"its process {own.pid} runs" in own.told()
-    assert Birth("elsewhere", 7, 1).told() == "its process 7, on another host or in another container"
+    assert f"its process {own.pid} runs" in own.words()
+    assert Birth("elsewhere", 7, 1).words() == "its process 7, on another host or in another container"
 
 
 def test_whoever_has_failed_ends_every_wait(clock):
