@@ -1,7 +1,7 @@
 """The figures of benchmarks.across_hosts: what three runs, and the counters of the hosts, say. Pure.
 
-A sample is a step of a job's history, an event what it told beside that, both as the service hands them out; Begun is a
-step as its script has seen it begin on its own box.
+A sample is a step of a job's history, an event what it reported beside that, both as the service hands them out;
+Begun is a step as its script has seen it begin on its own box.
 """
 
 from __future__ import annotations

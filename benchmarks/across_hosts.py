@@ -4,7 +4,7 @@ A lab of three hosts that share no folder, on links of 1 Gbit/s: a head and anot
 by `thinwire up`, and the service. A script (gpt_session.py) is submitted three times, one run after another:
 
     dense         thinwire.optim.Adam: full gradients in fp32
-    cut           1-bit Adam. In mid-run the other box is cut off, so that nobody is told; and later brought back
+    cut           1-bit Adam. In mid-run the other box is cut off, without a word to anybody; and later brought back
     undisturbed   1-bit Adam, nothing is done to it
 
 Every host has a second interface, by which it reaches the others as well, and which no run is to use: it is counted.

@@ -245,7 +245,7 @@ class Cluster:
         return re.findall("<Key>(.*?)</Key>", listed)
 
     def cut_off(self, host: Host) -> None:
-        """Nothing that this host sends arrives anywhere, and nothing comes to it. Nobody is told."""
+        """Nothing that this host sends arrives anywhere, and nothing comes to it. Without a word to anybody."""
         self.lab.deliver(self._ways_of(host), arrives=False)
 
     def bring_back(self, host: Host) -> None:

@@ -1,7 +1,7 @@
 """The command: sudo python -m benchmarks.whole_job. What a whole run gains, its warm-up included.
 
 A lab of two hosts with a link of 1 Gbit/s each. DDP with torch's AdamW in fp32 and in bf16, and 1-bit Adam, 1-bit LAMB
-and 0/1 Adam told nothing but the length of the run, train the same GPT for the same number of steps, each from making
+and 0/1 Adam given nothing but the length of the run, train the same GPT for the same number of steps, each from making
 the optimizer (its first broadcast of the parameters too) to the end of the last step. Jobs take turns. A short run is
 the worst case by default: six tenths of it or more are a warm-up in 8 bits, where a run of 10,000 steps has a tenth
 (docs/algorithms.md, "How long the warm-up may be").

@@ -44,7 +44,7 @@ from thinwire.service.problems import describe_problems
 logger = logging.getLogger(__name__)
 
 MOST_PROBLEMS = 50
-"""Told in one answer. Telling costs more than finding, and nobody reads on."""
+"""In one answer. Writing them costs more than finding, and nobody reads on."""
 
 MOST_NAMED = 5
 """Of the jobs in the way of something."""

@@ -85,7 +85,7 @@ class Origin:
         return {} if self._digest is None else {SIGNED: self._digest}
 
     @property
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Where the run has begun, for people."""
         only_weights = self._start is None or self._start.only_weights
         return {"where": self._at, "what": "weights" if only_weights else "everything"}

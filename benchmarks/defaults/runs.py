@@ -1,6 +1,6 @@
 """One run: a task, a method, a seed, a rate. Two ranks as threads on one core, and no setting but the defaults.
 
-The optimizers are told what a job tells them: the length of the run and of the rate's rise.
+The optimizers are given what a job gives them: the length of the run and of the rate's rise.
 """
 
 from __future__ import annotations

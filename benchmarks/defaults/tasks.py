@@ -40,7 +40,7 @@ Schedule = Callable[[int, int], float]
 """(step from 1, steps of the run) to the part of the peak rate."""
 
 RISE = 0.1
-"""Part of the run in which the rate rises; what the optimizers are told as lr_warmup_steps."""
+"""Part of the run in which the rate rises; what the optimizers are given as lr_warmup_steps."""
 FEATURES, CLASSES = 16, 4
 NOISE_UNTIL = 0.35
 RESTARTS = 3

@@ -53,7 +53,7 @@ class Measured(Protocol):
         """Of the device's memory, with what torch keeps for itself given back."""
 
     def wait(self) -> None:
-        """Until the device has done all that it was told."""
+        """Until the device has done all that was launched."""
 
 
 class Gpu:

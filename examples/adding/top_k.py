@@ -1,6 +1,6 @@
 """A codec of one's own: of each chunk the largest values, with their places. What they leave waits in error memory.
 
-Nothing of Thinwire is edited: an optimizer is told its codec, and the exchange does the rest.
+Nothing of Thinwire is edited: an optimizer is given its codec, and the exchange does the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TopK:
         return TopKRow(-(-(stop - start) // self.one_in), like)
 
     def fingerprint(self) -> int:
-        """32 bits of name and setting: two ranks that differ are told so before the first step."""
+        """32 bits of name and setting: two ranks that differ are refused before the first step."""
         return zlib.crc32(f"{self.name}:{self.one_in}".encode())
 
 

@@ -278,9 +278,11 @@ def _figures(view: View, job: Job, sample: Sample) -> list[tuple[str, str]]:
 
 def _reported(sample: Sample) -> list[tuple[str, str]]:
     """The script's own numbers. A name that a terminal would obey, of an older worker, is shown as by repr()."""
-    told = sample.reported or {}
-    shown = [(n if n.isprintable() else repr(n), reported_text(x)) for n, x in list(told.items())[:MOST_REPORTED_SHOWN]]
-    left = len(told) - len(shown)
+    reported = sample.reported or {}
+    shown = [
+        (n if n.isprintable() else repr(n), reported_text(x)) for n, x in list(reported.items())[:MOST_REPORTED_SHOWN]
+    ]
+    left = len(reported) - len(shown)
     return [*shown, (f"and {left} more", "in the history")] if left else shown
 
 

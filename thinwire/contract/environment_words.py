@@ -28,8 +28,8 @@ def why_no_environment(message: str, box: str | None = None) -> str:
     node = _NODE.search(message)
     name = box or (node and node[1])
     where = f"the box {name}" if name else "a box"
-    told = next(filter(None, (case(message, where) for case in _CASES)), None)
-    return shortened(told or f"Ray could not make the job's environment on {where}: {last_line(message)}")
+    words = next(filter(None, (case(message, where) for case in _CASES)), None)
+    return shortened(words or f"Ray could not make the job's environment on {where}: {last_line(message)}")
 
 
 def _pip(message: str, box: str) -> str | None:
@@ -69,8 +69,8 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else "it does not say why"
 
 
-def shortened(told: str) -> str:
+def shortened(words: str) -> str:
     """To LONGEST characters. The first line gives way: the second one says what to do."""
-    first, newline, rest = told.partition("\n")
+    first, newline, rest = words.partition("\n")
     most = LONGEST - len(newline) - len(rest)
     return (first if len(first) <= most else f"{first[: most - 3]}...") + newline + rest

@@ -91,10 +91,10 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """All of it; infinite rates are null."""
-        told = asdict(self)
+        fields = asdict(self)
         if self.link.bytes_per_s == float("inf"):
-            told["link"]["bytes_per_s"] = None
-        return told
+            fields["link"]["bytes_per_s"] = None
+        return fields
 
 
 Planning = Callable[[PlanRequest, Say], Plan | None]

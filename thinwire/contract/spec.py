@@ -260,7 +260,7 @@ class Workers(_Frozen):
         30.0,
         gt=0.0,
         le=86400.0,
-        description="how long a worker that is told to stop (preemption, drain) has to hand over",
+        description="how long a worker that is asked to stop (preemption, drain) has to hand over",
     )
 
 

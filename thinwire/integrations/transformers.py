@@ -207,7 +207,7 @@ class TrainsTogether:
         return made
 
     def _with_buffers(self, model: Any) -> Any:
-        """The model whose buffers are to be rank 0's, as under DDP; None where Trainer was told not to."""
+        """The model whose buffers are to be rank 0's, as under DDP; None where Trainer is configured not to."""
         return None if self.args.ddp_broadcast_buffers is False else model
 
     def _defaults(self, optimizer_class: type[FlatOptimizer[Any]]) -> dict[str, Any]:

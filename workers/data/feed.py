@@ -4,7 +4,7 @@ A step is a number of samples, independent of who computes them. Which they are 
 
     map-style   len() and [i]: the order of an epoch is drawn from (seed, epoch), as in order.py. A worker reads
                 its own samples and no others, through a DataLoader. With visit(i, number) in place of [i] a dataset is
-                told the sample's number in the run too: what it draws from (seed, number), such as a mask or a shift,
+                given the sample's number in the run too: what it draws from (seed, number), such as a mask or a shift,
                 is drawn anew in every epoch, and is the same whichever worker draws it, and how often.
     iterable    the samples in the order in which they come. Every worker reads all of them and takes its own. Who comes
                 later reads from the beginning, or has the dataset's own state loaded, where it has a state_dict().

@@ -59,7 +59,7 @@ class Children:
         """Those that wait go on."""
         for child in self._all:
             with contextlib.suppress(BrokenPipeError):  # it says why in its answer
-                os.write(child.told, b"g")
+                os.write(child.starts, b"g")
 
     def message(self, number: int, within_s: float = inf, awaited: str = "") -> dict[str, Any]:
         """What that one says next. awaited: what it has not done if it says nothing for so long.
@@ -97,7 +97,7 @@ class _Child:
     """One process. read: what it has said that nobody has asked for so far."""
 
     def __init__(self, module: str, orders: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        (its_told, self.told), (self.answers, its_answers) = os.pipe(), os.pipe()
+        (its_starts, self.starts), (self.answers, its_answers) = os.pipe(), os.pipe()
         self._log: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - end() closes it
         self.read = b""
         try:
@@ -105,21 +105,21 @@ class _Child:
                 json.dump(orders, given)
                 given.seek(0)
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", module, str(its_told), str(its_answers)],
+                    [sys.executable, "-m", module, str(its_starts), str(its_answers)],
                     env=environment,
                     stdin=given,  # not an argument: those have a limit, and a large model many shapes
                     stdout=self._log,
                     stderr=self._log,
-                    pass_fds=(its_told, its_answers),
+                    pass_fds=(its_starts, its_answers),
                     start_new_session=True,  # what it starts is ended with it
                 )
         finally:
-            os.close(its_told)
+            os.close(its_starts)
             os.close(its_answers)
 
     def end(self) -> None:
         """At once, with all that it has started."""
-        os.close(self.told)
+        os.close(self.starts)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

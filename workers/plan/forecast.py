@@ -258,7 +258,7 @@ def _verdict(
 
 def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
     """What the figures stand on and nobody has measured."""
-    told = []
+    notes = []
     for name in ONE_BIT:
         counted = schedule.one_bit(run, lamb=name == LAMB)
         if counted.latest_warmup is not None:
@@ -268,11 +268,11 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
                 when += f", the earliest that its rule allows; it may last to step {counted.latest_warmup}"
             if counted.refreshes:
                 when += f"; {counted.refreshes} later steps, which bring the variance up to date, count as warm-up"
-            told.append(f"the automatic warm-up of {TITLES[name]} ends {when}")
+            notes.append(f"the automatic warm-up of {TITLES[name]} ends {when}")
     wires = sorted({schedule.full_wire(run, at) for at in (run.warmup, run.var_freeze_step)} - {"fp32"})
     if wires:
-        told.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
+        notes.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
     if found.cores == inf:
-        told.append("on GPUs the transport costs the processor nothing")
-    told.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")
-    return told
+        notes.append("on GPUs the transport costs the processor nothing")
+    notes.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")
+    return notes

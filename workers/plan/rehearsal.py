@@ -239,8 +239,8 @@ def spawn(orders: Orders, say: Say) -> Rehearsed:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(count)}
     environments = [{**environment, "RANK": str(rank)} for rank in range(count)]
     with tempfile.TemporaryDirectory(prefix="thinwire-plan-") as folder:
-        told = {"meeting": f"file://{folder}/meeting", "orders": asdict(orders)}
-        with Children("the dry steps", "thinwire.workers.plan.rehearsal", [told] * count, environments) as children:
+        given = {"meeting": f"file://{folder}/meeting", "orders": asdict(orders)}
+        with Children("the dry steps", "thinwire.workers.plan.rehearsal", [given] * count, environments) as children:
             while "found" not in (message := children.message(0)):
                 say(message["doing"], done / PARTS)
                 done += 1

@@ -114,9 +114,9 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
             learned = dry_steps(request.spec, workers, 1, request.steps, [device], dist.barrier)
         job, orders = orders_of(request, link, workers, learned)
         # All rehearse, each beside those of its own machine; the bandwidth was measured through the transport.
-        told = iter(range(1, PARTS))
+        parts = iter(range(1, PARTS))
         sharing = max(here, request.per_machine)
-        found = run_rank(orders, group, group.size, sharing, lambda doing: say(doing, next(told) / PARTS))
+        found = run_rank(orders, group, group.size, sharing, lambda doing: say(doing, next(parts) / PARTS))
         if found is None:
             return None
         say("done", 1.0)
@@ -134,6 +134,6 @@ def _machine() -> str:
 
 def _machines(group: TorchGroup) -> list[str]:
     """Of each rank. Collective."""
-    told = [""] * group.size
-    dist.all_gather_object(told, _machine())
-    return told
+    machines = [""] * group.size
+    dist.all_gather_object(machines, _machine())
+    return machines

@@ -444,14 +444,14 @@ def _as_words(error: BaseException, recipe: ScriptRecipe) -> str:
 def _not_learned(begun: list[Session], end: End) -> str:
     """The script is over, and too little is known of it."""
     if not begun and end.code not in (None, 0):
-        return f"{end.told} before its session began{end.last_words}"
+        return f"{end.words} before its session began{end.last_words}"
     if not begun:
         words = "write `with thinwire.train.session() as run:` and loop over run.batches(...)"
-        return f"{end.told} without a session: {words}"
+        return f"{end.words} without a session: {words}"
     if not begun[0].has_begun:
-        return f"{end.told} and never drew a batch: loop over run.batches(...), inside of session(){end.last_words}"
+        return f"{end.words} and never drew a batch: loop over run.batches(...), inside of session(){end.last_words}"
     return (
-        f"{end.told} after {begun[0].step_number} steps: {SETTLING + 1} are needed to time one, for the first "
+        f"{end.words} after {begun[0].step_number} steps: {SETTLING + 1} are needed to time one, for the first "
         f"{SETTLING} touch memory for the first time{end.last_words}"
     )
 

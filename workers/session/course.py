@@ -326,11 +326,11 @@ class Course:
         group = self.training.group
         hosts = gather_texts(group, socket.gethostname().encode(), self._around.device)
         named = ", ".join(f"{self._name(rank)} on {hosts[rank].decode(errors='replace')}" for rank in error.ranks)
-        told = f"after step {self.step}, of {named or 'no rank alone'}: {error}"
+        words = f"after step {self.step}, of {named or 'no rank alone'}: {error}"
         alone = 0 < len(error.ranks) < group.size
         if alone and self._ranks.elastic and group.rank not in error.ranks:
-            return PeerLost(f"{told}; the others go on without", ranks=error.ranks)
-        return type(error)(told, error.ranks)
+            return PeerLost(f"{words}; the others go on without", ranks=error.ranks)
+        return type(error)(words, error.ranks)
 
     def _name(self, rank: int) -> str:
         seat = self._ranks.seat
@@ -389,7 +389,7 @@ class Course:
         self.left_out = self.step - training.optimizer.num_steps
         self._reporter.resumed(resumed or 0)
         if started is not None:
-            self._reporter.event(EventKind.STARTED_FROM, self.step, **self._origin.told)
+            self._reporter.event(EventKind.STARTED_FROM, self.step, **self._origin.facts)
         batch = training.global_batch(self.step + 1)
         if training.optimizer.set_global_batch(batch):  # a run with another global batch was saved
             self._reporter.event(EventKind.WARMUP_REARMED, self.step, global_batch=batch)
@@ -415,7 +415,7 @@ class Course:
             take_settings(self.training.optimizer, self._around.spec)
         if self.last is not None and step >= self.last:
             raise StartRefused(
-                f"{self._origin.told['where']} is of step {step}, and steps = {self.last}: nothing is left to train. "
+                f"{self._origin.facts['where']} is of step {step}, and steps = {self.last}: nothing is left to train. "
                 "Give more steps, or say start.what = weights, which begins at step 0"
             )
         return step
@@ -441,7 +441,7 @@ class Course:
             self.attended = min(self.attended, self.step - 1)
         seconds = time.perf_counter() - began
         seat = self._ranks.seat
-        fields = joined.told(seat)
+        fields = joined.fields(seat)
         generation = seat.generation if seat else 0
         self._reporter.regrouped(self.step, generation, seconds, change.lost_norm, **fields)
         logger.info(

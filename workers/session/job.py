@@ -1,8 +1,8 @@
 """What a worker of a job runs in its session: the loop of a built-in recipe, or a script of the user's own.
 
 A script runs as `python train.py ...` would run it: as __main__, with its folder as the current one and its own folder
-first in sys.path. However it ends, the owner of the job is told: what the script itself did comes first, and nothing of
-what called it.
+first in sys.path. However it ends, the owner of the job hears of it: what the script itself did comes first, and
+nothing of what called it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_job(
     Returns the summary, for which rank 0's history.jsonl must be in the folder; None on the other ranks.
     Raises: whatever this worker cannot go on with, such as DataError, ScriptError, NonFiniteInput, NonFiniteLoss,
     ReplicasDiffer and what a script raises, with the last checkpoint kept; where the ranks are elastic the others are
-    told first, and go on. PeerLost where the ranks are fixed, after which a restart goes on from the checkpoint;
+    informed first, and go on. PeerLost where the ranks are fixed, after which a restart goes on from the checkpoint;
     MembershipError where they are elastic and there is no place for this worker any more: Dismissed, where it was asked
     to leave and has handed over; RunEnded, where another worker has failed for good.
     """
@@ -73,7 +73,7 @@ def run_job(
         except Left as left:
             raise left.reason from None
         except BaseException as error:
-            is_known = isinstance(error, MembershipError | RunEnded) or any(one.told for one in begun)
+            is_known = isinstance(error, MembershipError | RunEnded) or any(one.failure_reported for one in begun)
             if ranks.elastic and not is_known:
                 words = in_words(error)
                 ranks.fail(without_secrets(words, spec.recipe) if isinstance(spec, ScriptSpec) else words)
@@ -207,7 +207,7 @@ class End:
     last_line: str
 
     @property
-    def told(self) -> str:
+    def words(self) -> str:
         """In words."""
         return "the script " + ("came to its end" if self.code is None else f"called sys.exit({self.code!r})")
 
@@ -276,18 +276,18 @@ def _refuse_untrained(begun: list[Session], end: End) -> None:
     """Raises: ScriptError where the script has ended and training has not."""
     if not begun:
         if end.code not in (None, 0):
-            raise ScriptError(f"{end.told} before its session began{end.last_words}")
+            raise ScriptError(f"{end.words} before its session began{end.last_words}")
         raise ScriptError(
-            f"{end.told} without a session: write `with thinwire.train.session() as run:` and loop over "
+            f"{end.words} without a session: write `with thinwire.train.session() as run:` and loop over "
             "run.batches(...); a script that is not to be trained with is no job"
         )
     if begun[0].has_finished and end.code in (None, 0):
         return
     if not begun[0].has_begun:
         raise ScriptError(
-            f"{end.told} and never drew a batch: loop over run.batches(...), inside of session(){end.last_words}"
+            f"{end.words} and never drew a batch: loop over run.batches(...), inside of session(){end.last_words}"
         )
-    raise ScriptError(f"{end.told} {begun[0].progress}{end.last_words}")
+    raise ScriptError(f"{end.words} {begun[0].progress}{end.last_words}")
 
 
 _watched: list[int] = []

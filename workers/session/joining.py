@@ -84,7 +84,7 @@ class Joined:
         """Has nobody a state, so that the run is resumed or begins?"""
         return self.change.source is None
 
-    def told(self, seat: Seat | None) -> dict[str, JsonValue]:
+    def fields(self, seat: Seat | None) -> dict[str, JsonValue]:
         """For the event: who is there, who was lost, and what of the state."""
         change = self.change
         return {
@@ -140,13 +140,13 @@ def join(around: Surroundings, training: Training, group: Group, progress: Progr
 def _gather_progress(group: Group, progress: Progress | None, device: torch.device) -> list[Progress | None]:
     """Of all ranks, by rank; None for a newcomer. Collective. Raises: PeerLost."""
     own = None if progress is None else list(asdict(progress).values())
-    told = [json.loads(text) for text in gather_texts(group, json.dumps(own).encode(), device)]
-    return [None if one is None else Progress(*one) for one in told]
+    known = [json.loads(text) for text in gather_texts(group, json.dumps(own).encode(), device)]
+    return [None if one is None else Progress(*one) for one in known]
 
 
 def _refuse_other_data(training: Training, group: Group) -> None:
     """Collective. Raises: ScriptError, alike on every rank; PeerLost."""
-    texts = texts_if_they_differ(group, training.told, training.device)
+    texts = texts_if_they_differ(group, training.words, training.device)
     if texts is None:
         return
     strangers = [rank for rank, text in enumerate(texts) if text != texts[0]]

@@ -167,8 +167,8 @@ class Registered:
         source = path[0]
         plain, tensors = self.collected() if group.rank == source else ({}, {})
         rows = [[name, str(x.dtype).removeprefix("torch."), list(x.shape)] for name, x in tensors.items()]
-        told = json.dumps([to_json(plain), rows]).encode() if group.rank == source else b""
-        plain, rows = json.loads(gather_texts(group, told, device)[source])
+        sent = json.dumps([to_json(plain), rows]).encode() if group.rank == source else b""
+        plain, rows = json.loads(gather_texts(group, sent, device)[source])
         given: dict[str, Tensor] = {}
         for name, dtype, shape in rows:
             empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
@@ -365,16 +365,16 @@ def _without_tensor(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> d
     return {**found, _PARTS: [_without_tensor(x, f"{where}.{at}", tensors) for at, x in enumerate(parts)]}
 
 
-def _sparse(told: Mapping[str, Any], parts: list[Tensor]) -> Tensor:
+def _sparse(form: Mapping[str, Any], parts: list[Tensor]) -> Tensor:
     """What `_without_tensor` was given, of its parts."""
-    layout: torch.layout = getattr(torch, told[_SPARSE])
+    layout: torch.layout = getattr(torch, form[_SPARSE])
     if layout == torch.sparse_coo:
         indices, values = parts
-        made = torch.sparse_coo_tensor(indices, values, told["size"], check_invariants=False)
-        return made._coalesced_(told["coalesced"])
+        made = torch.sparse_coo_tensor(indices, values, form["size"], check_invariants=False)
+        return made._coalesced_(form["coalesced"])
     compressed, plain, values = parts
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, told["size"], layout=layout, check_invariants=False
+        compressed, plain, values, form["size"], layout=layout, check_invariants=False
     )
 
 

@@ -66,7 +66,7 @@ class Session:
         self._broken: BaseException | None = None
         self._evaluation: tuple[int, Callable[[], float]] | None = None
         self.summary: Summary | None = None
-        self.has_finished = self.told = False
+        self.has_finished = self.failure_reported = False
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
@@ -402,7 +402,7 @@ class Session:
         self.has_finished = True
 
     def _fail(self, course: Course, error: BaseException) -> None:
-        self.told = True
+        self.failure_reported = True
         course.close(course.failed(error))
 
     def _in_loop(self, call: str) -> tuple[Course, Bodies]:

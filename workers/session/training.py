@@ -113,7 +113,7 @@ class Training:
         return self.rates.get(step, float(self.optimizer.param_groups[0]["lr"]))
 
     @property
-    def told(self) -> str:
+    def words(self) -> str:
         """The samples and the registered objects, in words in which all workers must agree."""
         feed, registered = self.feed, ", ".join(self.registered.names)
         return f"{feed.data}, {feed.drawing}, {feed.length}; registered: {registered}"

@@ -170,7 +170,7 @@ class Waits:
         who = self._seat.members[rank].identity
         return f"worker {who.slot} (rank {rank}, {who.node or who.host}, pid {who.pid})"
 
-    def told(self, slow: Slow) -> str:
+    def words(self, slow: Slow) -> str:
         """In words."""
         what = f"{self.name(slow.rank)} is the last in {slow.share:.0%} of the last {slow.steps} steps"
         if slow.over:

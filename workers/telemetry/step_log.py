@@ -270,7 +270,7 @@ class StepLog:
         slow = waits.recent.news()
         if slow is None:
             return
-        words = waits.told(slow)
+        words = waits.words(slow)
         if waits.rank == 0:
             logger.warning("slow_worker step=%d %s", step, words)
         self._reporter.event(

@@ -33,7 +33,7 @@ _NVIDIA_SMI_S = 20.0
 
 
 class Frozen(BaseModel):
-    """Told from box to box as JSON; what another version tells beside it is passed over."""
+    """Sent from box to box as JSON; what another version adds is passed over."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
