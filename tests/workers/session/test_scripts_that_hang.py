@@ -10,7 +10,7 @@ from thinwire.workers.main import MembershipWatch
 from thinwire.workers.membership import Limits
 from thinwire.workers.run_place import Place
 
-SERVER = {"stuck_s": 1.5, "still_s": 4.0}
+SERVER = {"stuck_s": 4.0, "still_s": 8.0}
 STEPS = 4000
 
 
