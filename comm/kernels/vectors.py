@@ -9,7 +9,7 @@ rounds to bfloat16, to the last bit as bf16.py says, takes the array that the nu
 where that is no such array: loops are then compiled as if it were not there.
 
 Used inside functions that numba compiles only. Nothing checks bounds. numba's cache looks at the file of the compiled
-function alone: after a change here, touch cpu.py and optim/kernels/loops.py, or the old code runs.
+function alone: after a change here, touch cpu.py, optim/kernels/loops.py and lamb_loops.py, or the old code runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The code before the newest migration serves a standing cluster, of its own code too; this one takes its job over."""
+"""The code before the newest schema serves a standing cluster, of its own code too; this one takes its job over."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The tree as it was before the newest migration came."""
+    """The tree as it was before the newest schema came."""
     config = Config()
     config.set_main_option("script_location", "thinwire.service:migrations")
     scripts = ScriptDirectory.from_config(config)
-    newest = Path(str(scripts.get_revision("head").path)).name
-    path = f"service/migrations/versions/{newest}"
+    newest = scripts.get_current_head()
+    path = f"service/migrations/versions/{newest}_*.py"  # its file has had other names: the schema is what counts
 
     def git(*words: str) -> bytes:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True)
@@ -52,13 +52,13 @@ def old(tmp_path: Path) -> Path:
             missing(f"no history to take the version before {newest} from: {done.stderr.decode().strip()}")
         return done.stdout
 
-    added = git("log", "-1", "--format=%H", "--diff-filter=A", "--", path).decode().strip()
+    added = git("log", "--format=%H", "--diff-filter=A", "--", path).decode().split()
     if not added:
         pytest.skip(f"{newest} is not committed yet: there is no version before it")
     folder = tmp_path / "old"
     folder.mkdir()
-    subprocess.run(["tar", "-x"], cwd=folder, input=git("archive", f"{added}^"), check=True)
-    assert not (folder / path).exists()
+    subprocess.run(["tar", "-x"], cwd=folder, input=git("archive", f"{added[-1]}^"), check=True)
+    assert not list(folder.glob(path))
     return folder
 
 

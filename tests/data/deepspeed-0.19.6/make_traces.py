@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from tests.optim import deepspeed_traces as problem
+from tests.optim.reference import deepspeed_traces as problem
 
 COMMON = {"betas": [0.9, 0.95], "eps": 1e-8}
 SETTINGS = {
