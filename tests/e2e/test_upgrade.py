@@ -39,12 +39,11 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The tree as it was before the newest migration came."""
+    """The tree as it was before the newest version of the schema came, whatever the file of its migration was named."""
     config = Config()
     config.set_main_option("script_location", "thinwire.service:migrations")
-    scripts = ScriptDirectory.from_config(config)
-    newest = Path(str(scripts.get_revision("head").path)).name
-    path = f"service/migrations/versions/{newest}"
+    newest = ScriptDirectory.from_config(config).get_current_head()
+    path = f"service/migrations/versions/{newest}_*.py"
 
     def git(*words: str) -> bytes:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True)
@@ -52,13 +51,13 @@ def old(tmp_path: Path) -> Path:
             missing(f"no history to take the version before {newest} from: {done.stderr.decode().strip()}")
         return done.stdout
 
-    added = git("log", "-1", "--format=%H", "--diff-filter=A", "--", path).decode().strip()
+    added = git("log", "--format=%H", "--diff-filter=A", "--", path).decode().split()
     if not added:
         pytest.skip(f"{newest} is not committed yet: there is no version before it")
     folder = tmp_path / "old"
     folder.mkdir()
-    subprocess.run(["tar", "-x"], cwd=folder, input=git("archive", f"{added}^"), check=True)
-    assert not (folder / path).exists()
+    subprocess.run(["tar", "-x"], cwd=folder, input=git("archive", f"{added[-1]}^"), check=True)
+    assert not list(folder.glob(path))
     return folder
 
 
