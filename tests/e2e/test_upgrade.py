@@ -1,4 +1,4 @@
-"""The code before the newest schema serves a standing cluster, of its own code too; this one takes its job over."""
+"""The code before the newest migration serves a standing cluster, of its own code too; this one takes its job over."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """The tree as it was before the newest schema came."""
+    """The tree as it was before the newest version of the schema came, whatever the file of its migration was named."""
     config = Config()
     config.set_main_option("script_location", "thinwire.service:migrations")
-    scripts = ScriptDirectory.from_config(config)
-    newest = scripts.get_current_head()
-    path = f"service/migrations/versions/{newest}_*.py"  # its file has had other names: the schema is what counts
+    newest = ScriptDirectory.from_config(config).get_current_head()
+    path = f"service/migrations/versions/{newest}_*.py"
 
     def git(*words: str) -> bytes:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True)

@@ -123,6 +123,7 @@ def agreed(optimizer):
 @pytest.mark.parametrize("name", CLASSES)
 @examples(12)
 @given(problems())
+@pytest.mark.law
 def test_replicas_are_bit_equal_after_every_step_and_after_every_sync(name, problem):
     def work(group):
         optimizer, parameters = problem.make(name, group)

@@ -70,6 +70,25 @@ def test_a_failed_job_tells_the_posted_reason_before_the_folders(service: Servic
     assert (job["state"], job["reason"]) == ("FAILED", "NonFiniteInput (step 3): the loss is nan")
 
 
+def test_a_failed_job_tells_the_folders_reason_before_the_clusters(service: Service) -> None:
+    job_id = service.running()
+    (service.run_dir(job_id) / "failure.json").write_text(json.dumps({"kind": "Other", "message": "from the folder"}))
+    service.launcher.put(job_id, LaunchState.FAILED, "stack")
+    service.turn()
+    assert service.job(job_id)["reason"] == "Other: from the folder"
+
+
+def test_a_job_has_one_attempt_more_than_it_may_restart(service: Service) -> None:
+    job_id = service.submit(workers={"max_restarts": 1})
+    for submission in (job_id, f"{job_id}-attempt2"):
+        service.turn()
+        service.launcher.lose(submission)
+        service.turn(3)
+    job = service.job(job_id)
+    assert (job["state"], job["attempt"]) == ("FAILED", 2)
+    assert "max_restarts = 1" in job["reason"]
+
+
 def test_a_lost_run_starts_again_as_the_next_attempt(service: Service) -> None:
     job_id = service.running()
     service.register(job_id, 0)

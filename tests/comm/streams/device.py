@@ -36,6 +36,10 @@ class Race(AssertionError):
     """Two accesses that nothing puts in order."""
 
 
+class Stuck(AssertionError):
+    """The host reads what a peer has yet to bring, without an event that says that it is there."""
+
+
 class Died(BaseException):
     """Of a rank whose process is dead: its thread goes no further."""
 
@@ -120,11 +124,11 @@ class World:
                     return
 
     def finish(self, device: Device) -> None:
-        """Run all that can be run, of every rank, until nothing is left on this device. Not to be waited for others."""
+        """Run all that can be run, of every rank, until nothing is left on this device. Raises: Stuck."""
         with self.lock:
             while any(stream.queue for stream in device.streams):
                 if not self._run_one():
-                    raise AssertionError(f"rank {device.rank}'s work will never be done")
+                    raise Stuck(f"rank {device.rank} reads what its peers have yet to bring")
 
     def refuse_dead(self, device: Device) -> None:
         if device.rank in self.dead:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thinwire.comm.exchange import pipeline
 from thinwire.comm.exchange.exchange import Exchange
@@ -64,7 +65,14 @@ def no_join_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flags_read_before_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SidePipeline, "host", lambda self, x: self._copied(x)[0])
+    def host(self: Any, x: Any) -> Any:
+        with self._streams.world.lock:  # or another rank's look runs the copy in the meantime
+            copied = self._copied(x)[0]
+            read = self._streams.pinned(copied)
+            with _disable_current_modes():
+                return read.copy_(copied)
+
+    monkeypatch.setattr(SidePipeline, "host", host)
 
 
 def everything_on_the_stream_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.comm.streams.device import Died, Race, World
+from tests.comm.streams.device import Died, Race, Stuck, World
 from tests.comm.streams.planted import (
     DEATHS,
     WAITS,
@@ -80,10 +80,10 @@ def test_a_wait_that_is_missing_is_found(fault, monkeypatch):
     late(monkeypatch)
     WAITS[fault](monkeypatch)
     found = []
-    for seed in range(24):  # threads interleave as they like: now and then a few orders show nothing
+    for seed in range(6):
         ours = run_late(World(2, seed), lambda group: steps_on(group, 2))
         error = raised(ours)
-        found.append(isinstance(error, Race | NonFiniteInput) if error is not None else differ(ours, theirs))
+        found.append(isinstance(error, Race | Stuck | NonFiniteInput) if error is not None else differ(ours, theirs))
         if found[-1]:
             return
     pytest.fail(f"{fault}: not found in {len(found)} orders")

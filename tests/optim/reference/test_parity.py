@@ -19,7 +19,8 @@ def falling(group, step):
     return 1e-2 / (1 + 4 * group) * 0.98**step
 
 
-@every_value({"size": SIZES, "lrs": [None, falling]}, only=(0, 2))
+@every_value({"size": SIZES, "lrs": [None, falling]}, only=(0, 2, 3))
+@pytest.mark.law
 def test_onebit_adam_equals_the_reference_in_float64(size, lrs):
     worst, optimizer, _ = follow(
         size,
@@ -42,6 +43,7 @@ def test_lamb_equals_the_reference_in_float64(size):
 
 
 @every_value({"size": SIZES, "longest": [onebit_lamb.LONGEST_STEP, 0.5]}, only=(0, 2))
+@pytest.mark.law
 def test_onebit_lamb_equals_the_reference_in_float64(size, longest, monkeypatch):
     monkeypatch.setattr(onebit_lamb, "LONGEST_STEP", longest)
     worst, optimizer, reference = follow(

@@ -155,7 +155,7 @@ def test_the_age_of_the_last_checkpoint_grows_until_the_next_one(
     now_s = 130.0
     metrics.leads(leads=True)  # with other ranks: it goes on
     assert age() == 30.0
-    metrics.checkpoint_saved()
+    Reporter(metrics=metrics).event(EventKind.CHECKPOINT_SAVED, 8, path="/a")
     now_s = 137.0
     assert age() == 7.0
     metrics.leads(leads=False)
