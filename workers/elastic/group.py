@@ -361,6 +361,7 @@ class ElasticWorkerGroup(WorkerGroup):  # type: ignore[misc]
                 kept.append((unit, counted))
         for unit, loss, _ in lost:
             logger.warning("worker_lost slot=%d pid=%d why=%s", unit.slot, unit.worker.metadata.pid, loss.why)
+            self._link.bar(unit.slot, unit.worker.metadata.pid, f"its job's driver has given it up: {loss.why}")
             spared = self._has_enough and not unit.seated
             self._failures.died(unit.slot, time.monotonic() - unit.started, loss.why, spared=spared)
         if failed and headcount is not None:

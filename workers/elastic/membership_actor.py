@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -51,7 +51,8 @@ class Headcount:
     """What the worker group must know at each poll.
 
     generation: 0 before the first. seated: slots of this one. step: the last that a member has reported. enough: there
-    are as many as the job needs, those included that wait for the next generation.
+    are as many as the job needs, those included that wait for the next generation. ids: of all that have connected, by
+    slot and process.
     """
 
     target: int
@@ -60,6 +61,7 @@ class Headcount:
     gone: dict[int, Gone]
     step: int = 0
     enough: bool = True
+    ids: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
 class MembershipActor:
@@ -71,6 +73,7 @@ class MembershipActor:
         self._key = f"{plan.namespace}/{plan.membership}".encode()
         self._owner: str | None = None
         self._gone: dict[int, tuple[float, str]] = {}
+        self._ids: dict[tuple[int, int], str] = {}
         self._saving = threading.Lock()
         saved = json.loads(_internal_kv_get(self._key, namespace=_KV) or b"{}")
         self._limits = Limits(saved["min"], saved["max"]) if saved else plan.limits
@@ -132,6 +135,9 @@ class MembershipActor:
                 self._gone[slot] = (time.monotonic(), f"{event.kind}: {event.fields.get('why')}")
             elif event.kind == "connected":
                 self._gone.pop(slot, None)
+                match event.fields:
+                    case {"pid": int(pid), "id": str(id)}:
+                        self._ids[slot, pid] = id
 
     def address(self) -> tuple[str, int]:
         """Where members connect."""
@@ -148,6 +154,10 @@ class MembershipActor:
     def dismiss(self, slot: int, reason: str) -> None:
         """Ask the worker of this slot to leave in order. Where so many are wanted, the group starts another."""
         self._server.dismiss(slot, reason)
+
+    def bar(self, id: str, reason: str) -> None:
+        """The worker group has given this worker up: it is to leave, and not to come back."""
+        self._server.bar(id, reason)
 
     def snapshot(self) -> dict[str, Any]:
         """What the server knows, as JSON."""
@@ -186,9 +196,11 @@ class MembershipActor:
             self._save()
         self._gone.clear()
 
-    def headcount(self) -> Headcount:
-        """For the worker group, at each poll. Renews the lease."""
+    def headcount(self, barred: dict[str, str]) -> Headcount:
+        """For the worker group, at each poll. Renews the lease. barred: every id that was barred, and why."""
         self._renew()
+        for id, reason in barred.items():  # this actor may have been restarted since
+            self._server.bar(id, reason)
         seen, now = self._server.snapshot(), time.monotonic()
         return Headcount(
             target=self._limits.max,
@@ -197,6 +209,7 @@ class MembershipActor:
             step=seen.last_step,
             enough=max(len(seen.members), seen.joined) >= self._limits.min,
             gone={slot: Gone(now - at, why) for slot, (at, why) in list(self._gone.items())},
+            ids=dict(self._ids),
         )
 
     def retire(self, owner: str) -> bool:
@@ -267,6 +280,8 @@ class MembershipLink:
         self._handle: Any = None
         self._question: Any = None
         self._last: Headcount | None = None
+        self._ids: dict[tuple[int, int], str] = {}
+        self._barred: dict[str, str] = {}
         self._mending: threading.Thread | None = None
 
     def open(self, *, owner: str, living: int) -> None:
@@ -279,11 +294,12 @@ class MembershipLink:
     def headcount(self) -> Headcount | None:
         """The last answer; None before the first."""
         if self._question is None:
-            self._question = self._handle.headcount.remote()
+            self._question = self._handle.headcount.remote(self._barred)
         if ray.wait([self._question], timeout=ANSWER_S)[0]:
             question, self._question = self._question, None
             try:
                 self._last = ray.get(question)
+                self._ids |= self._last.ids  # an actor that was restarted knows those alone that have come back
             except RayActorError as error:
                 logger.warning("membership_away reason=%s", str(error).splitlines()[0])
                 self._mend()
@@ -292,6 +308,16 @@ class MembershipLink:
     def dismiss(self, slot: int, reason: str) -> None:
         """Ask the worker of this slot to leave. Nothing if it is no member; say it again until it is gone."""
         self._handle.dismiss.remote(slot, reason)
+
+    def bar(self, slot: int, pid: int, reason: str) -> None:
+        """This worker was given up: Ray was told to end it, but may not reach it. It must not train on unseen.
+
+        Else it comes back as a member that the group does not know, and ends, with what only it may hold, when Ray
+        reaches it or the group starts all again.
+        """
+        if (id := self._ids.get((slot, pid))) is not None:
+            self._barred[id] = reason
+            self._handle.bar.remote(id, reason)
 
     def _mend(self) -> None:
         if self._mending is None or not self._mending.is_alive():

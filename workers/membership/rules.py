@@ -294,6 +294,15 @@ class Rules:
             self._let_go(worker, reason, now)
         self._settle(now)
 
+    def bar(self, id: str, reason: str, now: float) -> None:
+        """Let this worker leave, and send it away when it comes back: its job's driver has given it up."""
+        attendance = self._attendance
+        if worker := attendance.workers.get(id):
+            self._let_go(worker, reason, now)
+            self._settle(now)
+        else:
+            attendance.past.setdefault(id, m.Refusal(verdict="dismissed", why=reason))
+
     def snapshot(self, events: int) -> Snapshot:
         """What is known now. events: how many there have been."""
         return self._attendance.snapshot(self.limits, finished=self.finished, events=events)

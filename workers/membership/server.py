@@ -115,6 +115,12 @@ class MembershipServer:
             self._rules.dismiss(slot, reason, time.monotonic())
             self._do()
 
+    def bar(self, id: str, reason: str) -> None:
+        """Let the worker of this id leave, as by dismiss(), and send it away when it comes back."""
+        with self._lock:
+            self._rules.bar(id, reason, time.monotonic())
+            self._do()
+
     def snapshot(self) -> Snapshot:
         """What the server knows now."""
         with self._lock:

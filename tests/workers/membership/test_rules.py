@@ -95,6 +95,21 @@ def formed(size: int, most: int | None = None) -> Told:
     return told
 
 
+def test_a_worker_that_was_given_up_leaves_and_is_sent_away_whenever_it_comes():
+    told = formed(2, 4)
+    told.come("w2", 2, 0.6)
+    told.rules.bar("w2", "given up", 0.7)
+    told.rules.bar("w1", "given up", 0.7)
+    told.rules.bar("w3", "given up", 0.7)  # which has not come yet
+    told.take()
+    assert [event.fields["id"] for event in told.events if event.kind == "dismissed"] == ["w2"]
+    for id, slot in (("w2", 2), ("w3", 3)):
+        refusal = told.rules.hello(Identity(id, slot, "h", 1), None, 0.8)
+        assert refusal is not None
+        assert (refusal.verdict, refusal.why) == ("dismissed", "given up")
+    assert told.rules._attendance.unwanted == {"w1": "given up"}  # at a boundary, as a member that was dismissed
+
+
 def test_a_new_process_in_the_slot_of_the_only_member_is_seated_once_that_one_cannot_commit_any_more():
     told = formed(1)
     told.run(0.5, 12.0, {})
