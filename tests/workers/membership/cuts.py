@@ -6,6 +6,7 @@ members of a generation reach one another and each may commit. Every seat is hel
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 
@@ -194,7 +195,7 @@ class Net:
         kept = self.kept[-1] if self.kept else Keep(0, True)
         if quiet_s is None:
             quiet_s = 0.0 if kept.vacant else self.timing.lease_s
-        timing = Timing(start_wait_s=self.timing.start_wait_s, quiet_s=quiet_s)
+        timing = dataclasses.replace(self.timing, quiet_s=quiet_s)
         self.rules = Rules(self.limits, timing, self.now, after=kept.generation)
         self.open.clear()
         for node in self.nodes:
