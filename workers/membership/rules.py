@@ -265,10 +265,12 @@ class Rules:
         self._stuck.judge(now)
         if not self.finished:
             self._standstill.judge(now)
-        vacant = now >= attendance.vacant_at()
-        if attendance.present.generation and vacant != attendance.present.vacant:
-            attendance.present.vacant = vacant
-            attendance.effects.append(Keep(attendance.present.generation, vacant=vacant))
+        present = attendance.present
+        # What has come back may know an older generation than the one that was kept, of which others may commit yet.
+        vacant = now >= attendance.vacant_at() and (present.generation >= self._after or now >= self._quiet_until)
+        if present.generation and vacant != present.vacant:
+            present.vacant = vacant
+            attendance.effects.append(Keep(self.highest, vacant=vacant))
         self._settle(now)
 
     # What the operator wants

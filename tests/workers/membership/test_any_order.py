@@ -20,6 +20,8 @@ TIMING = Timing(
 )
 COMMON = ["come", "come", "wait", "wait", "wait"]
 ACTIONS = ["kill", "stop", "hang", "limits", "dismiss", "notice", "restart", "end", "finish"]
+RESTARTED_TWICE = [("restart", 0), ("wait", 0), ("kill", 0), ("wait", 2), ("restart", 0)]
+"""Where the only member had not read yet that it is in a second generation, its number was given to a third."""
 acts = st.tuples(st.sampled_from(COMMON + ACTIONS), st.integers(0, 5))
 
 
@@ -64,6 +66,7 @@ def well(net: Net) -> list[Node]:
 
 
 @example(1, 2, [("come", 0), ("come", 1), ("come", 2), ("wait", 0), ("hang", 0)])
+@example(1, 2, [("come", 0), ("wait", 5), ("end", 0), ("wait", 0), *RESTARTED_TWICE])
 @example(1, 2, [("come", 0), ("wait", 5), ("stop", 0), ("wait", 4), ("kill", 0)])
 @given(st.integers(1, 2), st.integers(2, 4), st.lists(acts, max_size=40) | st.lists(acts, min_size=60, max_size=120))
 def test_nobody_has_two_seats_and_nobody_waits_for_the_dead(least, most, actions):

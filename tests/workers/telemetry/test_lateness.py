@@ -44,7 +44,7 @@ def test_whether_it_computes_or_its_link_is_slow_is_said(computed_s, words):
     recent = Recent()
     for _ in range(LEAST_KNOWN):
         recent.take(Last(1, 0.25, computed_s), 0.5)
-    told = Waits(SoloGroup()).told(recent.news())
+    told = Waits(SoloGroup()).words(recent.news())
     assert "the others wait 0.25 s for it in a step of 0.50 s" in told
     assert words in told
     assert told.endswith("0.50 s") == (computed_s is None)
