@@ -67,14 +67,14 @@ def test_a_place_that_takes_checkpoints_is_left_as_it_was(tmp_path):
         (lambda path: LocalStorage(path / "file" / "a"), "cannot be .* from .*Not a directory"),
         (lambda path: Forgetful(path), "cannot be read from .* 0 other ones came back"),
         (lambda path: Raising(path), "cannot be written to from .*ZeroDivisionError: a defect"),
-        (lambda path: Away(path, -1), "cannot be listed from .*reset by peer; it was asked for 0.2 s: look whether"),
+        (lambda path: Away(path, -1), "cannot be listed from .*reset by peer; it was asked for 3 s: look whether"),
     ],
     ids=["full", "no folder", "forgetful", "defect", "away"],
 )
 def test_a_place_that_will_not_do_is_told_with_what_it_refused(tmp_path, made, words):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreRefused, match=words):
-        prove(made(tmp_path), away_s=0.2)
+        prove(made(tmp_path), away_s=3)
 
 
 def test_a_place_that_is_away_for_a_moment_is_asked_again(tmp_path):
