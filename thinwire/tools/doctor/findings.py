@@ -312,7 +312,7 @@ def _frames(seen: Examination, names: Sequence[str]) -> Iterator[Finding]:
         known = [sizes[pair] for pair in blame.pairs if pair in sizes]
         largest = max(_mtu(seen, pair) or 0 for pair in blame.pairs)
         fits = min(known) if known else None
-        card = _interface(seen, blame.pairs[0])
+        card = _interface_of(seen, blame.pairs[0])
         command = f"`ip link set dev {card.name if card else 'NAME'} mtu {fits or 1500}`"
         what = (
             f"large frames vanish {_where(names, blame)}: the interfaces send up to {largest} bytes, "
@@ -430,7 +430,7 @@ def _mend_speed(names: Sequence[str], blame: Blame) -> str:
 
 def _card(seen: Examination, pair: Pair) -> float:
     """What the slower of the two cards has agreed on with its switch; 0 where that is not known."""
-    cards = (_interface_of(seen, pair), _interface(seen, pair[::-1]))
+    cards = (_interface_of(seen, pair), _interface_of(seen, pair[::-1]))
     return min(float(card.speed_mbit or 0) if card is not None else 0.0 for card in cards)
 
 
