@@ -218,7 +218,7 @@ class Course:
         self._reporter.resumed(step)
         self._new_log()
         if step == 0:
-            self.log.before_training(None)
+            self.log.before_training({})
 
     def steps(self) -> Iterator[int]:
         """Each step to be made, until the last; made() is called before the next. Evaluates, reports and saves between.
@@ -362,7 +362,7 @@ class Course:
 
     def _hand_over(self, stop: Change) -> None:
         """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
-        self.log.flush(self.step, None, None)
+        self.log.flush(self.step, {}, None)
         with self._meter.part("control"):
             hand_over(self.training.optimizer)
             all_leave = self._agreed(stop.leaving)
