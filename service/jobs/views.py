@@ -43,6 +43,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     newest, validation = row.newest_sample, row.newest_validation
     state = JobState(row.state)
     submitted = state is not JobState.SUBMITTING
+    progress = reading.of("newest sample", lambda: Sample.model_validate(newest["sample"]) if newest else None)
     world_size, waiting = reading.of("newest membership", lambda: membership_now(row)) or (None, None)
     return JobItem(
         id=row.id,
@@ -54,8 +55,8 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         submitted_by=row.submitted_by,
         started_at=_datetime(row.started_at) if row.started_at is not None else None,
         finished_at=_datetime(row.finished_at) if row.finished_at is not None else None,
-        steps=reading.of("spec.steps", lambda: planned_steps(row)),
-        progress=reading.of("newest sample", lambda: Sample.model_validate(newest["sample"]) if newest else None),
+        steps=reading.of("spec.steps", lambda: planned_steps(row)) or (progress.last_step if progress else None),
+        progress=progress,
         validation_loss=reading.of(
             "newest validation", lambda: float(validation["sample"]["validation_loss"]) if validation else None
         ),

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -31,6 +32,7 @@ from thinwire.cli.client import (
     WrongEnvironment,
     home,
 )
+from thinwire.cli.dashboard import dashboard
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
@@ -66,6 +68,21 @@ app = typer.Typer(
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON as the REST API gives it, for programs.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"thinwire {version('thinwire')}")
+        raise typer.Exit
+
+
+@app.callback()
+def every(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What can be said before any command."""
 
 
 class LauncherName(StrEnum):
@@ -195,8 +212,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     print_columns(rows)
     if job.dashboard_url:
         typer.echo(
-            "The Ray dashboard asks for a token: it is in the file ray/auth_token of the server's THINWIRE_HOME, or, "
-            "with the launcher ray, in its THINWIRE_RAY_TOKEN_FILE."
+            f"`thinwire dashboard {job.id}` opens that page signed in. It asks for a token else: of the file "
+            "ray/auth_token of the server's THINWIRE_HOME, or, with the launcher ray, of its THINWIRE_RAY_TOKEN_FILE."
         )
     if job.summary is not None:
         unit = {"loss_is": "loss"} if isinstance(job.spec, ScriptSpec) else {}
@@ -252,6 +269,7 @@ app.add_typer(tokens, name="token")
 app.command()(audit)
 app.command()(plan)
 app.command()(fetch)
+app.command()(dashboard)
 
 
 @app.command()

@@ -20,7 +20,13 @@ RESTART_KINDS = (EventKind.JOB_SUBMITTING, EventKind.RESUMED)
 REGROUP_KINDS = (EventKind.REGROUPED, EventKind.RESIZE_REQUESTED)
 TROUBLE_KINDS = (EventKind.WORKER_STUCK, EventKind.STALLED, EventKind.SLOW_WORKER)
 """These say for whom the others wait, in words of their own."""
-WATCHED_KINDS = (*RESTART_KINDS, *REGROUP_KINDS, *TROUBLE_KINDS, EventKind.CHECKPOINT_FAILED)
+WATCHED_KINDS = (
+    *RESTART_KINDS,
+    *REGROUP_KINDS,
+    *TROUBLE_KINDS,
+    EventKind.CHECKPOINT_FAILED,
+    EventKind.WAITING_FOR_WORKERS,
+)
 EFFECTS = {
     "at_start": "the job starts with that",
     "in_place": "the job follows while it runs",

@@ -37,13 +37,13 @@ ETA_WINDOW = 30
 class View:
     """What the display knows. Updated by `saw_*`, read by the renderers; holds no clock of its own."""
 
-    started_s: float
     job: Job | None = None
     unreachable: str | None = None
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ETA_WINDOW))
     news: News = field(default_factory=News)
     stalled: bool = False
     """It waits for workers, or is RUNNING without a live one and brought no new sample: its figures are old."""
+    _waits_for_workers_since: float | None = None
 
     def saw(self, job: Job, events: Sequence[Event] = ()) -> list[str]:
         """Take a new answer of the service. Returns what has happened since the last one, a line each."""
@@ -51,10 +51,21 @@ class View:
         to_go = job.progress is None or job.steps is None or job.progress.step < job.steps
         no_worker = job.state is JobState.RUNNING and job.workers == 0
         self.stalled = job.waiting_for_workers is not None or (no_worker and to_go and job.progress == earlier)
+        waits = [event.time for event in events if event.kind == EventKind.WAITING_FOR_WORKERS]
+        self._waits_for_workers_since = max(waits, default=self._waits_for_workers_since)
         self.unreachable = None
         self.job = job
         self._measure(job)
         return self.news.saw(job, events)
+
+    def waits_since(self, job: Job) -> float:
+        """Unix time at which that began for which the job waits now."""
+        if job.waiting_for_workers is not None and self._waits_for_workers_since is not None:
+            return self._waits_for_workers_since
+        if job.progress is not None:
+            return job.progress.time
+        began = job.started_at if job.state is JobState.RUNNING else None
+        return (began or job.created_at).timestamp()
 
     def _measure(self, job: Job) -> None:
         sample = job.progress
@@ -90,7 +101,7 @@ def watch(
     job_id: the full ID. on_poll is called before each poll; what it raises ends the watch.
     Raises: ClientError, but waits where it is Unreachable.
     """
-    view = View(started_s=clock())
+    view = View()
     live = _Live(console, view, clock) if console.is_terminal else None
     lines = None if live else _Lines(console, view, clock)
     context: AbstractContextManager[object] = live or nullcontext()
@@ -210,11 +221,11 @@ class _Live:
         self._live.refresh()
 
     def _draw(self) -> RenderableType:
-        return panel(self._view, self._clock() - self._view.started_s, self._spinner)
+        return panel(self._view, time.time(), self._spinner)
 
 
-def panel(view: View, elapsed_s: float, spinner: Spinner) -> RenderableType:
-    """The display as rich draws it. elapsed_s: seconds of watching."""
+def panel(view: View, now_s: float, spinner: Spinner) -> RenderableType:
+    """The display as rich draws it. now_s: unix time."""
     job = view.job
     if job is None:
         text = progress_line(view) if view.unreachable else "asking the control plane"
@@ -235,16 +246,20 @@ def panel(view: View, elapsed_s: float, spinner: Spinner) -> RenderableType:
         if job.state.terminal:
             rows.append(Text(words, _STYLES[job.state]))
         else:
-            spinner.update(text=Text(f"{words} ({seconds_text(elapsed_s)})"))
+            spinner.update(text=Text(f"{words} ({seconds_text(max(0.0, now_s - view.waits_since(job)))})"))
             rows.append(spinner)
     return Group(*rows)
 
 
 def _bar(view: View, job: Job, sample: Sample) -> RenderableType:
+    style = _PHASE_STYLES[sample.phase]
+    done: RenderableType = Text("", "dim")  # without a length there is no part of it that is done
+    if job.steps is not None:
+        done = ProgressBar(total=job.steps, completed=sample.step, width=36, complete_style=style)
     grid = Table.grid(padding=(0, 1))
     grid.add_row(
-        Text(f"{sample.phase:<10}", _PHASE_STYLES[sample.phase]),
-        ProgressBar(total=job.steps, completed=sample.step, width=36, complete_style=_PHASE_STYLES[sample.phase]),
+        Text(f"{sample.phase:<10}", style),
+        done,
         Text(f"step {steps_text(sample.step, job.steps)}"),
         Text("" if job.state.terminal or view.stalled else f"ETA {_eta(view.eta_s())}", "dim"),
     )

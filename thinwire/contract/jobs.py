@@ -107,7 +107,7 @@ class JobItem(BaseModel):
     )
     started_at: datetime | None = None
     finished_at: datetime | None = None
-    steps: int | None = Field(None, description="optimizer steps that were asked for; null where a script says")
+    steps: int | None = Field(None, description="optimizer steps of the run; null until a script has said")
     progress: Sample | None = Field(None, description="the newest sample that rank 0 has posted")
     validation_loss: float | None = Field(None, description="the newest validation loss")
     workers: int = Field(0, description="workers whose registration has not run out")

@@ -118,6 +118,7 @@ class Sample(_Report):
     """
 
     step: int = Field(ge=0, description="steps committed; 0 is the state before training")
+    last_step: int | None = Field(None, ge=0, description="with which the run ends; None: it is not known yet")
     phase: Literal["warmup", "compressed", "dense"]
     loss: float | None = Field(None, description="training loss; None at step 0")
     validation_loss: float | None = None
@@ -143,7 +144,9 @@ class Sample(_Report):
     )
     health: Health | None = Field(None, description="taken with the validation loss; None at other steps")
     reported: dict[str, float | NotFinite] | None = Field(
-        None, description="what a script has reported beside its loss, as means over ranks; nan, inf and -inf as words"
+        None,
+        description="means of what a script has reported beside its loss, and as validation_NAME of what an evaluation "
+        "has found; nan, inf and -inf as words",
     )
 
     @property
