@@ -17,7 +17,7 @@ import torch
 
 from thinwire.comm.calls import calls_of
 from thinwire.comm.exchange.exchange import gather_flags
-from thinwire.comm.groups.texts import gather_texts
+from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample, wrong_with_reported_name
 from thinwire.workers.data.order import share
@@ -196,13 +196,17 @@ class StepLog:
         """The names that any rank has reported since the last time, and whether any asks for a checkpoint. Collective.
 
         A name that the run had keeps its place among the MOST_REPORTED, and one that is new takes a free one: that is
-        decided by what the ranks have sent one another alone, for a newcomer knows of none. Raises: PeerLost.
+        decided by what the ranks have sent one another alone, for a newcomer knows of none. Nothing is sent for a
+        built-in recipe, which reports its loss alone. Raises: PeerLost.
         """
+        if self.training.refuses_nan:
+            return ["loss"], False
         mine = sorted({name for part in self._steps.values() for name in part.numbers})
         wrong = {name: why for name in mine if (why := wrong_with_reported_name(name))}
         self._leave_out(wrong)
-        here = json.dumps([self._names, [name for name in mine if name not in wrong], asks_to_save]).encode()
-        all_said = [json.loads(text) for text in gather_texts(self.training.group, here, self.training.device)]
+        here = json.dumps([self._names, [name for name in mine if name not in wrong], asks_to_save])
+        differing = texts_if_they_differ(self.training.group, here, self.training.device)
+        all_said = [json.loads(text) for text in differing or [here]]
         said = {name for _, names, _ in all_said for name in names}
         known = {name for names, _, _ in all_said for name in names}
         self._names = [*sorted(known), *sorted(said - known - LOSSES)][:MOST_REPORTED]
