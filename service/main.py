@@ -20,6 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from thinwire.contract.files import private_folder
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, Guard, person
+from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
@@ -36,7 +37,6 @@ from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
-from thinwire.service.requests import Bodies
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def create_app(
     app.include_router(_own)
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
     # The last one added is the first to see a request: count it, ask who it is, note what is changed, read the body.
-    app.add_middleware(Bodies)
+    app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock)
     app.add_middleware(Guard, find=plane.callers.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
