@@ -254,6 +254,7 @@ def create_app(
         description="Elastic training over ordinary Ethernet. Every error answers an ErrorBody.",
         lifespan=lifespan,
         default_response_class=errors.ShowableJSON,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
@@ -282,6 +283,15 @@ _own = APIRouter(tags=["service"])
 async def healthz() -> dict[str, str]:
     """The process answers. Open. It waits for no thread, so for nothing that other requests wait for."""
     return {"status": "ok"}
+
+
+@_own.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The API, for programs. Open; it is long, so it is written once and not for each stranger who asks."""
+    state = request.app.state
+    if not hasattr(state, "openapi"):
+        state.openapi = errors.ShowableJSON(request.app.openapi()).body
+    return Response(state.openapi, media_type="application/json")
 
 
 @_own.get("/docs", include_in_schema=False)
