@@ -177,8 +177,9 @@ def _fault(value: list[Any], left: int) -> _Fault | None:
     if left == 0:
         return [], None, _TOO_DEEP
     named = isinstance(value, _Pairs)
+    members: Iterable[tuple[Any, Any]] = value if named else enumerate(value)
     seen: set[str] = set()
-    for name, member in value if named else enumerate(value):
+    for name, member in members:
         if named:
             if wrong := _unshowable(name):
                 return [name], name, f"the name of this field {wrong}"

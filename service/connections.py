@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ MOST = 4096
 """Connections, where the limit of files allows for so many."""
 ACCEPTED_AT_ONCE = 128
 """Connections that are accepted before there are too many of them."""
+TURNS = 3
+"""Of the event loop: within them it reads what came with a new connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,30 @@ class Connections:
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self._moved_at: dict[BoundedConnection, float] = {}
+        self._new: set[BoundedConnection] = set()
         self._unread_bytes = 0
         self._ended: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
     def join(self, one: BoundedConnection) -> None:
-        """Count it, and make room where there are too many: whose sender is waited for goes before whom we answer."""
+        """Count it, and make room where there are too many: whose sender is waited for goes before whom we answer.
+
+        A new one stays until what came with it is read, however busy this process is: a request may be among it.
+        """
         if len(self._moved_at) >= self.bounds.most:
-            longest = self._first(lambda other: other.is_waited_for) or self._first(lambda other: True)
-            self._end(longest, "displaced")
+            waited_for = self._first(lambda other: other.is_waited_for and other not in self._new)
+            self._end(waited_for or self._first(lambda other: True), "displaced")
         self._moved_at[one] = one.loop.time()
+        self._new.add(one)
+        self._no_longer_new(one, one.loop, TURNS)
         if self._timer is None:
             self._timer = one.loop.call_later(self.bounds.look_s, self._look, one.loop)
+
+    def _no_longer_new(self, one: BoundedConnection, loop: asyncio.AbstractEventLoop, turns: int) -> None:
+        if turns:
+            loop.call_soon(self._no_longer_new, one, loop, turns - 1)
+        else:
+            self._new.discard(one)
 
     def leave(self, one: BoundedConnection) -> None:
         """Count it no more. Safe to call twice."""
@@ -126,10 +141,17 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """A request that is whole, or a part of its body, is progress; a part of its head is none."""
+        """A request that is whole, or a part of its body, is progress; a part of its head is none.
+
+        Who sends the next request before this one is answered gets this answer, and no other: no client of today does
+        so, and whether its answers are read could not be told.
+        """
         super().data_received(data)
-        if not self._is_idle and not self.unread_bytes:
-            self.others.moved(self)
+        if self._is_idle or self.unread_bytes:
+            return
+        self.others.moved(self)
+        if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         """An answer that has been taken is progress."""

@@ -66,10 +66,11 @@ def serve(
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
             except OSError as error:
                 raise ServeRefused(unusable_home(settings.home, error)) from error
+            most = raise_file_limit()
             config = uvicorn.Config(
                 app,
-                http=bounded(Bounds(most=raise_file_limit())),
-                backlog=ACCEPTED_AT_ONCE,
+                http=bounded(Bounds(most=most)),
+                backlog=min(ACCEPTED_AT_ONCE, most // 4),
                 log_config=None,
                 access_log=False,
                 lifespan="on",

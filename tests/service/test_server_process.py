@@ -55,13 +55,17 @@ class Server:
     def __init__(self, home: Path, running_s: float = 3600.0, files: int | None = None, **environment: str) -> None:
         """files: how many it may have open."""
         self.home = home
-        limits = () if files is None else (files, files)
+
+        def limit() -> None:
+            if files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(home), str(running_s)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, **environment},
-            preexec_fn=lambda: limits and resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+            preexec_fn=limit,
         )
         self._read: tuple[bytes, bytes] | None = None
 
@@ -131,7 +135,7 @@ def test_a_server_is_found_and_ends_cleanly(tmp_path: Path, servers: list[Server
 
 
 def test_strangers_who_read_no_answers_shut_nobody_out(tmp_path: Path, servers: list[Server]) -> None:
-    """They ask for what is open to all, again and again, on more connections than there may be."""
+    """They ask for what is open to all, many times at once, on more connections than there may be."""
     server = Server(tmp_path / "home", files=KEPT_FILES + 50)
     servers.append(server)
     with server.ready() as client, ExitStack() as stack:
