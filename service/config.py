@@ -18,6 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from thinwire.contract.packages import MOST_BYTES
 from thinwire.contract.reports import LEASE_S
 
+IPNetwork = IPv4Network | IPv6Network
+
 
 def default_home() -> Path:
     """The user's data folder for Thinwire: $XDG_DATA_HOME/thinwire, else ~/.local/share/thinwire."""
@@ -76,8 +78,11 @@ class Settings(BaseSettings):
     )
     packages_max_bytes: int = Field(10 << 30, ge=1, description="of all packages together")
     package_keep_days: float = Field(1.0, gt=0.0, description="a package that no job names is removed after so long")
-    scrape_networks: tuple[IPv4Network | IPv6Network, ...] = Field(
+    scrape_networks: tuple[IPNetwork, ...] = Field(
         (), description="networks whose addresses jobs may register for Prometheus, beside the sender's own"
+    )
+    trusted_proxies: tuple[IPNetwork, ...] = Field(
+        (), description="networks of proxies that say by X-Forwarded-For who asks, and from which nobody else can ask"
     )
     worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
 
@@ -103,6 +108,16 @@ class Settings(BaseSettings):
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError("must be an address such as http://head:8265, without user or query")
         return url and url.rstrip("/")
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _not_everybody(cls, networks: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:
+        for network in networks:
+            if network.prefixlen == 0:
+                raise ValueError(
+                    f"{network} is everybody, who could then say to be anybody: name your proxies' networks"
+                )
+        return networks
 
     @field_validator("shared_folders")
     @classmethod

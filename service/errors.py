@@ -13,10 +13,11 @@
       +- UnsupportedMediaType 415  the body is not called what it has to be
       +- InvalidRequest       422  carries the problems, field by field
       +- TooMuch              429  a job that says more than it may
-      +- TooManyWrongTokens   429  an address that guesses
+      +- TooManyWrongTokens   429  a wrong token, from an address that has sent many
       +- InsufficientStorage  507  no room for what is sent
       +- Unavailable          503  the launcher or the database cannot answer now
            +- NotOwner             this service stands by: another one owns the database
+           +- Busy                 as many bodies are under way as may be
 
 Whatever goes wrong, the body is contract.jobs.ErrorBody: `install` registers the handlers.
 """
@@ -164,6 +165,16 @@ class NotOwner(Unavailable):
         self.headers = {"Retry-After": str(ceil(retry_s))}
 
 
+class Busy(Unavailable):
+    """As many bytes of bodies are under way as the service holds; trying again soon helps."""
+
+    code = "busy"
+    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}: try again in a second")
+
+
 class TooMuch(ServiceError):
     """The job posts more than one job may; trying again later helps."""
 
@@ -176,15 +187,15 @@ class TooMuch(ServiceError):
 
 
 class TooManyWrongTokens(ServiceError):
-    """This address has sent many wrong tokens; trying again later helps."""
+    """This token is wrong, as many from its address were."""
 
     status = 429
     code = "too_many_wrong_tokens"
 
     def __init__(self, address: str, wait_s: float) -> None:
         super().__init__(
-            f"{address} has sent many wrong tokens, so that this one is not looked at: mend what sends them, and try "
-            f"again in {wait_s:.0f} s"
+            f"this token is not known, and {address} has sent many that are not: mend what sends them, and wait "
+            f"{wait_s:.0f} s. Tokens that are known are taken from there all the same"
         )
         self.headers = {"Retry-After": str(ceil(wait_s))}
 

@@ -20,6 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from thinwire.contract.files import private_folder
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, Guard, person
+from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
@@ -36,7 +37,6 @@ from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
-from thinwire.service.requests import Bodies
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +254,7 @@ def create_app(
         description="Elastic training over ordinary Ethernet. Every error answers an ErrorBody.",
         lifespan=lifespan,
         default_response_class=errors.ShowableJSON,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
@@ -268,7 +269,7 @@ def create_app(
     app.include_router(_own)
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
     # The last one added is the first to see a request: count it, ask who it is, note what is changed, read the body.
-    app.add_middleware(Bodies)
+    app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock)
     app.add_middleware(Guard, find=plane.callers.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
@@ -282,6 +283,15 @@ _own = APIRouter(tags=["service"])
 async def healthz() -> dict[str, str]:
     """The process answers. Open. It waits for no thread, so for nothing that other requests wait for."""
     return {"status": "ok"}
+
+
+@_own.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The API, for programs. Open; it is long, so it is written once and not for each stranger who asks."""
+    state = request.app.state
+    if not hasattr(state, "openapi"):
+        state.openapi = errors.ShowableJSON(request.app.openapi()).body
+    return Response(state.openapi, media_type="application/json")
 
 
 @_own.get("/docs", include_in_schema=False)

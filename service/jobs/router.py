@@ -48,7 +48,6 @@ from thinwire.service.requests import (
     GIVES_BYTES,
     PLAIN_BYTES,
     TAKES_BYTES,
-    TELEMETRY_LIMIT_BYTES,
     json_body,
     known_query,
     of_plane,
@@ -241,10 +240,9 @@ def leave(
 @workers.post(
     "/{job_id}/telemetry", status_code=204, responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, TooMuch)
 )
-def telemetry(job_id: str, batch: Telemetry, reports: Reports, request: Request) -> None:
+def telemetry(job_id: str, batch: Telemetry, reports: Reports) -> None:
     """Post samples, events, and how the run ended. Repeating a batch changes nothing."""
-    length = request.headers.get("content-length", "")
-    reports.post(job_id, batch, int(length) if length.isdecimal() else TELEMETRY_LIMIT_BYTES)
+    reports.post(job_id, batch)
 
 
 @claims.post(

@@ -58,8 +58,6 @@ LARGEST_FIELDS = 16 << 10
 LARGEST_SUMMARY = 256 << 10
 BURST_BYTES, BYTES_A_SECOND = 64 << 20, 1 << 20
 """What one job may send at once and in the long run. A job posts a few hundred bytes a step."""
-LEAST_COST = 16 << 10
-"""Bytes that a report counts for at least: each is a transaction."""
 
 _HOST_PORT = re.compile(r"(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9._-]*)|\[(?P<six>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{1,5})\Z")
 
@@ -117,13 +115,12 @@ class WorkerReports:
             jobs.found(job_id)
             jobs.drop_lease(job_id, rank, attempt)
 
-    def post(self, job_id: str, telemetry: Telemetry, size: int = 0) -> None:
-        """Store a batch; the same batch again changes nothing. size: of the body, bytes.
+    def post(self, job_id: str, telemetry: Telemetry) -> None:
+        """Store a batch; the same batch again changes nothing.
 
         A batch that arrives after the job's end is stored too: it is the end of its history.
-        Raises JobNotFound, StaleAttempt, InvalidRequest, TooMuch.
+        Raises JobNotFound, StaleAttempt, InvalidRequest.
         """
-        self._spend(job_id, size)
         _refuse_unbounded(telemetry)
         samples = telemetry.samples
         with self._db.write() as session:
@@ -206,8 +203,7 @@ class WorkerReports:
         )
 
     def put_file(self, job_id: str, name: KeptFile, attempt: int, content: bytes) -> None:
-        """Keep a file, in the place of the one before. Raises JobNotFound, StaleAttempt, TooMuch, Unavailable."""
-        self._spend(job_id, len(content))
+        """Keep a file, in the place of the one before. Raises JobNotFound, StaleAttempt, Unavailable."""
         self._check(job_id, attempt)
         try:
             write_whole(private_folder(self._folders.of(job_id).path) / name, content)
@@ -243,9 +239,8 @@ class WorkerReports:
         """Add what comes from byte `offset` on; what is there already stays as it is.
 
         Nothing is added where something before it is missing: the answer says from where to send.
-        Raises JobNotFound, StaleAttempt, TooMuch, Unavailable.
+        Raises JobNotFound, StaleAttempt, Unavailable.
         """
-        self._spend(job_id, len(content))
         self._check(job_id, attempt)
         try:
             with self._folders.lock:
@@ -254,9 +249,9 @@ class WorkerReports:
             raise Unavailable(f"the log cannot be written on the service's machine: {error.strerror}") from error
         return LogKept(next_offset=size, full=size >= LONGEST_LOG_BYTES)
 
-    def _spend(self, job_id: str, size: int) -> None:
-        """Count these bytes against what the job may send. Raises TooMuch."""
-        wait_s = self._rates.take(job_id, max(size, LEAST_COST), time.monotonic())
+    def charge(self, job_id: str, size: int) -> None:
+        """Count these bytes of a body against what the job may send, before they are read. Raises TooMuch."""
+        wait_s = self._rates.take(job_id, size, time.monotonic())
         if wait_s:
             raise TooMuch(job_id, wait_s)
 

@@ -118,7 +118,7 @@ class Audited:
         if scope["type"] != "http" or caller is None or caller.person is None or scope["method"] in _READS:
             await self.app(scope, receive, send)
             return
-        address = (scope.get("client") or (None,))[0]
+        address = _plain((scope.get("client") or (None,))[0], 64)  # a trusted proxy may name anything
         change = Change(caller.person.name, caller.person.role, scope["method"], address, self._clock(), 500)
         scope["state"]["change"] = change
         answered = False

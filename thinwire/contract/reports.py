@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, field_validator
 
 from thinwire.contract.spec import WorkerCount
 
@@ -219,7 +219,8 @@ class Telemetry(_Report):
     """A batch from rank 0. Samples of a step already known are replaced: a resumed run repeats steps."""
 
     attempt: int = Field(ge=1)
-    samples: list[Sample] = Field(default_factory=list, max_length=2000)
-    events: list[Event] = Field(default_factory=list, max_length=2000)
+    # Only the first wrong one is told: thousands of errors cost seconds.
+    samples: Annotated[list[Sample], FailFast()] = Field(default_factory=list, max_length=2000)
+    events: Annotated[list[Event], FailFast()] = Field(default_factory=list, max_length=2000)
     summary: dict[str, JsonValue] | None = Field(None, description="summary.json, with the last batch of a success")
     failure: Failure | None = None
