@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Server, wait_for
+from thinwire.service.launch.ray_jobs import RayJobs
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -30,6 +31,9 @@ def test_of_two_jobs_of_which_one_fits_the_second_holds_nothing_till_all_of_it_f
     small: dict[str, Any] = {"global_batch": places, "steps": 20000, "name": "queue"}
     first = server.submit(**small, workers={"min": most, "max": most})
     wait_for("the first has its places", lambda: units(server, first) == ["CREATED"] * most)
+    token = (server.home / "ray" / "auth_token").read_text().strip()
+    wait_for("another service sees it", lambda: RayJobs(server.ray(), token).room("other.").others_cpus == most)
+    assert RayJobs(server.ray(), token).room(f"{first}/").others_cpus == 0
     second = server.submit(**small, workers={"min": few, "max": few})
     third = server.submit(**{**small, "steps": 4}, workers={"min": 1, "max": 1})
     queue = wait_for("the second waits", lambda: server.job(second)["queue"])
