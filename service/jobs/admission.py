@@ -28,6 +28,8 @@ from thinwire.service.launch.protocol import Launcher, LauncherError
 
 logger = logging.getLogger(__name__)
 
+A_TRANSACTION = 100
+"""Jobs that are written in one: requests that write wait for it."""
 NEW = (JobState.SUBMITTING.value, JobState.QUEUED.value)
 """States of a job that is to be handed to the launcher."""
 
@@ -55,8 +57,10 @@ class Admission:
         if self._unknown is not None:
             return [row for row in rows if row.state not in NEW or row.granted is not None], self._unknown
         if self.room is None:
-            self._write({row: {"granted": None, "queue": None} for row in rows if row.granted or row.queue}, [])
-            return list(rows), None
+            no_places = {"granted": None, "queue": None}
+            had = {row: no_places for row in rows if row.granted is not None or row.queue is not None}
+            left = self._write(had, []) if had else set()
+            return [row for row in rows if row.id not in left], None
         now = self._clock()
         with self._db.read() as session:
             begun = [row.id for row in rows if row.state not in NEW]
@@ -64,7 +68,8 @@ class Admission:
         claims = [claim for row in rows if (claim := _claim(row, self.room, living.get(row.id, 0))) is not None]
         found = grant(self.room, claims, now)
         by_id, claimed = {row.id: row for row in rows}, {claim.id for claim in claims}
-        waiting = {one.claim.id: one for one in found.waiting}
+        waiting = {one.claim.id: (place, one) for place, one in enumerate(found.waiting, 1)}
+        holders = _holders(found, by_id) if waiting else []
         notes: dict[JobRow, dict[str, Any]] = {}
         moves: list[tuple[JobRow, JobState, str | None]] = []
         for row in rows:
@@ -77,21 +82,26 @@ class Admission:
                 logger.warning("places_recalled job_id=%s places=%s", row.id, row.granted)
             elif recalled(row) or row.id not in claimed:
                 continue
-            elif (one := waiting.get(row.id)) is None:
+            elif row.id not in waiting:
                 if row.granted != found.places.get(row.id) or row.queue is not None:
                     notes[row] = {"granted": found.places.get(row.id), "queue": None}
                     if row.state == JobState.QUEUED.value:
                         notes[row]["reason"] = None
-            elif one.never and self._launcher.own_cluster:  # it has what it has
+            elif (one := waiting[row.id][1]).never and self._launcher.own_cluster:  # it has what it has
                 moves.append((row, JobState.FAILED, self._too_large(row)))
             else:
-                queue = _queue(one, found, by_id, self.room, now)
+                queue = _queue(one, waiting[row.id][0], len(waiting), holders, self.room, now)
                 if queue != row.queue:
                     notes[row] = {"queue": queue, "reason": _words(queue, self._too_large(row) if one.never else None)}
                 if row.state != JobState.QUEUED.value:
                     moves.append((row, JobState.QUEUED, notes[row]["reason"] if row in notes else row.reason))
-        self._write(notes, moves)
-        return [row for row in rows if row.id not in waiting and (row.id in claimed or row.state not in NEW)], None
+        changed = [*dict.fromkeys([*notes, *(row for row, _, _ in moves)])]
+        left: set[str] = set()
+        for first in range(0, len(changed), A_TRANSACTION):
+            some = set(changed[first : first + A_TRANSACTION])
+            left |= self._write({row: notes[row] for row in some & notes.keys()}, [m for m in moves if m[0] in some])
+        out = waiting.keys() | left | {row.id for row in rows if row.id not in claimed}
+        return [row for row in rows if row.id not in out or row.state not in NEW], None
 
     def _too_large(self, row: JobRow) -> str:
         assert self.room is not None
@@ -100,19 +110,23 @@ class Admission:
         path, value, allowed = never_fits(workers, self.room) or ("workers.min", wanted.min, "less")
         return f"{path} = {value} must be {allowed}"
 
-    def _write(self, notes: dict[JobRow, dict[str, Any]], moves: list[tuple[JobRow, JobState, str | None]]) -> None:
-        """Write what has changed of rows that have not moved, and bring the others of them to their new states."""
-        if not notes and not moves:
-            return
+    def _write(self, notes: dict[JobRow, dict[str, Any]], moves: list[tuple[JobRow, JobState, str | None]]) -> set[str]:
+        """Write what has changed of rows, and bring some to other states. The ids of those that have moved meanwhile:
+        nothing is written of them.
+        """
         with self._db.write() as session:
             jobs = JobRepository(session)
-            now = jobs.lock_all([row.id for row in {*notes, *(row for row, _, _ in moves)}])
+            rows = {*notes, *(row for row, _, _ in moves)}
+            now = jobs.lock_all([row.id for row in rows])
+            left = {row.id for row in rows if row.id not in now or now[row.id].version != row.version}
             for row, values in notes.items():
-                if row.id in now and now[row.id].version == row.version:
+                if row.id not in left:
                     jobs.note([row.id], **values)
-            unmoved = [move for move in moves if move[0].id in now and now[move[0].id].version == move[0].version]
+            unmoved = [move for move in moves if move[0].id not in left]
             transition_all(session, [(now[row.id], state, reason) for row, state, reason in unmoved], self._clock())
         for row, values in notes.items():
+            if row.id in left:
+                continue
             for name, value in values.items():
                 setattr(row, name, value)
             if "granted" in values:
@@ -120,6 +134,7 @@ class Admission:
                 self._tell(row.id)
         for row, state, reason in unmoved:
             logger.info("job_moved job_id=%s from=%s to=%s reason=%r", row.id, row.state, state, reason)
+        return left
 
     def _tell(self, job_id: str) -> None:
         try:
@@ -169,21 +184,24 @@ def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
     )
 
 
-def _queue(one: Waits, found: Grants, rows: dict[str, JobRow], room: Room, now: float) -> dict[str, Any]:
-    """What is kept of one who waits: a contract.jobs.Queued, with its time in unix seconds."""
-    position = next(place for place, other in enumerate(found.waiting, 1) if other is one)
+def _holders(found: Grants, rows: dict[str, JobRow]) -> list[dict[str, Any]]:
+    """A contract.jobs.Holder each."""
     largest = sorted(found.places.items(), key=lambda held: (-held[1], held[0]))[:MOST_HOLDERS]
+    return [
+        {"job": job, "workers": places, "min": min(places, wanted_workers(rows[job]).min)} for job, places in largest
+    ]
+
+
+def _queue(one: Waits, position: int, of: int, holders: list[dict[str, Any]], room: Room, now: float) -> dict[str, Any]:
+    """What is kept of one who waits: a contract.jobs.Queued, with its time in unix seconds."""
     return {
         "position": position,
-        "of": len(found.waiting),
+        "of": of,
         "since": now if one.claim.queued_at is None else one.claim.queued_at,
         "needs": one.claim.least,
         "free": one.free,
         "total": one.total,
-        "holders": [
-            {"job": job, "workers": places, "min": min(places, wanted_workers(rows[job]).min)}
-            for job, places in largest
-        ],
+        "holders": holders,
         "others": room.others_gpus if one.claim.gpus else room.others_cpus,
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server, wait_for
+from tests.e2e.conftest import SMALL_JOB, Server, wait_for
 from thinwire.service.launch.ray_jobs import RayJobs
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 def units(server: Server, job_id: str) -> list[str]:
     """The states of the placement groups of the job's workers, as Ray has them, those that are gone left out."""
     token = (server.home / "ray" / "auth_token").read_text().strip()
-    url = f"{server.ray()}/api/v0/placement_groups?limit=1000"
+    url = f"http://{server.ray()}/api/v0/placement_groups?limit=1000"
     found = httpx.get(url, headers={"Authorization": f"Bearer {token}"}, timeout=30.0).json()["data"]["result"][
         "result"
     ]
@@ -32,8 +32,13 @@ def test_of_two_jobs_of_which_one_fits_the_second_holds_nothing_till_all_of_it_f
     first = server.submit(**small, workers={"min": most, "max": most})
     wait_for("the first has its places", lambda: units(server, first) == ["CREATED"] * most)
     token = (server.home / "ray" / "auth_token").read_text().strip()
-    wait_for("another service sees it", lambda: RayJobs(server.ray(), token).room("other.").others_cpus == most)
-    assert RayJobs(server.ray(), token).room(f"{first}/").others_cpus == 0
+    ray = f"http://{server.ray()}"
+    wait_for("another service sees it", lambda: RayJobs(ray, token).room("other.").others_cpus == most)
+    assert RayJobs(ray, token).room(f"{first}/").others_cpus == 0
+    answer = server.call(
+        "POST", "/v1/jobs", json={**SMALL_JOB, "global_batch": 4000, "workers": {"min": 4000, "max": 4000}}
+    )
+    assert f"the cluster has {places}" in answer.json()["message"]
     second = server.submit(**small, workers={"min": few, "max": few})
     third = server.submit(**{**small, "steps": 4}, workers={"min": 1, "max": 1})
     queue = wait_for("the second waits", lambda: server.job(second)["queue"])

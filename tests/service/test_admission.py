@@ -9,7 +9,9 @@ import pytest
 
 from tests.service.control_plane_harness import Service, spec
 from thinwire.contract.places import Room
+from thinwire.service.jobs import admission
 from thinwire.service.jobs.queue import PATIENCE_S
+from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch.protocol import LaunchState
 
 
@@ -214,6 +216,34 @@ def test_a_job_that_stands_still_gives_back_what_another_waits_for_and_resumes_l
     assert far.state(jobs[1]) == "PENDING"
     far.turn(2)
     assert far.launcher.submissions[f"{jobs[1]}-attempt2"].cancels == 0
+
+
+def test_a_job_that_is_cancelled_as_it_gets_its_places_is_not_started(
+    eight: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, grant = eight.submit(**of(5)), admission.grant
+
+    def cancelled_meanwhile(*args: Any) -> Any:
+        eight.client.post(f"/v1/jobs/{job_id}/cancel")
+        return grant(*args)
+
+    monkeypatch.setattr(admission, "grant", cancelled_meanwhile)
+    eight.turn()
+    monkeypatch.undo()
+    assert (eight.state(job_id), eight.launcher.submissions) == ("CANCELLING", {})
+    eight.turn(2)
+    assert eight.state(job_id) == "CANCELLED"
+
+
+def test_a_job_that_cannot_be_read_keeps_no_other_from_its_places(eight: Service) -> None:
+    broken, other = eight.submit(**of(1)), eight.submit(**of(5))
+    with eight.plane.db.write() as session:
+        row = session.get(JobRow, broken)
+        assert row is not None
+        row.spec = {**row.spec, "workers": {"min": "two"}}
+        row.wanted_workers = {"min": 1, "max": 1, "revision": 0}
+    eight.turn(2)
+    assert (eight.state(broken), eight.state(other)) == ("SUBMITTING", "PENDING")
 
 
 @pytest.mark.parametrize(
