@@ -44,6 +44,9 @@ class Settings(BaseSettings):
     launcher: Literal["local", "ray", "kuberay", "fake"] = "local"
     ray_address: str | None = Field(None, description="launcher ray: the cluster's dashboard, http://head:8265")
     ray_token_file: Path | None = Field(None, description="launcher ray: the file that holds the cluster's token")
+    ray_autoscales: bool = Field(
+        False, description="launcher ray: the cluster adds machines when jobs wait for them, so none waits in a queue"
+    )
     kuberay_namespace: str | None = Field(
         None, description="launcher kuberay: of the RayJobs; default: the service's own, or kubectl's"
     )

@@ -102,6 +102,7 @@ class ControlPlane:
             folders,
             self.packages,
             launcher_reason=self.launcher_reason,
+            room=lambda: self.reconciler.admission.room,
             confirm_owner=self.ownership.confirm,
             wake=self.reconciler.wake,
             clock=clock,

@@ -229,7 +229,7 @@ def _ray(settings: Settings) -> Launcher:
     from thinwire.service.launch.ray import RayLauncher
 
     assert settings.ray_address is not None, "the settings ask for it"
-    return RayLauncher(settings.ray_address, settings.ray_token_file)
+    return RayLauncher(settings.ray_address, settings.ray_token_file, grows=settings.ray_autoscales)
 
 
 def _kuberay(settings: Settings) -> Launcher:

@@ -68,6 +68,10 @@ class JobRow(Base):
     """Of the ticket of the attempt that was submitted last; None where drivers need none."""
     claimant_hash: Mapped[str | None] = mapped_column(String(64), default=None)
     """Of the secret of who has used it; None as long as nobody has."""
+    granted: Mapped[int | None] = mapped_column(default=None)
+    """Places in the cluster that are this job's, held or not; None where it has none, or there is no queue."""
+    queue: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
+    """Where it stands in the queue, as admission.py writes it; None where it does not wait there."""
     submitted_by: Mapped[str | None] = mapped_column(String(63), default=None)
     """The name of the token; None where a version before names submitted it."""
     version: Mapped[int] = mapped_column()

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from sqlalchemy.exc import IntegrityError
 
 from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs
+from thinwire.contract.places import Room
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
@@ -37,7 +38,7 @@ from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.repository import JobRepository, JobRow, key_of, record, transition
 from thinwire.service.jobs.starts import Starts, heirs_of, unshared
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
-from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
+from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resize, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog, read_part
 from thinwire.service.packages.store import Packages
 from thinwire.service.people.audit import Change
@@ -58,8 +59,9 @@ PAUSE_S = 60.0
 class JobService:
     """The operator's side of the jobs domain. Methods may be called from any thread.
 
-    confirm_owner: raises where another service owns the database. wake: called when there is something to reconcile at
-    once. clock: unix seconds. new_suffix: the random end of an id. shared_folders: of all machines of the cluster.
+    room: what the cluster has, as far as is known. confirm_owner: raises where another service owns the database.
+    wake: called when there is something to reconcile at once. clock: unix seconds. new_suffix: the random end of an id.
+    shared_folders: of all machines of the cluster.
     keep_jobs, keep_days: how many jobs that are over are kept, and for how long; None: however many, for ever.
     """
 
@@ -71,6 +73,7 @@ class JobService:
         packages: Packages,
         *,
         launcher_reason: Callable[[], str | None],
+        room: Callable[[], Room | None],
         confirm_owner: Callable[[], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
@@ -84,6 +87,7 @@ class JobService:
         self._folders = folders
         self._packages = packages
         self._launcher_reason = launcher_reason
+        self._room = room
         self._confirm_owner = confirm_owner
         self._wake = wake
         self._clock = clock
@@ -98,7 +102,7 @@ class JobService:
         """Accept a job: its row, then its run folder. The same key and spec of the same person again give the same job.
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
-        a start that is not there).
+        a start that is not there, more workers than the cluster can ever have).
         """
         # Of what was written: a default that a later version adds or changes leaves a request the same request.
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
@@ -109,6 +113,7 @@ class JobService:
         if isinstance(spec, ScriptSpec):
             self._check_package(spec.recipe)
         self._check_places(spec)
+        refuse_never(spec.workers, self._room())
         given, spec = spec, self._starts.found(spec)
         token = new_token()
         with self._folders.lock:
@@ -121,7 +126,7 @@ class JobService:
                 row = self._insert(spec, digest, idempotency_key, token, change)
             try:
                 folder = self._folders.of(row.id)
-                folder.write(job_json(row), wanted_workers(row), token, self._folders.service_url)
+                folder.write(job_json(row), limits_now(row), token, self._folders.service_url)
             except OSError:
                 # The job is accepted: its row is written. The reconciler completes the folder.
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
@@ -157,7 +162,7 @@ class JobService:
         """
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
-            resize(session, row, wanted.workers, self._clock())
+            resize(session, row, wanted.workers, self._clock(), self._room())
             change.write(session, job_id, f"workers {_limits(wanted)}")
         try:
             write_wanted(self._db, self._folders, job_id)
@@ -254,7 +259,7 @@ class JobService:
         with self._db.read() as session:
             row = JobRepository(session).found(job_id)
         state, base = JobState(row.state), (row.attempt - 1) << LOG_OFFSET_BITS
-        if state is JobState.SUBMITTING:
+        if state in (JobState.SUBMITTING, JobState.QUEUED):
             return Logs(text="", next_offset=offset, complete=False)
         if not self._launcher.own_cluster:
             return self._sent_log(row, max(0, offset - base), limit)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from thinwire.contract.jobs import Job, JobItem, JobState, Wanted
+from thinwire.contract.jobs import Job, JobItem, JobState, Queued, Wanted
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import read_spec
 from thinwire.service.jobs.repository import EventRow, JobRow, SampleRow
@@ -42,7 +42,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     reading = Reading()
     newest, validation = row.newest_sample, row.newest_validation
     state = JobState(row.state)
-    submitted = state is not JobState.SUBMITTING
+    submitted = state not in (JobState.SUBMITTING, JobState.QUEUED)
     progress = reading.of("newest sample", lambda: Sample.model_validate(newest["sample"]) if newest else None)
     world_size, waiting = reading.of("newest membership", lambda: membership_now(row)) or (None, None)
     return JobItem(
@@ -67,10 +67,15 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         or Wanted(min=0, max=0, revision=0, takes_effect="at_restart"),
         world_size=world_size,
         waiting_for_workers=waiting,
+        queue=reading.of("queue", lambda: _queued(row.queue)) if state is JobState.QUEUED else None,
         run_dir=str(run_dir),
         dashboard_url=dashboard_url if submitted else None,
         unreadable=reading.wrong,
     )
+
+
+def _queued(queue: dict[str, Any] | None) -> Queued | None:
+    return None if queue is None else Queued(**{**queue, "since": _datetime(queue["since"])})
 
 
 def planned_steps(row: JobRow) -> int | None:

@@ -45,7 +45,7 @@ from thinwire.service.jobs.job_folder import JobFolder, RunFolders
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, transition
 from thinwire.service.jobs.views import job_json
-from thinwire.service.jobs.worker_numbers import newest_membership, wanted_workers
+from thinwire.service.jobs.worker_numbers import limits_now, newest_membership
 from thinwire.service.launch.driver import ticket_of
 from thinwire.service.packages.store import PackageGone, Packages
 
@@ -197,7 +197,7 @@ class WorkerReports:
             row = JobRepository(session).found(job_id)
         return RunNow(
             attempt=row.attempt,
-            wanted=wanted_workers(row),
+            wanted=limits_now(row),
             failure=Failure.model_validate(row.failure) if row.failure else None,
             succeeded=row.summary is not None,
         )

@@ -17,6 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from thinwire.contract.places import Room
+
 logger = logging.getLogger(__name__)
 
 LOG_PART_BYTES = 1 << 20
@@ -164,6 +166,13 @@ class Launcher(ABC):
     def resize(self, submission_id: str, least: int, most: int) -> None:
         """Let the cluster have room for so many workers of this submission, where it grows and shrinks with its jobs.
         Called again and again, whether or not they have changed. Raises LauncherError. By default it does nothing.
+        """
+        return None
+
+    def room(self) -> Room | None:
+        """What the cluster has for workers, so that a job is started where all of workers.min fit, and waits in the
+        service's queue where not. None, the default: its machines come with the job, or when it asks for them.
+        Raises LauncherError where that cannot be said now.
         """
         return None
 

@@ -17,7 +17,9 @@ import logging
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from thinwire.contract.environment_words import last_line, shortened, why_no_environment
+from thinwire.contract.places import Room
 from thinwire.service.launch.protocol import OF_RAY, Code, LauncherError, LaunchState, LaunchStatus
 
 _log = logging.getLogger(__name__)
@@ -41,10 +44,16 @@ MESSAGE_CHARS: Final = 2000
 MOST_LOG_BYTES: Final = 64 << 20
 """Of an answer that holds a log."""
 
-DEAD_NODES_S: Final = 5.0
-"""So long the dead nodes of one answer are those of now."""
+NODES_S: Final = 5.0
+"""So long the nodes of one answer are those of now."""
+OTHERS_S: Final = 15.0
+"""What others hold is what they have held for so long: Ray counts what is taken every 5 s, and our jobs' too."""
 
-_DEAD_NODES: Final = "/api/v0/nodes?filter_keys=state&filter_predicates=%3D&filter_values=DEAD&limit=10000"
+_NODES: Final = "/api/v0/nodes?limit=10000"
+_GROUPS: Final = "/api/v0/placement_groups?detail=1&limit=10000"
+_USAGE: Final = "/api/cluster_status"
+_NOT_AS_SEEN: Final = (ValueError, LookupError, TypeError, AttributeError)
+"""What reading an answer raises that is not as Ray 2.60 was seen to give it."""
 _NO_AGENT: Final = "No available agent to submit job"
 
 
@@ -70,7 +79,10 @@ class RayJobs:
         """
         self.url = url
         self._dead: frozenset[str] = frozenset()
-        self._dead_asked = -math.inf
+        self._room: Room | None = None
+        self._nodes_asked = -math.inf
+        self._others: deque[tuple[float, int, int]] = deque()
+        """When seen, CPUs, GPUs."""
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -154,20 +166,73 @@ class RayJobs:
                 return LaunchStatus(state, never, began=False)
         return LaunchStatus(state, _shortened(job.message or ""))
 
+    def room(self, ours: str | None = None) -> Room:
+        """What the living nodes have. ours: how the placement groups of our jobs begin, where others may hold some of
+        it. Raises LauncherError where Ray does not say so now.
+        """
+        self._ask_nodes()
+        if self._room is None:
+            raise LauncherError(f"Ray at {self.url} has named no node with a CPU yet; it is asked again")
+        if ours is None:
+            return self._room
+        try:
+            cpus, gpus = self._held_by_others(ours)
+        except (httpx.HTTPError, *_NOT_AS_SEEN) as error:
+            raise LauncherError(
+                f"Ray at {self.url} does not say what is taken ({error!r}); it is asked again"
+            ) from error
+        return replace(self._room, others_cpus=cpus, others_gpus=gpus)
+
+    def _held_by_others(self, ours: str) -> tuple[int, int]:
+        """CPUs and GPUs that have been held for OTHERS_S by what is no placement group of ours."""
+        now = time.monotonic()
+        if not self._others or now >= self._others[-1][0] + NODES_S:
+            status = self._json(_USAGE)["data"].get("clusterStatus")  # none with the second version of its autoscaler
+            taken = None if status is None else status["loadMetricsReport"]["usage"]
+            groups = [group for group in self._json(_GROUPS)["data"]["result"]["result"] if group["state"] == "CREATED"]
+
+            def held(kind: str) -> int:
+                mine, theirs = (
+                    sum(
+                        bundle["unit_resources"].get(kind, 0)
+                        for group in groups
+                        if group["name"].startswith(ours) is own
+                        for bundle in group["bundles"]
+                    )
+                    for own in (True, False)
+                )
+                return max(0, math.ceil(float(theirs if taken is None else taken.get(kind, (0, 0))[0] - mine)))
+
+            self._others.append((now, held("CPU"), held("GPU")))
+            while len(self._others) > 1 and self._others[1][0] <= now - OTHERS_S:
+                self._others.popleft()
+        return min(cpus for _, cpus, _ in self._others), min(gpus for _, _, gpus in self._others)
+
     def _dead_nodes(self) -> frozenset[str]:
         """As Ray has lately said; the last answer, where it says nothing now. A dead node stays dead."""
-        if time.monotonic() < self._dead_asked + DEAD_NODES_S:
-            return self._dead
-        self._dead_asked = time.monotonic()
-        try:
-            answer = self._send("GET", _DEAD_NODES)
-            answer.raise_for_status()
-            self._dead = frozenset(str(node["node_id"]) for node in answer.json()["data"]["result"]["result"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            _log.warning(
-                "dead_nodes_unknown url=%s reason=%s", self.url, (str(error) or type(error).__name__).splitlines()[0]
-            )
+        self._ask_nodes()
         return self._dead
+
+    def _ask_nodes(self) -> None:
+        if time.monotonic() < self._nodes_asked + NODES_S:
+            return
+        self._nodes_asked = time.monotonic()
+        try:
+            nodes = self._json(_NODES)["data"]["result"]["result"]
+            self._dead = frozenset(str(node["node_id"]) for node in nodes if node["state"] == "DEAD")
+            living = [node["resources_total"] for node in nodes if node["state"] == "ALIVE"]
+            cpus = [int(has.get("CPU", 0)) for has in living]
+            gpus = [min(int(has.get("GPU", 0)), one) for has, one in zip(living, cpus, strict=True)]
+            self._room = Room(cpus=sum(cpus), gpus=sum(gpus)) if any(cpus) else None  # a young head has no node yet
+        except (httpx.HTTPError, *_NOT_AS_SEEN) as error:
+            _log.warning(
+                "nodes_unknown url=%s reason=%s", self.url, (str(error) or type(error).__name__).splitlines()[0]
+            )
+
+    def _json(self, path: str) -> Any:
+        answer = self._send("GET", path)
+        answer.raise_for_status()
+        return answer.json()
 
     def stop(self, submission_id: str) -> None:
         """Ask for its end; over or absent is a success. Raises LauncherError."""

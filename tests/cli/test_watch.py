@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from thinwire.cli.client import Client, NotFound, Unreachable
+from thinwire.cli.quantities import time_text
 from thinwire.cli.watch import LINE_EVERY_S, NO_WORKERS, View, watch
-from thinwire.contract.jobs import Job, JobState, WaitingForWorkers, Wanted
+from thinwire.contract.jobs import Holder, Job, JobState, Queued, WaitingForWorkers, Wanted
 from thinwire.contract.reports import Event, EventKind, Sample
 from thinwire.contract.spec import TrainSpec
 
@@ -415,3 +416,28 @@ def test_a_scripts_own_numbers_are_shown(terminal: bool) -> None:
     assert "n6" not in out
     assert "and 2 more in the history" in out
     assert "\x1b[2J" not in out
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_queued_job_says_where_it_stands_who_has_the_places_and_since_when(terminal: bool) -> None:
+    since = datetime(2026, 11, 26, 11, 8, 24, tzinfo=UTC)
+    holders = [Holder(job="e3-7fff5b", workers=5, min=2), Holder(job="b", workers=1, min=1)]
+    queue = Queued(position=2, of=3, since=since, needs=5, free=1, total=8, holders=holders, others=1)
+    waits = job(JobState.QUEUED, queue=queue, reason="the same")
+    next_one = waits.model_copy(update={"queue": queue.model_copy(update={"position": 1})})
+    _, text = watched([waits, next_one, END], terminal=terminal)
+    text = " ".join(text.split())
+    words = (
+        f"of 3, since {time_text(since)}: it needs 5 places at once, 1 of 8 are free; "
+        "held by e3-7fff5b 5 (it needs 2), b 1, others than the service 1"
+    )
+    assert "QUEUED" in text
+    if not terminal:
+        assert f"QUEUED: position 2 {words}" in text
+    assert f"position 1 {words}" in text or terminal
+
+
+def test_a_job_that_the_cluster_has_become_too_small_for_says_so() -> None:
+    queue = Queued(position=1, of=1, since=datetime.now(UTC), needs=9, free=8, total=8, holders=[])
+    _, text = watched([job(JobState.QUEUED, queue=queue), END])
+    assert "it needs 9 places, and the cluster has 8: add machines, or lower workers.min" in text

@@ -32,6 +32,7 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0003": ([], ["owners"]),
     "0004": (["ticket_hash", "claimant_hash"], ["service"]),
     "0005": (["submitted_by"], ["tokens", "audit"]),
+    "0007": (["granted", "queue"], []),
 }
 """The columns of `jobs` and the tables that came with each version."""
 
@@ -65,7 +66,7 @@ def standing() -> FakeLauncher:
     return launcher
 
 
-@parametrize("revision", ["0001", "0002", "0003", "0004"], usual=[0, -1])
+@parametrize("revision", ["0001", "0002", "0003", "0004", "0005"], usual=[0, -1])
 def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
     tmp_path: Path, url: str | None, revision: str
 ) -> None:

@@ -38,9 +38,9 @@ from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
-from thinwire.cli.quantities import loss_text, seconds_text, steps_text
+from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
-from thinwire.cli.screen import complain, complain_of, console, note, print_columns, time_text, watch_to_end
+from thinwire.cli.screen import complain, complain_of, console, note, print_columns, watch_to_end
 from thinwire.cli.submit import manifest, submit
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.up import down, up
@@ -162,7 +162,7 @@ def jobs(
         (
             job.id,
             job.name,
-            str(job.state),
+            str(job.state) + (f" {job.queue.position}/{job.queue.of}" if job.queue else ""),
             steps_text(job.progress.step if job.progress else 0, job.steps),
             loss_text(job.validation_loss),
             time_text(job.created_at),
@@ -188,7 +188,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     rows = [("id", job.id), ("name", job.name), ("state", str(job.state))]
     if job.unreadable:
         rows.append(("unreadable", job.unreadable))
-    if job.reason:
+    if job.reason and not job.queue:  # which says the same
         rows.append(("reason", job.reason))
     by = f", by {job.submitted_by}" if job.submitted_by else ""
     rows.append(("created", f"{time_text(job.created_at)}{by}"))

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.client import Client, Unreachable
-from thinwire.cli.news import WATCHED_KINDS, News, waiting_text, workers_text
+from thinwire.cli.news import WATCHED_KINDS, News, queue_text, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
@@ -195,7 +195,8 @@ class _Lines:
     def update(self) -> None:
         job = self._view.job
         phase = job.progress.phase if job and job.progress else None
-        what = (job.state, job.attempt, job.world_size, job.waiting_for_workers) if job else None
+        place = job.queue.position if job and job.queue else None
+        what = (job.state, place, job.attempt, job.world_size, job.waiting_for_workers) if job else None
         now = (what, phase, self._view.unreachable is None, self._view.stalled)
         if now != self._shown or self._clock() >= self._due_s:
             self._shown, self._due_s = now, self._clock() + LINE_EVERY_S
@@ -303,6 +304,8 @@ def _reported(sample: Sample) -> list[tuple[str, str]]:
 
 def _standing(view: View, job: Job) -> str:
     """Where a job stands that has no figures to show, or only old ones."""
+    if (queue := queue_text(job)) is not None:
+        return f"{job.state}: {queue}"
     words = waiting_text(job) or (NO_WORKERS if view.stalled else _WAITING.get(job.state))
     return f"{job.state}: {job.reason or words}" if (job.reason or words) else str(job.state)
 
@@ -314,12 +317,14 @@ def _eta(eta_s: float | None) -> str:
 NO_WORKERS = "waiting for Ray to start the workers (20 to 60 s; longer while other jobs hold its CPUs)"
 _WAITING = {
     JobState.SUBMITTING: "being handed to Ray",
+    JobState.QUEUED: "all of its places are free: being handed to Ray",
     JobState.PENDING: "Ray starts the job's driver and its workers, which takes 20 to 60 s",
     JobState.RUNNING: "the workers import torch, form their group and load the data",
     JobState.CANCELLING: "being stopped",
 }
 _STYLES = {
     JobState.SUBMITTING: "cyan",
+    JobState.QUEUED: "yellow",
     JobState.PENDING: "cyan",
     JobState.RUNNING: "blue",
     JobState.CANCELLING: "yellow",

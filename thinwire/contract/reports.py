@@ -190,6 +190,7 @@ class EventKind(StrEnum):
     RESIZE_REQUESTED = "resize_requested"
     CLUSTER_WAITS = "cluster_waits"
     JOB_SUBMITTING = "job_submitting"
+    JOB_QUEUED = "job_queued"
     JOB_PENDING = "job_pending"
     JOB_RUNNING = "job_running"
     JOB_CANCELLING = "job_cancelling"
