@@ -28,6 +28,7 @@ from thinwire.service.errors import (
     InvalidRequest,
     ServiceError,
     TooManyWrongTokens,
+    TooMuch,
     Unauthorized,
     Unavailable,
     UnsupportedMediaType,
@@ -36,7 +37,7 @@ from thinwire.service.errors import (
 )
 from thinwire.service.problems import shown
 
-ALWAYS: Final = documented(Unauthorized, Forbidden, InvalidRequest, TooManyWrongTokens, Unavailable)
+ALWAYS: Final = documented(Unauthorized, Forbidden, InvalidRequest, TooMuch, TooManyWrongTokens, Unavailable)
 """What every route with a token may answer, for OpenAPI."""
 PLAIN_BYTES: Final = "application/octet-stream"
 _BYTES: Final[dict[str, Any]] = {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}

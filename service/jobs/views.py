@@ -67,6 +67,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         world_size=world_size,
         waiting_for_workers=waiting,
         run_dir=str(run_dir),
+        kept_bytes=row.kept_bytes,
         dashboard_url=dashboard_url if submitted else None,
         unreadable=reading.wrong,
     )
