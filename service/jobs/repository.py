@@ -354,7 +354,7 @@ class JobRepository:
         """The event of this number, where it is the job's."""
         return self.session.scalar(select(EventRow).where(EventRow.id == number, EventRow.job_id == job_id))
 
-    def _first(self, query: Select[Any], limit: int, most_bytes: int) -> tuple[list[Any], bool]:
+    def _first(self, query: Select[Any, int], limit: int, most_bytes: int) -> tuple[list[Any], bool]:
         """The first rows of a query for rows and their sizes, and whether there are more. It reads no more of them."""
         found: list[Any] = []
         size = 0

@@ -180,7 +180,7 @@ class WorkerReports:
                 jobs.note([job_id], **progress)
         if full is not None:
             raise JobFull(
-                f"{full}; no more samples and events of job {job_id} are kept here. Its run folder has them, and it "
+                f"no more samples and events of job {job_id} are kept here: {full}. Its run folder has them, and it "
                 "goes on"
             )
 
@@ -324,16 +324,14 @@ class WorkerReports:
         """How many bytes more are kept of the job; None, or why none are."""
         of_job = self._job_bytes - row.kept_bytes
         if of_job <= 0:
-            return (
-                0,
-                f"{row.kept_bytes} bytes are kept of it, and at most {self._job_bytes} are (THINWIRE_JOB_MAX_BYTES)",
-            )
+            kept = f"{row.kept_bytes} bytes of it are kept"
+            return 0, f"{kept}, at most {self._job_bytes} of one job (THINWIRE_JOB_MAX_BYTES)"
         if row.submitted_by is None:  # of a version that did not note it
             return of_job, None
         of_person = self._person_bytes - jobs.kept_of(row.submitted_by)
         if of_person <= 0:
-            most = f"at most {self._person_bytes} bytes are kept (THINWIRE_PERSON_MAX_BYTES): `thinwire delete` some"
-            return 0, f"of the jobs of {row.submitted_by} {most}"
+            most = f"at most {self._person_bytes} bytes of all jobs of {row.submitted_by} (THINWIRE_PERSON_MAX_BYTES)"
+            return 0, f"{most}; `thinwire delete` those that are not needed"
         return min(of_job, of_person), None
 
     def _scraped(self, leases: Sequence[LeaseRow]) -> list[LeaseRow]:

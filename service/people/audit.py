@@ -222,7 +222,7 @@ def deleted_jobs(session: Session, job_ids: Collection[str]) -> set[str]:
     return found
 
 
-def _oldest(which: ColumnElement[bool]) -> Select[tuple[int]]:
+def _oldest(which: ColumnElement[bool]) -> Select[int]:
     return select(AuditRow.id).where(which).order_by(AuditRow.id)
 
 

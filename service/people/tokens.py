@@ -258,9 +258,9 @@ class Callers:
                 return Caller(person=person)
             jobs = JobRepository(session)
             if (job := jobs.by_token_hash(digest)) is not None:
-                job_id, state, finished_at = job
+                found, state, finished_at = job
                 late = finished_at is not None and self._tokens.now() > finished_at + self._grace_s
-                return Caller(job_id, over=state if late else None)
+                return Caller(found, over=state if late else None)
             if (job_id := jobs.id_by_ticket_hash(digest)) is not None:
                 return Caller(job_id, ticket=True)
         return None

@@ -223,7 +223,7 @@ def stored(service: Service, job_id: str) -> int:
 
 def test_what_is_kept_of_a_job_is_counted_once(service: Service) -> None:
     job_id = service.running()
-    batch = {"samples": [sample(step) for step in range(20)], "events": events(0, 20, a="y" * 100)}
+    batch: dict[str, Any] = {"samples": [sample(step) for step in range(20)], "events": events(0, 20, a="y" * 100)}
     for _ in range(3):
         assert service.post(job_id, **batch).status_code == 204
     counted = service.job(job_id)["kept_bytes"]

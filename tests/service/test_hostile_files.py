@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,20 @@ def a_socket(path: Path) -> None:
         made.bind(os.path.relpath(path))  # the name of a socket has 107 characters at most
 
 
-MADE: dict[str, Callable[[Path], object]] = {
+def a_link_to_a_fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("far"))
+    path.symlink_to("far")
+
+
+def a_link_to_a_secret(path: Path) -> None:
+    path.with_name("secret").write_text("x")
+    path.symlink_to("secret")
+
+
+MADE: dict[str, Callable[[Path], None]] = {
     "a FIFO": os.mkfifo,
-    "a link to a FIFO": lambda path: (os.mkfifo(path.with_name("far")), path.symlink_to("far")),
-    "a link to a secret": lambda path: (path.with_name("secret").write_text("x"), path.symlink_to("secret")),
+    "a link to a FIFO": a_link_to_a_fifo,
+    "a link to a secret": a_link_to_a_secret,
     "a folder": Path.mkdir,
     "a socket": a_socket,
 }
@@ -92,6 +103,10 @@ def test_no_reader_of_a_run_folder_waits_for_what_lies_there(tmp_path: Path, kin
     assert isinstance(within(lambda: driver_command(folder.path, 1, {"job_id": "a"}, None)), LauncherError)
 
 
+def _status(service: Service, path: str, headers: dict[str, str]) -> int:
+    return int(service.client.get(path, headers=headers).status_code)
+
+
 def test_requests_turns_and_the_end_go_on_beside_fifos(far: Service) -> None:
     job_id = far.running(**STORE)
     headers, folder = far.job_headers(job_id) | PLAIN, far.run_dir(job_id)
@@ -100,8 +115,7 @@ def test_requests_turns_and_the_end_go_on_beside_fifos(far: Service) -> None:
     (folder / "logs").mkdir()
     os.mkfifo(folder / "logs" / "attempt-1.log")
     for name in ("loss.png", "buckets.json", "summary.json"):
-        got = within(lambda name=name: far.client.get(f"/v1/jobs/{job_id}/files/{name}", headers=headers).status_code)
-        assert got == 404
+        assert within(partial(_status, far, f"/v1/jobs/{job_id}/files/{name}", headers)) == 404
     log = f"/v1/jobs/{job_id}/log?attempt=1&offset=0"
     assert within(lambda: far.client.post(log, content=b"x", headers=headers).status_code) == 503
     assert within(lambda: far.client.get(f"/v1/jobs/{job_id}/logs").status_code) == 503

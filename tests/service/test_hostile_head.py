@@ -77,7 +77,7 @@ def test_one_byte_at_a_time_is_no_answer(
 ) -> None:
     for name in ("ASK_TIMEOUT_S", "SUBMIT_TIMEOUT_S", "LOG_TIMEOUT_S", "UPLOAD_TIMEOUT_S"):
         monkeypatch.setattr(ray_jobs, name, 0.5)
-    monkeypatch.setattr(RayJobs._send, "__kwdefaults__", {**RayJobs._send.__kwdefaults__, "within_s": 0.5})
+    monkeypatch.setattr(RayJobs._send, "__kwdefaults__", {**(RayJobs._send.__kwdefaults__ or {}), "within_s": 0.5})
     with head(endless(start, part, 0.05)) as jobs:
         began = time.monotonic()
         found = jobs.status("a")
