@@ -81,6 +81,19 @@ class Settings(BaseSettings):
     )
     packages_max_bytes: int = Field(10 << 30, ge=1, description="of all packages together")
     package_keep_days: float = Field(1.0, gt=0.0, description="a package that no job names is removed after so long")
+    packages_person_max_bytes: int = Field(2 << 30, ge=1, description="of the packages that one person has sent")
+    job_max_bytes: int = Field(
+        1 << 30, ge=1, description="of one job: its samples, events and log that are kept here; then no more of them is"
+    )
+    person_max_bytes: int = Field(20 << 30, ge=1, description="the same of all jobs of one person")
+    person_max_jobs: int = Field(1000, ge=1, description="jobs of one person that are not over")
+    changes_burst: int = Field(300, ge=1, description="requests of one person that may change something, at once")
+    changes_per_s: float = Field(5.0, gt=0.0, description="and in the long run")
+    job_grace_s: float = Field(
+        300.0, ge=0.0, description="after its end a job may say its last words for so long; then its token is refused"
+    )
+    large_answers: int = Field(8, ge=1, description="answers of up to some MiB that are made and sent at once")
+    large_answers_of_one: int = Field(2, ge=1, description="the same to one person or job")
     scrape_networks: tuple[IPNetwork, ...] = Field(
         (), description="networks whose addresses jobs may register for Prometheus, beside the sender's own"
     )

@@ -7,12 +7,14 @@
       |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound, TokenNotFound
       +- Conflict             409
       |    +- JobOver, JobNotOver, JobNeeded, IdempotencyKeyReused, StaleAttempt, TokenExists, TokenFromElsewhere
+      |    +- QuotaReached      a person who has as much here as one may
       +- BodyTooSlow          408
       +- LogGone              410
       +- BodyTooLarge         413
+      +- JobFull              413  a job of which no more history is kept
       +- UnsupportedMediaType 415  the body is not called what it has to be
       +- InvalidRequest       422  carries the problems, field by field
-      +- TooMuch              429  a job that says more than it may
+      +- TooMuch              429  a job or a person who asks or says more than one may at a time
       +- TooManyWrongTokens   429  a wrong token, from an address that has sent many
       +- InsufficientStorage  507  no room for what is sent
       +- Unavailable          503  the launcher or the database cannot answer now
@@ -114,6 +116,13 @@ class BodyTooLarge(ServiceError):
     code = "body_too_large"
 
 
+class JobFull(ServiceError):
+    """No more of the job's samples and events is kept here; its progress, its summary and its end still are."""
+
+    status = 413
+    code = "job_full"
+
+
 class UnsupportedMediaType(ServiceError):
     """The request's body is not sent as what it has to be: JSON, or for a file or a log plain bytes."""
 
@@ -176,13 +185,13 @@ class Busy(Unavailable):
 
 
 class TooMuch(ServiceError):
-    """The job posts more than one job may; trying again later helps."""
+    """A job or a person asks or says more than one may; trying again later helps."""
 
     status = 429
     code = "too_much"
 
-    def __init__(self, job_id: str, wait_s: float) -> None:
-        super().__init__(f"job {job_id} posts more than a job may: try again in {wait_s:.1f} s")
+    def __init__(self, what: str, wait_s: float) -> None:
+        super().__init__(f"{what}: try again in {wait_s:.1f} s")
         self.headers = {"Retry-After": str(ceil(wait_s))}
 
 
@@ -288,6 +297,12 @@ class IdempotencyKeyReused(Conflict):
         super().__init__(
             f"Idempotency-Key {key!r} has already made job {job_id} from another spec; use a new key for a new job"
         )
+
+
+class QuotaReached(Conflict):
+    """The person has as many jobs, or as many bytes here, as one person may."""
+
+    code = "quota_reached"
 
 
 class TokenExists(Conflict):

@@ -16,13 +16,14 @@ from thinwire.service.errors import (
     Forbidden,
     InvalidRequest,
     TooManyWrongTokens,
+    TooMuch,
     Unauthorized,
     Unavailable,
     UnsupportedMediaType,
     documented,
 )
 
-ALWAYS: Final = documented(Unauthorized, Forbidden, InvalidRequest, TooManyWrongTokens, Unavailable, Busy)
+ALWAYS: Final = documented(Unauthorized, Forbidden, InvalidRequest, TooMuch, TooManyWrongTokens, Unavailable, Busy)
 """What every route with a token may answer, for OpenAPI."""
 PLAIN_BYTES: Final = "application/octet-stream"
 _BYTES: Final[dict[str, Any]] = {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}

@@ -96,11 +96,11 @@ class Admission:
                 if row.state != JobState.QUEUED.value:
                     moves.append((row, JobState.QUEUED, notes[row]["reason"] if row in notes else row.reason))
         changed = [*dict.fromkeys([*notes, *(row for row, _, _ in moves)])]
-        left: set[str] = set()
+        lost: set[str] = set()
         for first in range(0, len(changed), A_TRANSACTION):
             some = set(changed[first : first + A_TRANSACTION])
-            left |= self._write({row: notes[row] for row in some & notes.keys()}, [m for m in moves if m[0] in some])
-        out = waiting.keys() | left | {row.id for row in rows if row.id not in claimed}
+            lost |= self._write({row: notes[row] for row in some & notes.keys()}, [m for m in moves if m[0] in some])
+        out = waiting.keys() | lost | {row.id for row in rows if row.id not in claimed}
         return [row for row in rows if row.id not in out or row.state not in NEW], None
 
     def _too_large(self, row: JobRow) -> str:

@@ -361,7 +361,10 @@ class Reconciler:
             size = folder.log_size(row.attempt)
             rest = self._launcher.logs(submission_id(row.id, row.attempt), size, LONGEST_LOG_BYTES)
             with self._folders.lock:
-                folder.append_log(row.attempt, size, rest.text.encode())
+                _, added = folder.append_log(row.attempt, size, rest.text.encode(), LONGEST_LOG_BYTES)
+            if added:
+                with self._db.write() as session:
+                    JobRepository(session).keep_more(row.id, added)
         except (LauncherError, OSError) as error:
             logger.warning("rest_of_log_lost job_id=%s reason=%s", row.id, error)
 
@@ -431,7 +434,7 @@ class Reconciler:
 
     def _draw_ticket(self, row: JobRow) -> None:
         """Have the service know the ticket of this attempt; once, however often it is submitted."""
-        token = self._folders.of(row.id).token.read_text(encoding="utf-8").strip()
+        token = self._folders.of(row.id).read_token()
         ticket = token_hash(ticket_of(token, row.attempt))
         with self._db.write() as session:
             jobs = JobRepository(session)

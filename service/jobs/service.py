@@ -30,6 +30,7 @@ from thinwire.service.errors import (
     JobNotOver,
     JobOver,
     LogGone,
+    QuotaReached,
     ServiceError,
     Unavailable,
 )
@@ -41,12 +42,15 @@ from thinwire.service.jobs.views import event_view, job_item, job_json, job_view
 from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resize, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog, read_part
 from thinwire.service.packages.store import Packages
-from thinwire.service.people.audit import Change
+from thinwire.service.people.audit import Change, deleted_jobs
 
 logger = logging.getLogger(__name__)
 
 MOST_EVENTS = 5000
-"""In one answer: a job may post events for as long as it runs, of 16,000 characters each."""
+MOST_SAMPLE_BYTES, MOST_EVENT_BYTES, MOST_JOB_BYTES = 4 << 20, 1 << 20, 4 << 20
+"""In one answer, of samples, of events, and of what jobs in a list have in the database."""
+MOST_SPEC_BYTES = 64 << 20
+"""Of the jobs of one person that are not over: each turn of the reconciler reads them."""
 LOG_OFFSET_BITS = 40
 """A log offset is (attempt - 1) << 40 plus bytes: each attempt has a log of its own."""
 DAY_S = 86_400.0
@@ -63,6 +67,7 @@ class JobService:
     wake: called when there is something to reconcile at once. clock: unix seconds. new_suffix: the random end of an id.
     shared_folders: of all machines of the cluster.
     keep_jobs, keep_days: how many jobs that are over are kept, and for how long; None: however many, for ever.
+    person_jobs, person_bytes: how many jobs of one person may not be over, and what is kept of all jobs of one.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class JobService:
         shared_folders: Sequence[Path] = (),
         keep_jobs: int | None = None,
         keep_days: float | None = None,
+        person_jobs: int = 1000,
+        person_bytes: int = 20 << 30,
     ) -> None:
         self._db = db
         self._launcher = launcher
@@ -94,7 +101,8 @@ class JobService:
         self._new_suffix = new_suffix
         self._shared_folders = shared_folders
         self._keep_jobs, self._keep_days = keep_jobs, keep_days
-        self._prune_due = float("-inf")
+        self._person_jobs, self._person_bytes = person_jobs, person_bytes
+        self._prune_due = self._sweep_due = float("-inf")
         self._undeletable: set[str] = set()
         self._starts = Starts(db, folders, own_cluster=launcher.own_cluster, shared=shared_folders)
 
@@ -102,7 +110,7 @@ class JobService:
         """Accept a job: its row, then its run folder. The same key and spec of the same person again give the same job.
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
-        a start that is not there, more workers than the cluster can ever have).
+        a start that is not there, more workers than the cluster can ever have), QuotaReached.
         """
         # Of what was written: a default that a later version adds or changes leaves a request the same request.
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
@@ -139,8 +147,7 @@ class JobService:
         now = self._clock()
         with self._db.read() as session:
             jobs = JobRepository(session)
-            rows = jobs.newest(limit + 1, state, None if before is None else JobRepository(session).found(before))
-            more, rows = len(rows) > limit, rows[:limit]
+            rows, more = jobs.newest(limit, MOST_JOB_BYTES, state, None if before is None else jobs.found(before))
             workers = jobs.count_live_leases([row.id for row in rows], now)
             items = [
                 job_item(row, workers.get(row.id, 0), self._folders.of(row.id).path, self._page(row)) for row in rows
@@ -230,23 +237,57 @@ class JobService:
         self._undeletable &= set(ids)
         self._prune_due = now if len(ids) == limit else now + PAUSE_S
 
-    def history(self, job_id: str, after_step: int, limit: int, event_kinds: Sequence[str] | None = None) -> History:
+    def sweep(self) -> None:
+        """Remove what lies in the folders of jobs that have been deleted: their processes may have gone on writing.
+
+        Of jobs alone whose deletion is in the audit: a database that was put back knows others no more, and they may
+        run. Raises OSError.
+        """
+        now = self._clock()
+        if now < self._sweep_due:
+            return
+        self._sweep_due = now + PAUSE_S
+        found = self._folders.job_ids()  # first: the row of a new job is there before its folder
+        with self._db.read() as session:
+            gone = deleted_jobs(session, found - JobRepository(session).ids())
+        for job_id in gone:
+            try:
+                self._folders.of(job_id).remove()
+                logger.info("left_folder_removed job_id=%s", job_id)
+            except OSError as error:  # tried again with the next look
+                logger.warning("left_folder_stays job_id=%s error=%s", job_id, error)
+
+    def history(
+        self,
+        job_id: str,
+        after_step: int,
+        limit: int,
+        event_kinds: Sequence[str] | None = None,
+        before_event: int | None = None,
+    ) -> History:
         """The first `limit` samples above a step, in order of step, and the newest events in order of time.
 
-        event_kinds: only these; None for all. Raises JobNotFound.
+        As many of each as one answer holds. event_kinds: only these; None for all. before_event: only older ones.
+        Raises: JobNotFound, InvalidRequest.
         """
         with self._db.read() as session:
-            JobRepository(session).found(job_id)
             jobs = JobRepository(session)
-            rows = jobs.samples(job_id, after_step, limit + 1)
-            more, rows = len(rows) > limit, rows[:limit]
+            jobs.found(job_id)
+            before = None if before_event is None else jobs.event(job_id, before_event)
+            if before is None and before_event is not None:
+                words = "must be `next_before_event` of an earlier answer for this job: begin again without it"
+                raise InvalidRequest.at("before_event", before_event, words)
+            rows, more = jobs.samples(job_id, after_step, limit, MOST_SAMPLE_BYTES)
             samples = [sample for row in rows if (sample := sample_view(row)) is not None]
-            events = [event_view(row) for row in jobs.events(job_id, event_kinds, limit=MOST_EVENTS)]
+            events, older = jobs.events(
+                job_id, event_kinds, limit=MOST_EVENTS, most_bytes=MOST_EVENT_BYTES, before=before
+            )
         return History(
             job_id=job_id,
             samples=samples,
-            events=events,
+            events=[event_view(row) for row in events],
             next_after_step=rows[-1].step if more else None,
+            next_before_event=events[0].id if older else None,
             unreadable=len(rows) - len(samples),
         )
 
@@ -384,6 +425,10 @@ class JobService:
         )
         try:
             with self._db.write() as session:
+                if too_much := JobRepository(session).too_much_of(
+                    change.who, self._person_jobs, MOST_SPEC_BYTES, self._person_bytes
+                ):
+                    raise QuotaReached(f"{change.who} has {too_much}: cancel or delete some, and submit this one again")
                 JobRepository(session).add(row)
                 record(session, [row], row.created_at)
                 change.write(session, row.id)

@@ -69,6 +69,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         waiting_for_workers=waiting,
         queue=reading.of("queue", lambda: _queued(row.queue)) if state is JobState.QUEUED else None,
         run_dir=str(run_dir),
+        kept_bytes=row.kept_bytes,
         dashboard_url=dashboard_url if submitted else None,
         unreadable=reading.wrong,
     )

@@ -13,11 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from thinwire.contract.files import read_plain
 from thinwire.contract.run_folder import RunFolder
 from thinwire.service.launch.protocol import Code, LauncherError
 
 PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
 """The cluster's shell finds it: `thinwire up` says which Python a box has, an image has it on its path."""
+
+
+MOST_BYTES: Final = 4096
+"""Of a token or a URL in a file."""
 
 
 def driver_command(
@@ -29,9 +34,9 @@ def driver_command(
     """
     folder = RunFolder(run_dir)
     try:
-        token, url = folder.token.read_text().strip(), folder.service_url.read_text().strip()
-    except OSError as error:
-        raise LauncherError(f"the run folder {run_dir} cannot be read: {error.strerror}") from error
+        token, url = (read_plain(file, MOST_BYTES).decode().strip() for file in (folder.token, folder.service_url))
+    except (OSError, UnicodeDecodeError) as error:
+        raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
     package = code.sha256 if fetch and code is not None else None
     return command_line(url, metadata["job_id"], attempt, ticket_of(token, attempt), code, package)
 

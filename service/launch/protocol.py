@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from thinwire.contract.files import open_plain
 from thinwire.contract.places import Room
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def read_part(path: Path, offset: int, limit: int) -> LogChunk:
     Empty where there is no file, or none beyond. Raises OSError.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_plain(path) as file:
             file.seek(offset)
             return decoded(file.read(limit), offset)
     except FileNotFoundError:

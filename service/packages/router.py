@@ -70,7 +70,8 @@ async def put(sha256: Sha256, store: Store, request: Request, response: Response
             response.status_code = 200
             return found
         try:
-            upload = await run_in_threadpool(store.upload, sha256, int(declared) if declared.isdecimal() else None)
+            size, who = int(declared) if declared.isdecimal() else None, request.state.caller.person.name
+            upload = await run_in_threadpool(store.upload, sha256, size, who)
         except (BodyTooLarge, InsufficientStorage):
             # Who is still sending would find the connection broken, and not the answer.
             await _read_out(request, store.max_bytes)

@@ -145,6 +145,10 @@ class Tokens:
                 self._used[row.id] = now
         return Person(row.name, Role(row.role))
 
+    def now(self) -> float:
+        """Unix seconds."""
+        return self._clock()
+
     def prune(self) -> None:
         """Write when tokens were last used, and forget those that have long been over; once in a while."""
         now = self._clock()
@@ -188,12 +192,21 @@ def _day(seconds: float) -> str:
 
 
 class Callers:
-    """Who sends a token. Methods may be called from any thread. elapsed: seconds of a clock that does not go back."""
+    """Who sends a token. Methods may be called from any thread.
+
+    grace_s: how long after its end a job's token is taken. elapsed: seconds of a clock that does not go back.
+    """
 
     def __init__(
-        self, db: Database, home: OperatorToken, tokens: Tokens, elapsed: Callable[[], float] = time.monotonic
+        self,
+        db: Database,
+        home: OperatorToken,
+        tokens: Tokens,
+        *,
+        grace_s: float,
+        elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._db, self._home, self._tokens, self._elapsed = db, home, tokens, elapsed
+        self._db, self._home, self._tokens, self._grace_s, self._elapsed = db, home, tokens, grace_s, elapsed
         self._guesses = Rates(burst=GUESSES, rate=GUESSES_PER_S)
         self._wrong = _Remembered(WRONG_S)
         self.look_ups = 0
@@ -231,8 +244,10 @@ class Callers:
             if token.startswith(PREFIX) and (person := self._tokens.person(session, digest)) is not None:
                 return Caller(person=person)
             jobs = JobRepository(session)
-            if (job_id := jobs.id_by_token_hash(digest)) is not None:
-                return Caller(job_id)
+            if (job := jobs.by_token_hash(digest)) is not None:
+                found, state, finished_at = job
+                late = finished_at is not None and self._tokens.now() > finished_at + self._grace_s
+                return Caller(found, over=state if late else None)
             if (job_id := jobs.id_by_ticket_hash(digest)) is not None:
                 return Caller(job_id, ticket=True)
         return None

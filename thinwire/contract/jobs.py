@@ -140,6 +140,7 @@ class JobItem(BaseModel):
     waiting_for_workers: WaitingForWorkers | None = None
     queue: Queued | None = Field(None, description="set while it is QUEUED")
     run_dir: str = Field(description="the job's folder: checkpoints, history, summary, picture")
+    kept_bytes: int = Field(0, description="of its samples, events and logs that the service keeps, about")
     dashboard_url: str | None = Field(None, description="the job's page in the Ray dashboard, while there is one")
 
 
@@ -158,13 +159,19 @@ class JobList(BaseModel):
 
 
 class History(BaseModel):
-    """GET /v1/jobs/{id}/metrics: samples of the job in order of step, and its newest events in order of time."""
+    """GET /v1/jobs/{id}/metrics: samples of the job in order of step, and its newest events in order of time.
+
+    As many of each as one answer holds.
+    """
 
     job_id: str
     samples: list[Sample]
     events: list[Event]
     next_after_step: int | None = Field(
         None, description="there are later samples: ask again with after_step=<this>; null: these were all"
+    )
+    next_before_event: int | None = Field(
+        None, description="there are older events: ask again with before_event=<this>; null: these were all"
     )
     unreadable: int = Field(0, description="samples among these steps that another version wrote and this cannot read")
 

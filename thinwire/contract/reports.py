@@ -189,6 +189,7 @@ class EventKind(StrEnum):
     CHECKPOINT_FAILED = "checkpoint_failed"
     RESIZE_REQUESTED = "resize_requested"
     CLUSTER_WAITS = "cluster_waits"
+    HISTORY_FULL = "history_full"
     JOB_SUBMITTING = "job_submitting"
     JOB_QUEUED = "job_queued"
     JOB_PENDING = "job_pending"
