@@ -258,7 +258,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         those that are left. A gradient that was not finite has counted as zero.
         """
         found = super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
-        in_round = torch.tensor([0.0 if self.at_sync or not taking_part else 1.0], device=self.space.p_N.device)
+        in_round = self.space.p_N.new_tensor([0.0 if self.at_sync or not taking_part else 1.0])
         group.start_sum_(in_round).wait()
         if not int(in_round):
             return found

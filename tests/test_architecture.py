@@ -56,3 +56,22 @@ def test_files_stay_short_enough_to_read():
     for folder in ("comm", "optim", "workers", "service", "thinwire"):
         for path in (ROOT / folder).rglob("*.py"):
             assert len(path.read_text().splitlines()) <= 600, path
+
+
+MAKES_TENSORS = {
+    *("tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "full", "empty", "empty_strided", "eye"),
+    *("arange", "linspace", "logspace", "rand", "randn", "normal", "Tensor"),
+}
+
+
+def test_no_tensor_takes_the_default_dtype_of_its_process():
+    """torch.set_default_dtype is its user's. A model of ours, in workers/recipes, is one of the user's process."""
+    for folder in ("comm", "optim", "workers", "thinwire"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "recipes" in path.parts:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in MAKES_TENSORS:
+                    called = ast.unparse(node)
+                    if called.startswith("torch."):
+                        assert any(one.arg == "dtype" for one in node.keywords), f"{path}:{node.lineno}: {called}"

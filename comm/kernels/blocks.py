@@ -113,13 +113,13 @@ class BlockTable:
         row_bytes = least if row_bytes is None else row_bytes
         if row_bytes < least or row_bytes % HEADER_BYTES:
             raise ValueError(f"row_bytes = {row_bytes}: must be a multiple of {HEADER_BYTES}, at least {least}")
-        flag_at = torch.arange(len(rows)) * row_bytes
+        flag_at = torch.arange(len(rows), dtype=torch.int64) * row_bytes
         row_b = torch.repeat_interleave(row_starts.diff())
         first_b, begin_b = row_starts[row_b], flag_at[row_b] + HEADER_BYTES
         return cls._made(
             starts,
             torch.tensor(dead, dtype=torch.int64),
-            begin_b // like.element_size() + torch.arange(len(spans)) - first_b,
+            begin_b // like.element_size() + torch.arange(len(spans), dtype=torch.int64) - first_b,
             begin_b + scale_bytes_r[row_b] + (starts[:-1] - starts[first_b]) // BYTE,
             row_starts,
             flag_at,
@@ -245,5 +245,7 @@ def spread(factor_r: Tensor, layout: VectorLayout, start: int = 0, stop: int | N
     stop = layout.numel if stop is None else stop
     begins = [0, *(low for low, _ in layout.live[1:]), layout.numel]
     inside = [min(max(at, start), stop) for at in begins]
-    lengths_r = on_device(torch.tensor([high - low for low, high in pairwise(inside)]), factor_r.device)
+    lengths_r = on_device(
+        torch.tensor([high - low for low, high in pairwise(inside)], dtype=torch.int64), factor_r.device
+    )
     return torch.repeat_interleave(factor_r, lengths_r, output_size=stop - start)

@@ -111,7 +111,7 @@ def warm_up_int8(dtype: torch.dtype) -> None:
     from thinwire.comm.kernels import int8_cpu
 
     x_c, left_c = torch.ones(BYTE, dtype=dtype), torch.ones(BYTE, dtype=dtype)
-    scale_b, q_c = torch.zeros(1), torch.zeros(BYTE, dtype=torch.int8)
+    scale_b, q_c = torch.zeros(1, dtype=torch.float32), torch.zeros(BYTE, dtype=torch.int8)
     int8_cpu.encode(x_c, scale_b, q_c, BYTE)
     int8_cpu.decode(scale_b, q_c, x_c, BYTE)
     int8_cpu.encode_left(x_c, x_c, left_c, scale_b, q_c, BYTE)

@@ -35,7 +35,7 @@ from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.parameters import compute_dtype, describe, is_trained, refuse_other_models, send_frozen_
 from thinwire.optim.engine.replicas import settings
 from thinwire.optim.engine.schedule import StepPlan, Wire
-from thinwire.optim.engine.state import error_memories, show_state
+from thinwire.optim.engine.state import count, error_memories, show_state
 
 logger = logging.getLogger(__name__)
 
@@ -250,11 +250,9 @@ def _lay_out_anew(optimizer: Algorithm[Any]) -> None:
 def show(optimizer: Algorithm[Any]) -> None:
     """Let `state` show vectors and step counts as they are laid out now, and what was set aside."""
     steps = optimizer.num_steps
-    optimizer.shown_steps = {
-        missed: torch.tensor(float(steps - missed)) for missed in {age.missed for age in optimizer.ages}
-    }
+    optimizer.shown_steps = {missed: count(steps - missed) for missed in {age.missed for age in optimizer.ages}}
     counts = [optimizer.shown_steps[age.missed] for age in optimizer.ages]
     show_state(optimizer.state, optimizer.space, optimizer.vectors, optimizer.shown, counts)
     for param, state in optimizer.frozen_states.items():
         parts = {name: state.values[field].view(param.shape) for field, name in optimizer.shown.items()}
-        optimizer.state[param] = {"step": torch.tensor(float(state.steps)), **parts}
+        optimizer.state[param] = {"step": count(state.steps), **parts}

@@ -94,7 +94,7 @@ def _rounding(g_N: Tensor, wire: FullWire) -> Tensor:
     if len(g_N) % RUN:
         largest_R[runs + 1] = peak(g_N[runs * RUN :])
     near_R = largest_R.unfold(0, 3, 1).amax(1)
-    every_k = torch.arange(0, len(g_N), _stride(g_N), device=g_N.device)
+    every_k = torch.arange(0, len(g_N), _stride(g_N), dtype=torch.int64, device=g_N.device)
     return near_R[every_k.div_(RUN, rounding_mode="floor")] * (0.51 / LEVELS)
 
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.exchange.memory import ErrorMemory
@@ -166,6 +167,11 @@ class Shown(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (list(self.items()),)
+
+
+def count(steps: int) -> Tensor:
+    """A step count as torch.optim keeps it: 0-dim, exact up to 2^24."""
+    return torch.tensor(float(steps), dtype=torch.float32)
 
 
 def show_state(
