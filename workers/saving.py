@@ -122,7 +122,7 @@ class Saving:
             with meter.part("control"):
                 found = torch.zeros(3, dtype=torch.int64, device=training.device)
                 if group.rank == 0:
-                    found[:] = torch.tensor(self._find(begins=before is None), dtype=found.dtype)
+                    found[:] = torch.tensor(self._find(begins=before is None), dtype=found.dtype, device="cpu")
                 group.broadcast_(found)
             self._generation, *newest = found.tolist()
             which = CheckpointId(*newest)

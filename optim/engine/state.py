@@ -224,7 +224,7 @@ class Shown(dict[str, Any]):
 
 def count(steps: int) -> Tensor:
     """A step count as torch.optim keeps it: 0-dim, exact up to 2^24."""
-    return torch.tensor(float(steps), dtype=torch.float32)
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
 
 
 def _is_same(value: object, shown: Any) -> bool:

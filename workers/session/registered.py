@@ -370,7 +370,7 @@ def _sparse(form: Mapping[str, Any], parts: list[Tensor]) -> Tensor:
     layout: torch.layout = getattr(torch, form[_SPARSE])
     if layout == torch.sparse_coo:
         indices, values = parts
-        made = torch.sparse_coo_tensor(indices, values, form["size"], check_invariants=False)
+        made = torch.sparse_coo_tensor(indices, values, form["size"], check_invariants=False, device="cpu")
         return made._coalesced_(form["coalesced"])
     compressed, plain, values = parts
     return torch.sparse_compressed_tensor(

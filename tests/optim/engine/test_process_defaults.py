@@ -1,4 +1,4 @@
-"""What the process's default dtype is makes no difference: no tensor of the product's own takes it."""
+"""What the process's default dtype and device are makes no difference: no tensor of the product's own takes them."""
 
 import contextlib
 from itertools import chain
@@ -58,7 +58,7 @@ def step(optimizer, at, rank):
     for index, tensor in enumerate(optimizer.space.tensors):
         p = tensor.param
         drawn = torch.Generator().manual_seed(1000 * at + 10 * index + rank)
-        p.grad = torch.randn(p.shape, generator=drawn, dtype=torch.float32).to(p.dtype)
+        p.grad = torch.randn(p.shape, generator=drawn, dtype=torch.float32, device="cpu").to(p.dtype)
     optimizer.step()
 
 
@@ -67,7 +67,8 @@ def life(kind, dtype, group):
     drawn = torch.Generator().manual_seed(1)
     shapes = [(40, 9), (9,), (3, 40)]
     params = [
-        torch.nn.Parameter(torch.randn(shape, generator=drawn, dtype=torch.float32).to(dtype)) for shape in shapes
+        torch.nn.Parameter(torch.randn(shape, generator=drawn, dtype=torch.float32, device="cpu").to(dtype))
+        for shape in shapes
     ]
     optimizer = KINDS[kind](params, group=group)
     found = [shown(optimizer)]
@@ -98,12 +99,29 @@ def test_a_run_is_the_same_under_every_default_dtype(kind):
         for other in (torch.bfloat16, torch.float16, torch.float64):
             with default(other):
                 found = run_threads(2, lambda group, dtype=dtype: life(kind, dtype, group))
-            for mine, theirs in zip(chain(*found), chain(*expected), strict=True):
-                if isinstance(mine[0], dict):
-                    assert repr(mine) == repr(theirs)
-                    continue
-                assert mine[1] == theirs[1]
-                assert all(map(torch.equal, mine[0], theirs[0])), (dtype, other)
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_the_same_where_tensors_are_made_on_another_device_by_default(kind):
+    def elsewhere(group):
+        torch.set_default_device("meta")  # of this thread: what is made there has no values
+        try:
+            return life(kind, dtype, group)
+        finally:
+            torch.set_default_device(None)
+
+    dtype = torch.float64 if "64" in kind else torch.float32
+    assert_same(run_threads(2, elsewhere), run_threads(2, lambda group: life(kind, dtype, group)))
+
+
+def assert_same(found, expected):
+    for mine, theirs in zip(chain(*found), chain(*expected), strict=True):
+        if isinstance(mine[0], dict):
+            assert repr(mine) == repr(theirs)
+            continue
+        assert mine[1] == theirs[1]
+        assert all(map(torch.equal, mine[0], theirs[0]))
 
 
 def test_a_count_of_steps_is_exact_under_every_default_dtype():
