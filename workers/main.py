@@ -28,7 +28,7 @@ from pydantic import JsonValue, ValidationError
 
 from thinwire.contract.reports import Event, EventKind, Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import JobSpec, Workers, read_spec
+from thinwire.contract.spec import JobSpec, Workers, read_accepted
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.elastic.worker_side import Failed
 from thinwire.workers.nodes import interface_variables, refuse_unfit_nodes
@@ -88,7 +88,7 @@ def _run(place: Place, attempt: int, name: str | None, package: str | None) -> i
     """
     try:
         job: dict[str, Any] = json.loads(place.folder.job.read_text())
-        spec = read_spec(job["spec"])
+        spec = read_accepted(job["spec"])
         zipped = None if package is None else place.package(package)
         fit(spec, name or job["job_id"], place, attempt, zipped)
     except Exception as error:

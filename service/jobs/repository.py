@@ -24,6 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, defer, mapped_column
 
 from thinwire.contract.jobs import TERMINAL, JobState
+from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.contract.reports import EventKind
 from thinwire.service.db import Base
 from thinwire.service.errors import JobNotFound
@@ -260,7 +261,7 @@ class JobRepository:
         statement = self._insert(EventRow).on_conflict_do_nothing(
             index_elements=["job_id", "attempt", "kind", "step", "time"]
         )
-        self.session.execute(statement, events)
+        self.session.execute(statement, [{**event, "fields": redacted_json(event["fields"])} for event in events])
 
     def samples(self, job_id: str, after_step: int, limit: int) -> Sequence[SampleRow]:
         """The first `limit` samples with a step above `after_step`, in order of step."""
@@ -320,8 +321,10 @@ class JobRepository:
 
 
 def storable(reason: str) -> str:
-    """As every database takes it: in a cluster's or a run's words there may be NUL, or half of a surrogate pair."""
-    return reason.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    """As every database takes it, and without secrets: in a cluster's or a run's words there may be NUL, half of a
+    surrogate pair, or the URL that could not be opened.
+    """
+    return redacted(reason.replace("\0", "\ufffd").encode("utf-8", "replace").decode())
 
 
 def transition(session: Session, row: JobRow, to: JobState, now: float, reason: str | None = None) -> None:

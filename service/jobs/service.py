@@ -17,7 +17,8 @@ from typing import BinaryIO
 
 from sqlalchemy.exc import IntegrityError
 
-from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs
+from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs, Problem
+from thinwire.contract.redaction import HIDDEN, hidden_in, redacted
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
@@ -100,6 +101,7 @@ class JobService:
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
         a start that is not there).
         """
+        _refuse_hidden(spec)
         # Of what was written: a default that a later version adds or changes leaves a request the same request.
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
         earlier = self._earlier(change.who, idempotency_key, digest, spec)
@@ -270,7 +272,8 @@ class JobService:
         except LauncherError as error:
             raise Unavailable(f"the launcher has no log to give: {error}") from error
         # An empty chunk of a job that is over is the end: nobody writes any more.
-        return Logs(text=chunk.text, next_offset=base + chunk.next_offset, complete=state.terminal and not chunk.text)
+        text = redacted(chunk.text)
+        return Logs(text=text, next_offset=base + chunk.next_offset, complete=state.terminal and not chunk.text)
 
     def _sent_log(self, row: JobRow, offset: int, limit: int) -> Logs:
         """What the driver has sent of its log. Raises LogGone, Unavailable."""
@@ -282,14 +285,14 @@ class JobService:
         except OSError as error:
             raise Unavailable(f"the log {path} cannot be read: {error.strerror or error}") from error
         next_offset = ((row.attempt - 1) << LOG_OFFSET_BITS) + chunk.next_offset
-        return Logs(text=chunk.text, next_offset=next_offset, complete=over and not chunk.text)
+        return Logs(text=redacted(chunk.text), next_offset=next_offset, complete=over and not chunk.text)
 
     def checkpoints(self, job_id: str) -> CheckpointList:
         """What lies in the job's own folder. Raises: JobNotFound, Unavailable."""
         with self._db.read() as session:
             store = JobRepository(session).found(job_id).spec.get("checkpoint", {}).get("store")
         if store is not None:
-            return CheckpointList(store=store, checkpoints=[])
+            return CheckpointList(store=redacted(store), checkpoints=[])
         return CheckpointList(checkpoints=list_checkpoints(self._folders.of(job_id).checkpoints))
 
     def checkpoint_file(self, job_id: str, folder: str, file: str) -> tuple[BinaryIO, int]:
@@ -392,6 +395,14 @@ class JobService:
 
     def _view(self, row: JobRow, workers: int) -> Job:
         return job_view(row, workers, self._folders.of(row.id).path, self._page(row))
+
+
+def _refuse_hidden(spec: TrainSpec | ScriptSpec) -> None:
+    """A job as it was shown, sent again, would run with HIDDEN for its secret. Raises InvalidRequest."""
+    message = f"is {HIDDEN}, which is shown in the place of a secret: write the value itself, or take it from each box"
+    problems = [Problem(path=path, message=message) for path in hidden_in(spec.model_dump(mode="json"))]
+    if problems:
+        raise InvalidRequest.of(problems)
 
 
 def _limits(wanted: JobChange) -> str:

@@ -32,6 +32,7 @@ from thinwire.contract.files import unusable_home
 from thinwire.contract.jobs import CheckpointList, ErrorBody, History, Job, JobItem, JobList, Logs, Problem
 from thinwire.contract.packages import Package
 from thinwire.contract.people import AuditLine, AuditList, MadeToken, NewToken, RotatedToken, TokenItem, TokenList
+from thinwire.contract.redaction import redacted_json
 from thinwire.contract.reports import Event
 from thinwire.service.config import Settings
 
@@ -128,7 +129,8 @@ def home() -> Path:
     except ValidationError as error:
         first = error.errors()[0]
         name = "THINWIRE_" + "_".join(map(str, first["loc"])).upper()
-        raise WrongEnvironment(f"the environment variable {name} is {first['input']!r}: {first['msg']}") from error
+        given = redacted_json(first["input"], name)
+        raise WrongEnvironment(f"the environment variable {name} is {given!r}: {first['msg']}") from error
 
 
 def server_of(home: Path) -> Server:

@@ -20,7 +20,7 @@ from typing import Final
 
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import read_spec
+from thinwire.contract.spec import read_accepted
 from thinwire.service.launch.driver import driver_command
 from thinwire.service.launch.kuberay.kube import WATCH_SILENT_S, Expired, Kube, KubeError, connect
 from thinwire.service.launch.kuberay.manifest import (
@@ -161,7 +161,7 @@ class KubeRayLauncher(Launcher):
         assert self._template is not None, "read when it started"
         folder = RunFolder(run_dir)
         try:
-            spec = read_spec(json.loads(folder.job.read_text())["spec"])
+            spec = read_accepted(json.loads(folder.job.read_text())["spec"])
             wanted = WantedWorkers.model_validate_json(folder.workers.read_text())
         except (OSError, ValueError, KeyError) as error:
             raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
