@@ -45,6 +45,11 @@ class Settings(BaseSettings):
     kuberay_namespace: str | None = Field(
         None, description="launcher kuberay: of the RayJobs; default: the service's own, or kubectl's"
     )
+    kuberay_shared_namespace: bool = Field(
+        False,
+        description="launcher kuberay: the RayJobs may be in the namespace of the service's own pod, whose pods the "
+        "autoscaler of each job can change",
+    )
     kuberay_template: Path | None = Field(
         None, description="launcher kuberay: a file with a RayJob; default: the service's own template"
     )

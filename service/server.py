@@ -231,6 +231,7 @@ def _ray(settings: Settings) -> Launcher:
 
 def _kuberay(settings: Settings) -> Launcher:
     try:
+        from thinwire.service.launch.kuberay.kube import own_namespace
         from thinwire.service.launch.kuberay.launcher import KubeRayLauncher
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "kubernetes":
@@ -238,6 +239,13 @@ def _kuberay(settings: Settings) -> Launcher:
         raise ServeRefused(
             "launcher = kuberay needs the Kubernetes client, which is not installed: pip install 'thinwire[kubernetes]'"
         ) from error
+    own = None if settings.kuberay_shared_namespace else own_namespace()
+    if own is not None and settings.kuberay_namespace in (None, own):
+        raise ServeRefused(
+            f"THINWIRE_KUBERAY_NAMESPACE is {settings.kuberay_namespace or 'not set'}, and the service's own pod is in "
+            f"{own}: KubeRay lets the autoscaler of each job change all pods of the jobs' namespace. Name another "
+            "namespace, or set THINWIRE_KUBERAY_SHARED_NAMESPACE=true"
+        )
     return KubeRayLauncher(settings.kuberay_namespace, settings.kuberay_template, settings.kuberay_image)
 
 

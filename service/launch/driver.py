@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,9 +21,9 @@ PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
 
 
 def driver_command(
-    run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None, *, fetch: bool = False
+    run_dir: Path, attempt: int, metadata: Mapping[str, str], words: Sequence[str] = (), python: str = PYTHON
 ) -> str:
-    """The shell command line of this attempt's driver. fetch: it brings the job's package to the cluster itself.
+    """The shell command line of this attempt's driver. words: what else it is told.
 
     Raises: LauncherError where the run folder cannot be read.
     """
@@ -32,17 +32,24 @@ def driver_command(
         token, url = folder.token.read_text().strip(), folder.service_url.read_text().strip()
     except OSError as error:
         raise LauncherError(f"the run folder {run_dir} cannot be read: {error.strerror}") from error
-    package = code.sha256 if fetch and code is not None else None
-    return command_line(url, metadata["job_id"], attempt, ticket_of(token, attempt), code, package)
+    return command_line(url, metadata["job_id"], attempt, ticket_of(token, attempt), words, python)
 
 
-def command_line(url: str, job_id: str, attempt: int, ticket: str, code: Code | None, package: str | None) -> str:
-    """The same of words that are known. package: the sha256 of the zip that it is to fetch."""
-    words = ["--service", url, "--job", job_id, "--attempt", str(attempt), "--ticket", ticket]
-    if package is not None:
-        words += ["--package", package]
-    python = "python" if code is not None and code.pip else PYTHON  # the one with its packages comes first
+def command_line(
+    url: str, job_id: str, attempt: int, ticket: str, words: Sequence[str] = (), python: str = PYTHON
+) -> str:
+    """The same of words that are known."""
+    words = ["--service", url, "--job", job_id, "--attempt", str(attempt), "--ticket", ticket, *words]
     return f"{python} -m thinwire.workers.main {shlex.join(words)}"
+
+
+def script_of_workers(code: Code | None) -> list[str]:
+    """What tells a driver to bring a script to the job's workers alone: nothing of it comes to where the driver runs,
+    neither its package nor its requirements nor its variables.
+    """
+    if code is None:
+        return []
+    return ["--script-of-workers", *([] if code.sha256 is None else ["--package", code.sha256])]
 
 
 def ticket_of(token: str, attempt: int) -> str:

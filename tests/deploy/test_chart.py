@@ -53,6 +53,7 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "launcher=ray"], "launcher: ray needs ray.address"),
         (["--set", "ray.address=http://head:8265"], "launcher is kuberay"),
         (["--set", "kuberay.template=kind: Pod"], "its kind is Pod"),
+        (["--set", "kuberay.namespace=thinwire"], "namespace: thinwire is that of the release, where the autoscaler"),
         (["--set", "checkpoints.claim=a"], "must have a volume with claimName: a"),
         (["--set", "ingress.enabled=true,ingress.host=a.b"], "ingress.tlsSecret"),
         (["--set", "ingress.enabled=true,ingress.host=a.b,ingress.tlsSecret=c"], "ingress.controllerNamespace"),
@@ -71,7 +72,7 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
         (["--kube-version", "1.28.0"], "kubeVersion"),
     ],
-    usual=[0, 3, 8, 14, 16, 21, 29, 33],
+    usual=[0, 3, 8, 14, 16, 21, 22, 30, 34],
 )
 def test_values_that_cannot_work_are_refused_with_the_reason(arguments, reason):
     with pytest.raises(RenderRefused, match=reason):
@@ -215,6 +216,19 @@ def test_the_longest_name_of_a_release_and_odd_values_make_objects_that_fit(tmp_
     assert environment["THINWIRE_HOST"] == "::"
     service = next(each for each in found if each["kind"] == "Service")["metadata"]["name"]
     assert environment["THINWIRE_PUBLIC_URL"] == f"http://{service}.other:8400"
+
+
+def test_jobs_run_in_the_namespace_of_the_release_only_where_that_is_asked_for():
+    def namespaces(*arguments):
+        return {each["metadata"]["namespace"] for each in objects(render(arguments)) if each["kind"] == "Role"}
+
+    assert namespaces() == {"thinwire-jobs"}
+    assert namespaces("--set", "kuberay.sharedNamespace=true") == {"thinwire"}
+    assert namespaces("--set", "kuberay.sharedNamespace=true,kuberay.namespace=thinwire") == {"thinwire"}
+    shared = objects(render(["--set", "kuberay.sharedNamespace=true"]))
+    (deployment,) = (each for each in shared if each["kind"] == "Deployment")
+    env = {one["name"]: one.get("value") for one in deployment["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert (env["THINWIRE_KUBERAY_NAMESPACE"], env["THINWIRE_KUBERAY_SHARED_NAMESPACE"]) == ("thinwire", "true")
 
 
 def test_the_plain_manifests_are_what_the_chart_renders():

@@ -7,7 +7,7 @@ who may look at a job. `secrets` names where each box finds one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -79,6 +79,16 @@ class ScriptRecipe(BaseModel):
         if any("\0" in one for one in args):
             raise ValueError("must be texts without the character NUL: no process can be given one")
         return args
+
+
+def runtime_environment(working_dir: str | None, pip: Sequence[str], env_vars: Mapping[str, str]) -> dict[str, object]:
+    """What Ray is to make of it on each machine, without a package, which comes in a way of its own."""
+    found: dict[str, object] = {"working_dir": f"local://{working_dir}"} if working_dir is not None else {}
+    if pip:
+        found["pip"] = list(pip)
+    if env_vars:
+        found["env_vars"] = dict(env_vars)
+    return found
 
 
 def impossible(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:

@@ -22,8 +22,10 @@ app.kubernetes.io/part-of: thinwire
 {{- end -}}
 {{- end -}}
 
+{{/* KubeRay lets the autoscaler of each job change all pods of its namespace: by default not those of the service. */}}
 {{- define "thinwire.jobs.namespace" -}}
-{{ .Values.kuberay.namespace | default .Release.Namespace }}
+{{- $apart := and (eq .Values.launcher "kuberay") (not .Values.kuberay.sharedNamespace) -}}
+{{ .Values.kuberay.namespace | default (ternary (printf "%s-jobs" .Release.Namespace) .Release.Namespace $apart) }}
 {{- end -}}
 
 {{- define "thinwire.claim" -}}
@@ -68,6 +70,9 @@ app.kubernetes.io/part-of: thinwire
 {{- if and (ne $v.launcher "ray") $v.ray.address -}}
 {{- fail (printf "ray.address: %s is of launcher: ray, and launcher is %s" $v.ray.address $v.launcher) -}}
 {{- end -}}
+{{- if and (eq $v.launcher "kuberay") (not $v.kuberay.sharedNamespace) (eq (include "thinwire.jobs.namespace" . | trim) .Release.Namespace) -}}
+{{- fail (printf "kuberay.namespace: %s is that of the release, where the autoscaler of any job could change the pods of the service: name another, or set kuberay.sharedNamespace: true" .Release.Namespace) -}}
+{{- end -}}
 {{- if $v.kuberay.template -}}
 {{- $job := fromYaml $v.kuberay.template -}}
 {{- if ne (get $job "kind" | toString) "RayJob" -}}
@@ -94,7 +99,7 @@ app.kubernetes.io/part-of: thinwire
 {{- end -}}
 {{- end -}}
 {{- range $name, $value := $v.env -}}
-{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE") -}}
+{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_SHARED_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE") -}}
 {{- fail (printf "env: %s is set by the chart, from a value of its own" $name) -}}
 {{- end -}}
 {{- end -}}

@@ -21,7 +21,7 @@ from typing import Final
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_accepted
-from thinwire.service.launch.driver import driver_command
+from thinwire.service.launch.driver import driver_command, script_of_workers
 from thinwire.service.launch.kuberay.kube import WATCH_SILENT_S, Expired, Kube, KubeError, connect
 from thinwire.service.launch.kuberay.manifest import (
     LABEL_SERVICE,
@@ -170,12 +170,11 @@ class KubeRayLauncher(Launcher):
             Attempt(
                 service_id=self._service_id,
                 submission_id=submission_id,
-                entrypoint=driver_command(run_dir, attempt, metadata, code, fetch=True),
+                entrypoint=driver_command(run_dir, attempt, metadata, script_of_workers(code)),
                 metadata=metadata,
                 spec=spec,
                 least=wanted.min,
                 most=wanted.max,
-                code=code,
                 namespace=kube.namespace,
             ),
         )
