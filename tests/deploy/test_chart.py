@@ -15,6 +15,7 @@ from tests.covering import parametrize
 from tests.deploy.rendering import CHART, HELM, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
+from thinwire.contract.metric_names import most_series
 from thinwire.service.config import Settings
 from thinwire.service.launch.kuberay.kube import NEEDED
 
@@ -65,8 +66,12 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "env.HOME=/root"], "HOME is set by the chart"),
         (["--set", "checkpoints.claim=a", "--set-file", f"kuberay.template={CLAIMS}"], "claimName: a"),
         (["--set", "checkpoints.claim=thinwire-home,launcher=ray,ray.address=http://a:1"], "name another"),
-        (["--set", "monitoring.serviceMonitor=true"], "needs tokenSecret.name"),
-        (["--set", "monitoring.scrapeConfig=true"], "needs tokenSecret.name"),
+        (["--set", "monitoring.serviceMonitor=true"], r"needs monitoring\.tokenSecret.name: .*--role viewer"),
+        (["--set", "monitoring.scrapeConfig=true,tokenSecret.name=a"], r"needs monitoring\.tokenSecret"),
+        (
+            ["--set", "monitoring.serviceMonitor=true,tokenSecret.name=a,monitoring.tokenSecret.name=a"],
+            "a is the operator's token",
+        ),
         (["--set", "monitoring.runbooks=here"], "monitoring.runbooks"),
         (["--set", "env.THINWIRE_PORT=80"], "must be a string|Invalid type"),
         (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
@@ -257,8 +262,27 @@ def test_the_scrape_configuration_asks_the_service_for_the_workers():
     assert discovery["url"] == f"http://{name}.thinwire:{port}/v1/metrics/targets"
     assert discovery["authorization"] == {
         "type": "Bearer",
-        "credentials": {"name": "thinwire-token", "key": "operator"},
+        "credentials": {"name": "prometheus-token", "key": "viewer"},
     }
+
+
+def test_the_scrape_configuration_takes_from_workers_what_the_plain_one_takes():
+    (scraped,) = (each["spec"] for each in objects(rendered("ingress")) if each["kind"] == "ScrapeConfig")
+    plain = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"][0]
+
+    def camel(found):
+        """As the operator's objects write it."""
+        if isinstance(found, list):
+            return [camel(one) for one in found]
+        if not isinstance(found, dict):
+            return found
+        return {re.sub("_([a-z])", lambda match: match[1].upper(), key): camel(value) for key, value in found.items()}
+
+    same = {"sample_limit", "label_limit", "label_name_length_limit", "label_value_length_limit", "honor_timestamps"}
+    assert camel({key: plain[key] for key in same}).items() <= scraped.items()
+    assert scraped["relabelings"] == camel(plain["relabel_configs"])
+    assert scraped["metricRelabelings"] == camel(plain["metric_relabel_configs"])
+    assert plain["sample_limit"] >= most_series(1)  # of the one that leads
 
 
 def test_the_dashboards_of_the_chart_are_those_that_are_tested():

@@ -94,8 +94,11 @@ app.kubernetes.io/part-of: thinwire
 {{- end -}}
 {{- end -}}
 {{- range $name := list "serviceMonitor" "scrapeConfig" -}}
-{{- if and (get $v.monitoring $name) (not $v.tokenSecret.name) -}}
-{{- fail (printf "monitoring.%s needs tokenSecret.name: Prometheus sends the operator's token" $name) -}}
+{{- if and (get $v.monitoring $name) (not $v.monitoring.tokenSecret.name) -}}
+{{- fail (printf "monitoring.%s needs monitoring.tokenSecret.name: a Secret with a token of the role viewer, as `thinwire token create prometheus --role viewer` prints one" $name) -}}
+{{- end -}}
+{{- if and (get $v.monitoring $name) (eq $v.monitoring.tokenSecret.name $v.tokenSecret.name) (eq $v.monitoring.tokenSecret.key $v.tokenSecret.key) -}}
+{{- fail (printf "monitoring.tokenSecret: %s is the operator's token, which allows everything; make one of the role viewer for Prometheus" $v.tokenSecret.name) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $value := $v.env -}}
