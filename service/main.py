@@ -18,12 +18,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from thinwire.contract.files import private_folder
+from thinwire.contract.tls import read_ca
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, Guard, person
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
-from thinwire.service.jobs.job_folder import RunFolders
+from thinwire.service.jobs.job_folder import RunFolders, ServiceAt
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.service import JobService
@@ -74,7 +75,8 @@ class ControlPlane:
         )
         self._launcher = launcher
         self.metrics = ServiceMetrics()
-        folders = RunFolders(settings.runs, service_url)
+        ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
+        folders = RunFolders(settings.runs, ServiceAt(service_url, ca))
         self.packages = Packages(
             settings.packages,
             max_bytes=settings.package_max_bytes,

@@ -30,6 +30,7 @@ from thinwire.contract.reports import Event, EventKind, Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.script import ScriptRecipe, runtime_environment
 from thinwire.contract.spec import JobSpec, ScriptSpec, Workers, read_accepted
+from thinwire.contract.tls import from_word
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.elastic.worker_side import Failed
 from thinwire.workers.nodes import interface_variables, refuse_unfit_nodes
@@ -61,6 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--service", help="the service's URL, where it shares no folder with this machine")
     parser.add_argument("--job", help="with --service: the job's ID")
     parser.add_argument("--ticket", help="with --service: of this attempt; it is worth nothing afterwards")
+    parser.add_argument(
+        "--service-ca", default="", help="with --service: the CA that it is trusted by, as base64 of PEM"
+    )
     parser.add_argument("--package", help="with --service: sha256 of the script's package, which is fetched there")
     parser.add_argument(
         "--script-of-workers",
@@ -78,12 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place(options.run_dir.resolve(), attempt)
     else:
         try:
-            claimed = claim(options.service, options.job, options.ticket)
+            ca = from_word(options.service_ca)
+            claimed = claim(options.service, options.job, options.ticket, ca=ca)
         except ClaimRefused as error:
             logger.error("claim_refused reason=%s", error)
             return NO_REASON
         attempt, name = claimed.attempt, claimed.unique_name
-        place = Place.of_its_own(Credentials(claimed.job, claimed.token, options.service), attempt)
+        place = Place.of_its_own(Credentials(claimed.job, claimed.token, options.service, ca), attempt)
     with place:
         place.send_log()
         brings = Brought(options.package) if options.script_of_workers or options.package else None

@@ -123,7 +123,7 @@ class JobService:
                 row = self._insert(spec, digest, idempotency_key, token, change)
             try:
                 folder = self._folders.of(row.id)
-                folder.write(job_json(row), wanted_workers(row), token, self._folders.service_url)
+                folder.write(job_json(row), wanted_workers(row), token, self._folders.service)
             except OSError:
                 # The job is accepted: its row is written. The reconciler completes the folder.
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
@@ -320,7 +320,7 @@ class JobService:
             ids = [row.id for row in JobRepository(session).unfinished()]
         for job_id in ids:
             try:
-                self._folders.of(job_id).write_service_url(self._folders.service_url)
+                self._folders.of(job_id).write_service(self._folders.service)
             except OSError:
                 logger.exception("service_url_not_written job_id=%s", job_id)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.tls import as_word
 from thinwire.service.launch.protocol import Code, LauncherError
 
 PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
@@ -30,8 +31,11 @@ def driver_command(
     folder = RunFolder(run_dir)
     try:
         token, url = folder.token.read_text().strip(), folder.service_url.read_text().strip()
+        ca = folder.service_ca.read_text() if folder.service_ca.exists() else None
     except OSError as error:
         raise LauncherError(f"the run folder {run_dir} cannot be read: {error.strerror}") from error
+    if ca is not None:
+        words = [*words, "--service-ca", as_word(ca)]
     return command_line(url, metadata["job_id"], attempt, ticket_of(token, attempt), words, python)
 
 
