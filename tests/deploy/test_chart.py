@@ -55,6 +55,7 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "ray.address=http://head:8265"], "launcher is kuberay"),
         (["--set", "kuberay.template=kind: Pod"], "its kind is Pod"),
         (["--set", "kuberay.namespace=thinwire"], "namespace: thinwire is that of the release, where the autoscaler"),
+        (["--set", "tls.secret=a,publicUrl=http://a.b"], "begin it with https://"),
         (["--set", "checkpoints.claim=a"], "must have a volume with claimName: a"),
         (["--set", "ingress.enabled=true,ingress.host=a.b"], "ingress.tlsSecret"),
         (["--set", "ingress.enabled=true,ingress.host=a.b,ingress.tlsSecret=c"], "ingress.controllerNamespace"),
@@ -77,7 +78,7 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
         (["--kube-version", "1.28.0"], "kubeVersion"),
     ],
-    usual=[0, 3, 8, 14, 16, 21, 22, 30, 34],
+    usual=[0, 3, 8, 14, 16, 21, 22, 23, 31, 35],
 )
 def test_values_that_cannot_work_are_refused_with_the_reason(arguments, reason):
     with pytest.raises(RenderRefused, match=reason):
@@ -221,6 +222,28 @@ def test_the_longest_name_of_a_release_and_odd_values_make_objects_that_fit(tmp_
     assert environment["THINWIRE_HOST"] == "::"
     service = next(each for each in found if each["kind"] == "Service")["metadata"]["name"]
     assert environment["THINWIRE_PUBLIC_URL"] == f"http://{service}.other:8400"
+
+
+def test_with_tls_the_service_and_all_who_call_it_speak_it():
+    found = objects(rendered("tls"))
+    (pod,) = (each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment")
+    box = pod["containers"][0]
+    env = {one["name"]: one.get("value") for one in box["env"]}
+    assert env["THINWIRE_PUBLIC_URL"] == "https://thinwire.thinwire:8400"
+    (mount,) = (one for one in box["volumeMounts"] if one["name"] == "tls")
+    (volume,) = (one["secret"] for one in pod["volumes"] if one["name"] == "tls")
+    files = {f"{mount['mountPath']}/{item['path']}" for item in volume["items"]}
+    assert files == {env[f"THINWIRE_TLS_{name}"] for name in ("CERTIFICATE", "KEY", "CA")}
+    assert {item["key"] for item in volume["items"]} == {"tls.crt", "tls.key", "ca.crt"}  # as cert-manager writes them
+    assert {box[f"{probe}Probe"]["httpGet"]["scheme"] for probe in ("startup", "liveness", "readiness")} == {"HTTPS"}
+    asked = next(each for each in found if each["kind"] == "ScrapeConfig")["spec"]["httpSDConfigs"][0]
+    assert asked["url"].startswith("https://thinwire.thinwire:8400/")
+    (endpoint,) = next(each for each in found if each["kind"] == "ServiceMonitor")["spec"]["endpoints"]
+    trusted = {"serverName": "thinwire.thinwire", "ca": {"secret": {"name": "thinwire-tls", "key": "ca.crt"}}}
+    assert (endpoint["scheme"], endpoint["tlsConfig"], asked["tlsConfig"]) == ("https", trusted, trusted)
+    public = render(["--set", "tls.secret=a,tls.ca=,publicUrl=https://a.example"])  # a CA that every machine trusts
+    assert "THINWIRE_TLS_CA" not in public
+    assert "ca.crt" not in public
 
 
 def test_jobs_run_in_the_namespace_of_the_release_only_where_that_is_asked_for():

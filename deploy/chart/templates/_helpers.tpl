@@ -28,6 +28,20 @@ app.kubernetes.io/part-of: thinwire
 {{ .Values.kuberay.namespace | default (ternary (printf "%s-jobs" .Release.Namespace) .Release.Namespace $apart) }}
 {{- end -}}
 
+{{/* The service as pods reach it. */}}
+{{- define "thinwire.url" -}}
+{{ ternary "https" "http" (ne .Values.tls.secret "") }}://{{ include "thinwire.name" . }}.{{ .Release.Namespace }}:{{ .Values.service.port }}
+{{- end -}}
+
+{{/* Of the Prometheus operator: how it trusts the service. */}}
+{{- define "thinwire.tlsConfig" -}}
+serverName: {{ (urlParse (.Values.publicUrl | default (include "thinwire.url" .))).hostname | quote }}
+{{- with .Values.tls.ca }}
+ca:
+  secret: {name: {{ $.Values.tls.secret | quote }}, key: {{ . | quote }}}
+{{- end }}
+{{- end -}}
+
 {{- define "thinwire.claim" -}}
 {{ .Values.home.existingClaim | default (printf "%s-home" (include "thinwire.name" .)) }}
 {{- end -}}
@@ -85,6 +99,9 @@ app.kubernetes.io/part-of: thinwire
 {{- if and $v.checkpoints.claim $v.checkpoints.create (not $v.home.existingClaim) (eq $v.checkpoints.claim (include "thinwire.claim" .)) -}}
 {{- fail (printf "checkpoints.claim: %s is the name of the claim of the service's home: jobs must not mount that; name another" $v.checkpoints.claim) -}}
 {{- end -}}
+{{- if and $v.tls.secret (hasPrefix "http:" $v.publicUrl) -}}
+{{- fail (printf "publicUrl: %s is plain HTTP, and tls.secret makes the service speak TLS: begin it with https://" $v.publicUrl) -}}
+{{- end -}}
 {{- if $v.ingress.enabled -}}
 {{- if or (not $v.ingress.host) (not $v.ingress.tlsSecret) -}}
 {{- fail "ingress.enabled needs ingress.host and ingress.tlsSecret: a token must not travel in clear" -}}
@@ -102,7 +119,7 @@ app.kubernetes.io/part-of: thinwire
 {{- end -}}
 {{- end -}}
 {{- range $name, $value := $v.env -}}
-{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_SHARED_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE") -}}
+{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_SHARED_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE" "THINWIRE_TLS_CERTIFICATE" "THINWIRE_TLS_KEY" "THINWIRE_TLS_CA") -}}
 {{- fail (printf "env: %s is set by the chart, from a value of its own" $name) -}}
 {{- end -}}
 {{- end -}}
