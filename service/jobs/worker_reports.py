@@ -27,6 +27,7 @@ from sqlalchemy.orm import Session
 from thinwire.contract.files import private_folder, write_whole
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
 from thinwire.contract.metric_names import MOST_SCRAPED
+from thinwire.contract.redaction import redacted
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES, Claim, Claimed, KeptFile, LogKept, RunNow
 from thinwire.contract.reports import (
     SCRAPE_PORTS,
@@ -223,11 +224,12 @@ class WorkerReports:
             raise Unavailable(f"{name} cannot be written on the service's machine: {error.strerror}") from error
 
     def get_file(self, job_id: str, name: KeptFile) -> bytes:
-        """The file. Raises JobNotFound, FileNotKept, Unavailable."""
+        """The file, a text without secrets. Raises JobNotFound, FileNotKept, Unavailable."""
         with self._db.read() as session:
             JobRepository(session).found(job_id)
         try:
-            return (self._folders.of(job_id).path / name).read_bytes()
+            content = (self._folders.of(job_id).path / name).read_bytes()
+            return redacted(content.decode("utf-8", "replace")).encode() if name.endswith(".json") else content
         except FileNotFoundError:
             raise FileNotKept(job_id, name) from None
         except OSError as error:

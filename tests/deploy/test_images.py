@@ -36,7 +36,7 @@ def pins(*locks: str) -> dict[str, str]:
 
 
 def pinned(line: str) -> tuple[str, str]:
-    found = Requirement(line.partition(" ")[0])
+    found = Requirement(line.split()[0])
     (specifier,) = found.specifier
     assert specifier.operator == "=="
     return canonicalize_name(found.name), specifier.version
@@ -45,7 +45,7 @@ def pinned(line: str) -> tuple[str, str]:
 def constraints() -> tuple[list[Requirement], dict[str, str]]:
     """The bounds that a person has written, and the versions that follow from them."""
     bounds, _, written = CONSTRAINTS.read_text().partition(LINE)
-    return list(map(Requirement, entries(bounds))), dict(pinned(line.strip()) for line in entries(written))
+    return [Requirement(line.strip()) for line in entries(bounds)], dict(map(pinned, entries(written)))
 
 
 def outdated(image: str, locked: dict[str, str]) -> Iterator[str]:

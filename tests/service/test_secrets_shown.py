@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -88,6 +89,14 @@ def test_what_a_job_says_is_shown_without_secrets(service: Service) -> None:
     (event,) = [one for one in told if one["kind"] == "started_from"]
     assert event["fields"] == {"url": f"s3://{HIDDEN}@b", "env": {"PGPASSWORD": HIDDEN}, "tokens": 4096}
     assert service.job(job_id)["summary"] == {"command": f"train.py --password {HIDDEN}"}
+    text = json.dumps({"command": f"train.py --password {SECRET}", "env": {"PGPASSWORD": SECRET}})
+    kept, own = f"/v1/jobs/{job_id}/files/summary.json", service.job_headers(job_id)
+    left = service.client.put(
+        f"{kept}?attempt=1", content=text, headers=own | {"Content-Type": "application/octet-stream"}
+    )
+    assert left.status_code in (200, 204), left.text
+    shown = service.client.get(kept, headers=service.person("vera", "viewer")).json()
+    assert shown == {"command": f"train.py --password {HIDDEN}", "env": {"PGPASSWORD": HIDDEN}}
     failed = service.running()
     service.post(failed, failure={"kind": "Error", "message": f"cannot open s3://K:{SECRET}@bucket/a"})
     service.launcher.put(failed, LaunchState.FAILED)

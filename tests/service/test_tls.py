@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -182,7 +183,7 @@ def test_what_cannot_be_served_is_refused_at_the_start(certificates: Path, tmp_p
 def test_settings_of_tls_stand_together(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="THINWIRE_TLS_KEY is missing"):
         Settings(home=tmp_path, tls_certificate=tmp_path / "a")
-    both = {"tls_certificate": tmp_path / "a", "tls_key": tmp_path / "b"}
+    both: dict[str, Any] = {"tls_certificate": tmp_path / "a", "tls_key": tmp_path / "b"}
     with pytest.raises(ValidationError, match="begin it with https://"):
         Settings(home=tmp_path, public_url="http://a:1", **both)
     assert Settings(home=tmp_path, public_url="https://a:1", **both).tls_key == tmp_path / "b"
