@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,7 +40,7 @@ from thinwire.service.jobs.repository import JobRepository, JobRow, key_of, reco
 from thinwire.service.jobs.starts import Starts, heirs_of, unshared
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
-from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog, read_part
+from thinwire.service.launch.protocol import Launcher, LauncherError, LogChunk, NoLog, read_part
 from thinwire.service.packages.store import Packages
 from thinwire.service.people.audit import Change
 
@@ -49,6 +50,8 @@ MOST_EVENTS = 5000
 """In one answer: a job may post events for as long as it runs, of 16,000 characters each."""
 LOG_OFFSET_BITS = 40
 """A log offset is (attempt - 1) << 40 plus bytes: each attempt has a log of its own."""
+LINE_BYTES = 4096
+"""Of a line that a part of a log begins in, so many are looked at."""
 DAY_S = 86_400.0
 DELETED_AT_ONCE = 20
 """Jobs deleted in one call: a folder of checkpoints may take a second to remove."""
@@ -264,16 +267,17 @@ class JobService:
         if reason is not None:
             raise Unavailable(f"the launcher cannot be asked for the log now: {reason}")
         try:
-            chunk = self._launcher.logs(submission_id(row.id, row.attempt), max(0, offset - base), limit)
+            own = max(0, offset - base)
+            chunk = without_secrets(partial(self._launcher.logs, submission_id(row.id, row.attempt)), own, limit)
         except NoLog as error:
             if state.terminal:
                 raise LogGone(f"the log of job {job_id} is gone with its cluster, or it never ran: {error}") from error
             return Logs(text="", next_offset=offset, complete=False)
         except LauncherError as error:
             raise Unavailable(f"the launcher has no log to give: {error}") from error
-        # An empty chunk of a job that is over is the end: nobody writes any more.
-        text = redacted(chunk.text)
-        return Logs(text=text, next_offset=base + chunk.next_offset, complete=state.terminal and not chunk.text)
+        # Where a job is over and nothing follows is the end: nobody writes any more.
+        complete = state.terminal and chunk.next_offset == own
+        return Logs(text=chunk.text, next_offset=base + chunk.next_offset, complete=complete)
 
     def _sent_log(self, row: JobRow, offset: int, limit: int) -> Logs:
         """What the driver has sent of its log. Raises LogGone, Unavailable."""
@@ -281,11 +285,11 @@ class JobService:
         try:
             if over and not path.exists():
                 raise LogGone(f"job {row.id} has sent no log, and its cluster has none")
-            chunk = read_part(path, offset, limit)
+            chunk = without_secrets(partial(read_part, path), offset, limit)
         except OSError as error:
             raise Unavailable(f"the log {path} cannot be read: {error.strerror or error}") from error
         next_offset = ((row.attempt - 1) << LOG_OFFSET_BITS) + chunk.next_offset
-        return Logs(text=redacted(chunk.text), next_offset=next_offset, complete=over and not chunk.text)
+        return Logs(text=chunk.text, next_offset=next_offset, complete=over and chunk.next_offset == offset)
 
     def checkpoints(self, job_id: str) -> CheckpointList:
         """What lies in the job's own folder. Raises: JobNotFound, Unavailable."""
@@ -395,6 +399,29 @@ class JobService:
 
     def _view(self, row: JobRow, workers: int) -> Job:
         return job_view(row, workers, self._folders.of(row.id).path, self._page(row))
+
+
+def without_secrets(read: Callable[[int, int], LogChunk], offset: int, limit: int) -> LogChunk:
+    """A part of a log as it is shown: a secret stays hidden also where a part begins or ends in its line.
+
+    read: the log, from an offset on, up to so many bytes.
+    """
+    chunk = read(offset, limit)
+    if not chunk.text:
+        return chunk
+    before = min(offset, LINE_BYTES)
+    head = read(offset - before, before).text.rpartition("\n")[2] if before else ""
+    tail = read(chunk.next_offset, LINE_BYTES).text.partition("\n")[0]
+    whole = redacted(head + chunk.text + tail)
+    begin, end = (_shared(redacted(part), whole) for part in (head, head + chunk.text))
+    return LogChunk(whole[begin:end], chunk.next_offset)
+
+
+def _shared(begin: str, whole: str) -> int:
+    """How many characters both begin with."""
+    if whole.startswith(begin):
+        return len(begin)
+    return next(index for index, (one, other) in enumerate(zip(begin, f"{whole}\0", strict=False)) if one != other)
 
 
 def _refuse_hidden(spec: TrainSpec | ScriptSpec) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from tests.service.control_plane_harness import STORE, Service, spec
 from thinwire.contract.redaction import HIDDEN
 from thinwire.contract.spec import read_spec
 from thinwire.service.jobs.repository import JobRow
-from thinwire.service.launch.protocol import LaunchState
+from thinwire.service.jobs.service import without_secrets
+from thinwire.service.launch.protocol import LaunchState, read_part
 
 SECRET = "hunter2"
 SCRIPT = {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}
@@ -103,6 +106,28 @@ def test_what_a_job_says_is_shown_without_secrets(service: Service) -> None:
     service.turn(2)
     assert f"cannot open s3://{HIDDEN}@bucket/a" in service.job(failed)["reason"]
     assert SECRET not in service.client.get(f"/v1/jobs/{failed}/metrics").text
+
+
+LOG = f"begin\nopen s3://KEY:{SECRET}@bucket/a\npassword={SECRET} tokens=4096\nend of it, \u00e9\n" * 3
+
+
+@pytest.mark.parametrize("limit", [7, 16, 50, 1000])
+def test_a_log_is_read_without_its_secrets_in_parts_of_any_size_and_from_any_place(limit: int, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(LOG)
+    read = partial(read_part, tmp_path / "log")
+    size = (tmp_path / "log").stat().st_size
+    shown = LOG.replace(f"KEY:{SECRET}", HIDDEN).replace(SECRET, HIDDEN)
+    for start in range(0, size, 3):
+        text, offset = "", start
+        while (chunk := without_secrets(read, offset, limit)).next_offset > offset:
+            text, offset = text + chunk.text, chunk.next_offset
+        assert offset == size
+        assert SECRET not in text
+        assert shown.endswith(text) or HIDDEN in text
+    parts, offset = "", 0
+    while (chunk := without_secrets(read, offset, limit)).next_offset > offset:
+        parts, offset = parts + chunk.text, chunk.next_offset
+    assert parts == shown
 
 
 def test_the_audit_has_no_token_that_was_given_for_a_name(service: Service) -> None:
