@@ -12,7 +12,13 @@ THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest --durations=25
 # CI gives --no-compile here: of 26,000 files its tests import some, and .venv/.collected compiles these.
 PIP_ARGS ?=
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+# Of what pip says: each download with its size, and when it begins to unpack, which is minutes without a word.
+SHOWN := sed -un -e 's/^ *Downloading \([^ ]*\) \((.*)\)/  downloading \1 \2/p' \
+	-e 's/^Installing collected packages:.*/  unpacking: a minute or two .../p'
+# A pipe fails where pip does.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 # Where tests with the mark `law` are: to collect all others takes longer than to run these.
 LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
 # Where those of the one Ray are.
@@ -88,10 +94,10 @@ clean:
 
 .venv/.worker: .venv/.created pyproject.toml constraints.txt
 	@echo "installing thinwire and its workers into .venv (torch and ray: some minutes the first time) ..."
-	@$(INSTALL) -e ".[all,vision]"
+	@$(INSTALL) -e ".[all,vision]" | $(SHOWN)
 	@touch $@
 
 .venv/.dev: .venv/.created pyproject.toml constraints.txt
 	@echo "installing thinwire, its workers and the development tools into .venv ..."
-	@$(INSTALL) -e ".[all,vision,dev]"
+	@$(INSTALL) -e ".[all,vision,dev]" | $(SHOWN)
 	@touch $@ .venv/.worker

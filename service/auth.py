@@ -22,8 +22,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from thinwire.contract.jobs import JobState
 from thinwire.contract.people import Role
-from thinwire.service.errors import Forbidden, ServiceError, Unauthorized, Unavailable, error_response
+from thinwire.service.errors import Forbidden, JobOver, ServiceError, Unauthorized, Unavailable, error_response
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,14 @@ class Person:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent the request: the job of this id, or else a person. ticket: with a ticket only."""
+    """Who sent the request: the job of this id, or else a person. ticket: with a ticket only.
+
+    over: how the job has ended, where that was so long ago that its token is refused.
+    """
 
     job_id: str | None = None
     ticket: bool = False
+    over: JobState | None = None
     person: Person | None = None
 
 
@@ -118,13 +123,15 @@ async def operator(request: Request, _: Annotated[object, Depends(_documented)])
 
 
 async def job_or_person(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
-    """Dependency: the job named by the path, or a person as for `person`. Raises Forbidden."""
+    """Dependency: the job named by the path, or a person as for `person`. Raises Forbidden, JobOver."""
     caller: Caller = request.state.caller
     _refuse_ticket(caller)
     if caller.person is not None:
         _need(_of_request(request), request)
     elif caller.job_id != job_id:
         raise Forbidden(f"this is the token of job {caller.job_id}, which does not allow reports of another job")
+    elif caller.over is not None:
+        raise JobOver(job_id, caller.over, "its token is of no more use")
 
 
 def _of_request(request: Request) -> Role:

@@ -18,6 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from thinwire.contract.packages import MOST_BYTES
 from thinwire.contract.reports import LEASE_S
 
+IPNetwork = IPv4Network | IPv6Network
+
 
 def default_home() -> Path:
     """The user's data folder for Thinwire: $XDG_DATA_HOME/thinwire, else ~/.local/share/thinwire."""
@@ -42,6 +44,9 @@ class Settings(BaseSettings):
     launcher: Literal["local", "ray", "kuberay", "fake"] = "local"
     ray_address: str | None = Field(None, description="launcher ray: the cluster's dashboard, http://head:8265")
     ray_token_file: Path | None = Field(None, description="launcher ray: the file that holds the cluster's token")
+    ray_autoscales: bool = Field(
+        False, description="launcher ray: the cluster adds machines when jobs wait for them, so none waits in a queue"
+    )
     kuberay_namespace: str | None = Field(
         None, description="launcher kuberay: of the RayJobs; default: the service's own, or kubectl's"
     )
@@ -90,8 +95,24 @@ class Settings(BaseSettings):
     )
     packages_max_bytes: int = Field(10 << 30, ge=1, description="of all packages together")
     package_keep_days: float = Field(1.0, gt=0.0, description="a package that no job names is removed after so long")
-    scrape_networks: tuple[IPv4Network | IPv6Network, ...] = Field(
+    packages_person_max_bytes: int = Field(2 << 30, ge=1, description="of the packages that one person has sent")
+    job_max_bytes: int = Field(
+        1 << 30, ge=1, description="of one job: its samples, events and log that are kept here; then no more of them is"
+    )
+    person_max_bytes: int = Field(20 << 30, ge=1, description="the same of all jobs of one person")
+    person_max_jobs: int = Field(1000, ge=1, description="jobs of one person that are not over")
+    changes_burst: int = Field(300, ge=1, description="requests of one person that may change something, at once")
+    changes_per_s: float = Field(5.0, gt=0.0, description="and in the long run")
+    job_grace_s: float = Field(
+        300.0, ge=0.0, description="after its end a job may say its last words for so long; then its token is refused"
+    )
+    large_answers: int = Field(8, ge=1, description="answers of up to some MiB that are made and sent at once")
+    large_answers_of_one: int = Field(2, ge=1, description="the same to one person or job")
+    scrape_networks: tuple[IPNetwork, ...] = Field(
         (), description="networks whose addresses jobs may register for Prometheus, beside the sender's own"
+    )
+    trusted_proxies: tuple[IPNetwork, ...] = Field(
+        (), description="networks of proxies that say by X-Forwarded-For who asks, and from which nobody else can ask"
     )
     worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
 
@@ -119,6 +140,16 @@ class Settings(BaseSettings):
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ValueError("must be an address such as http://head:8265, without user or query")
         return url and url.rstrip("/")
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _not_everybody(cls, networks: tuple[IPNetwork, ...]) -> tuple[IPNetwork, ...]:
+        for network in networks:
+            if network.prefixlen == 0:
+                raise ValueError(
+                    f"{network} is everybody, who could then say to be anybody: name your proxies' networks"
+                )
+        return networks
 
     @field_validator("shared_folders")
     @classmethod

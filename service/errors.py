@@ -7,16 +7,19 @@
       |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound, TokenNotFound
       +- Conflict             409
       |    +- JobOver, JobNotOver, JobNeeded, IdempotencyKeyReused, StaleAttempt, TokenExists, TokenFromElsewhere
+      |    +- QuotaReached      a person who has as much here as one may
       +- BodyTooSlow          408
       +- LogGone              410
       +- BodyTooLarge         413
+      +- JobFull              413  a job of which no more history is kept
       +- UnsupportedMediaType 415  the body is not called what it has to be
       +- InvalidRequest       422  carries the problems, field by field
-      +- TooMuch              429  a job that says more than it may
-      +- TooManyWrongTokens   429  an address that guesses
+      +- TooMuch              429  a job or a person who asks or says more than one may at a time
+      +- TooManyWrongTokens   429  a wrong token, from an address that has sent many
       +- InsufficientStorage  507  no room for what is sent
       +- Unavailable          503  the launcher or the database cannot answer now
            +- NotOwner             this service stands by: another one owns the database
+           +- Busy                 as many bodies are under way as may be
 
 Whatever goes wrong, the body is contract.jobs.ErrorBody: `install` registers the handlers.
 """
@@ -114,6 +117,13 @@ class BodyTooLarge(ServiceError):
     code = "body_too_large"
 
 
+class JobFull(ServiceError):
+    """No more of the job's samples and events is kept here; its progress, its summary and its end still are."""
+
+    status = 413
+    code = "job_full"
+
+
 class UnsupportedMediaType(ServiceError):
     """The request's body is not sent as what it has to be: JSON, or for a file or a log plain bytes."""
 
@@ -165,27 +175,37 @@ class NotOwner(Unavailable):
         self.headers = {"Retry-After": str(ceil(retry_s))}
 
 
+class Busy(Unavailable):
+    """As many bytes of bodies are under way as the service holds; trying again soon helps."""
+
+    code = "busy"
+    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}: try again in a second")
+
+
 class TooMuch(ServiceError):
-    """The job posts more than one job may; trying again later helps."""
+    """A job or a person asks or says more than one may; trying again later helps."""
 
     status = 429
     code = "too_much"
 
-    def __init__(self, job_id: str, wait_s: float) -> None:
-        super().__init__(f"job {job_id} posts more than a job may: try again in {wait_s:.1f} s")
+    def __init__(self, what: str, wait_s: float) -> None:
+        super().__init__(f"{what}: try again in {wait_s:.1f} s")
         self.headers = {"Retry-After": str(ceil(wait_s))}
 
 
 class TooManyWrongTokens(ServiceError):
-    """This address has sent many wrong tokens; trying again later helps."""
+    """This token is wrong, as many from its address were."""
 
     status = 429
     code = "too_many_wrong_tokens"
 
     def __init__(self, address: str, wait_s: float) -> None:
         super().__init__(
-            f"{address} has sent many wrong tokens, so that this one is not looked at: mend what sends them, and try "
-            f"again in {wait_s:.0f} s"
+            f"this token is not known, and {address} has sent many that are not: mend what sends them, and wait "
+            f"{wait_s:.0f} s. Tokens that are known are taken from there all the same"
         )
         self.headers = {"Retry-After": str(ceil(wait_s))}
 
@@ -278,6 +298,12 @@ class IdempotencyKeyReused(Conflict):
         super().__init__(
             f"Idempotency-Key {key!r} has already made job {job_id} from another spec; use a new key for a new job"
         )
+
+
+class QuotaReached(Conflict):
+    """The person has as many jobs, or as many bytes here, as one person may."""
+
+    code = "quota_reached"
 
 
 class TokenExists(Conflict):

@@ -21,23 +21,25 @@ from thinwire.contract.files import private_folder
 from thinwire.contract.tls import read_ca
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, Guard, person
+from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.job_folder import RunFolders, ServiceAt
+from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
+from thinwire.service.large_answers import Paced, Slots
 from thinwire.service.launch.protocol import Launcher, LauncherStarter
 from thinwire.service.metrics import CONTENT_TYPE, JobMetrics, RequestMetrics, ServiceMetrics
 from thinwire.service.ownership import Ownership
 from thinwire.service.packages import router as packages_router
 from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
-from thinwire.service.people.audit import Audit, Audited
+from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
-from thinwire.service.requests import Bodies
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class ControlPlane:
         self.db = Database(settings.database)
         self.audit = Audit(self.db, keep_days=settings.audit_days, clock=clock)
         self.tokens = Tokens(self.db, keep_days=settings.audit_days, clock=clock)
-        self.callers = Callers(self.db, self.operator_token, self.tokens)
+        self.callers = Callers(self.db, self.operator_token, self.tokens, grace_s=settings.job_grace_s)
         self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(
@@ -75,12 +77,15 @@ class ControlPlane:
         )
         self._launcher = launcher
         self.metrics = ServiceMetrics()
+        self.large_answers = Slots(settings.large_answers, settings.large_answers_of_one)
+        self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
         folders = RunFolders(settings.runs, ServiceAt(service_url, ca))
         self.packages = Packages(
             settings.packages,
             max_bytes=settings.package_max_bytes,
             total_bytes=settings.packages_max_bytes,
+            person_bytes=settings.packages_person_max_bytes,
             keep_days=settings.package_keep_days,
             named=self._named_packages,
             confirm_owner=self.ownership.confirm,
@@ -104,12 +109,15 @@ class ControlPlane:
             folders,
             self.packages,
             launcher_reason=self.launcher_reason,
+            room=lambda: self.reconciler.admission.room,
             confirm_owner=self.ownership.confirm,
             wake=self.reconciler.wake,
             clock=clock,
             shared_folders=settings.shared_folders,
             keep_jobs=settings.keep_jobs,
             keep_days=settings.keep_days,
+            person_jobs=settings.person_max_jobs,
+            person_bytes=settings.person_max_bytes,
         )
         self.reports = WorkerReports(
             self.db,
@@ -118,6 +126,9 @@ class ControlPlane:
             lease_s=settings.worker_lease_s,
             clock=clock,
             networks=settings.scrape_networks,
+            grace_s=settings.job_grace_s,
+            job_bytes=settings.job_max_bytes,
+            person_bytes=settings.person_max_bytes,
         )
         self.metrics.watch(
             self.jobs.count_by_state,
@@ -202,7 +213,8 @@ class ControlPlane:
 
     def _prune(self) -> None:
         """Jobs first: then nobody names their packages."""
-        self.jobs.prune(lambda: self.audit.by_service("delete"))
+        self.jobs.prune(lambda: self.audit.by_service(DELETE))
+        self.jobs.sweep()
         self.packages.prune()
         self.tokens.prune()
         self.audit.prune()
@@ -256,6 +268,7 @@ def create_app(
         description="Elastic training over ordinary Ethernet. Every error answers an ErrorBody.",
         lifespan=lifespan,
         default_response_class=errors.ShowableJSON,
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
@@ -269,11 +282,13 @@ def create_app(
     app.include_router(people_router.people)
     app.include_router(_own)
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
-    # The last one added is the first to see a request: count it, ask who it is, note what is changed, read the body.
-    app.add_middleware(Bodies)
-    app.add_middleware(Audited, db=plane.db, clock=clock)
+    # The last one added is the first to see a request: send its answer in parts, count it, ask who it is, note what is
+    # changed, read the body.
+    app.add_middleware(Bodies, charge=plane.reports.charge)
+    app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
     app.add_middleware(Guard, find=plane.callers.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
+    app.add_middleware(Paced)
     return app
 
 
@@ -284,6 +299,15 @@ _own = APIRouter(tags=["service"])
 async def healthz() -> dict[str, str]:
     """The process answers. Open. It waits for no thread, so for nothing that other requests wait for."""
     return {"status": "ok"}
+
+
+@_own.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The API, for programs. Open; it is long, so it is written once and not for each stranger who asks."""
+    state = request.app.state
+    if not hasattr(state, "openapi"):
+        state.openapi = errors.ShowableJSON(request.app.openapi()).body
+    return Response(state.openapi, media_type="application/json")
 
 
 @_own.get("/docs", include_in_schema=False)

@@ -19,7 +19,8 @@ from pydantic import JsonValue
 
 from thinwire.contract.jobs import Problem
 from thinwire.contract.redaction import redacted_json
-from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE
+from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE, ScriptRecipe
+from thinwire.contract.spec import LABEL, fitting_name
 
 Schema = Mapping[str, Any]
 
@@ -96,13 +97,16 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
         yield Problem(path=".".join([*path, tag]), value=value, message=f"must be one of {', '.join(tags)}")
         return
     if kind == "extra_forbidden":
-        message = _unknown_field(str(loc[-1]), list(resolve(parent, document).get("properties", {})))
+        fields, whole = (list(resolve(one, document).get("properties", {})) for one in (parent, body))
+        message = _unknown_field(path, str(loc[-1]), fields, whole)
     elif kind == "missing":
         message = f"this field is required: {allowed(node, document)}" if loc else "a JSON body is required"
     elif not loc:
         message = "the body must be a mapping of fields, a JSON object"
     elif kind in _OF_OUR_OWN or not (words := allowed(node, document)):
         message = error["msg"]
+    elif kind == "string_pattern_mismatch" and node.get("pattern") == LABEL and (fit := fitting_name(error["input"])):
+        message = f"must be {words}; such as {fit}"
     elif kind == "finite_number":
         message = f"must be {words.replace('a number', 'a finite number')}"
     else:
@@ -125,10 +129,49 @@ def _tags(node: Schema, tag: str, document: Schema) -> dict[str, None]:
     return {} if const is None else {const: None}
 
 
-def _unknown_field(name: str, fields: Sequence[str]) -> str:
-    near = get_close_matches(name[:LONGEST_VALUE], fields, n=1)
-    guess = f"there is no such field; did you mean {near[0]}? Allowed" if near else "there is no such field; allowed"
+def _unknown_field(path: Sequence[str], name: str, fields: Sequence[str], whole: Sequence[str]) -> str:
+    """whole: the fields of the whole body. A name that other tools have is answered with what it is here."""
+    known = CALLED_ELSEWHERE.get(name.lower().replace("-", "_"))
+    if known is not None and known.partition(".")[0] not in whole:
+        known = None
+    if known is None and list(path[:-1]) == ["recipe"] and name in ScriptRecipe.model_fields:
+        known = f"recipe.{name}"
+    if known is None:
+        near = next(iter(get_close_matches(name[:LONGEST_VALUE], fields, n=1)), None)
+    elif known.rpartition(".")[2] in fields and known.split(".")[:-1] == list(path[:-1]):
+        near = known.rpartition(".")[2]
+    else:
+        of_script = known.startswith("recipe.") and known.partition(".")[2] in ScriptRecipe.model_fields
+        near = f"{known}, with recipe.name = script" if of_script else known
+    guess = f"there is no such field; did you mean {near}? Allowed" if near else "there is no such field; allowed"
     return f"{guess} here: {', '.join(fields)}"
+
+
+CALLED_ELSEWHERE = {
+    name: path
+    for path, names in {
+        "global_batch": "batch batch_size train_batch_size per_device_train_batch_size micro_batch_size batchsize",
+        "steps": "max_steps num_steps total_steps train_steps max_iters iterations",
+        "workers.max": "num_workers world_size nproc_per_node nnodes num_nodes num_gpus gpus replicas",
+        "workers.min": "min_workers",
+        "workers.device": "accelerator",
+        "optimizer.lr": "learning_rate",
+        "optimizer.warmup": "freeze_step",
+        "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
+        "optimizer.eps": "epsilon adam_epsilon",
+        "lr_schedule.warmup": "warmup_steps warmup_ratio num_warmup_steps",
+        "checkpoint.every_steps": "save_steps save_every checkpoint_every",
+        "checkpoint.store": "output_dir checkpoint_dir save_dir",
+        "evaluation.every_steps": "eval_steps eval_every",
+        "recipe.entry": "script entrypoint entry_point command program main train_file",
+        "recipe.args": "argv arguments script_args",
+        "recipe.pip": "requirements dependencies packages",
+        "recipe.env_vars": "env environment envs",
+        "recipe.working_dir": "workdir cwd folder directory",
+    }.items()
+    for name in names.split()
+}
+"""What other tools call a field of a job file, and what it is here."""
 
 
 def _impossible(path: str, value: JsonValue, words: str, body: object) -> Problem:
@@ -272,8 +315,7 @@ def _plain(bound: float) -> str:
 _NOUNS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 _PATTERNS = {
-    r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$": "lower-case letters, digits, dots and dashes, beginning and ending with a "
-    "letter or digit",
+    LABEL: "lower-case letters, digits, dots and dashes, beginning and ending with a letter or digit",
     SHA256: "the sha256 of a package, 64 hexadecimal digits in lower case",
     VARIABLE: "of letters, digits and underscores, not beginning with a digit",
     ABSOLUTE: "an absolute path",

@@ -2,11 +2,6 @@
 
 The running server is found by $THINWIRE_HOME/server.json, {"url", "pid"}, which is there while it answers. A lock
 file makes it the only one: the lock is the kernel's and ends with the process, however that ends.
-
-Strangers must not use up the service's files: there is a limit to how long a connection may say nothing, and to how
-many there may be. uvicorn closes a connection that says nothing after an answer. One that never sends a request, sends
-half of one, or does not read its answer stays for as long as its sender likes; at the limit of open files nobody else
-gets in.
 """
 
 from __future__ import annotations
@@ -21,19 +16,18 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from thinwire.contract.files import private_folder, unusable_home, write_private
 from thinwire.contract.tls import WrongCa
-from thinwire.service.config import Settings
+from thinwire.service.config import IPNetwork, Settings
+from thinwire.service.connections import ACCEPTED_AT_ONCE, MOST, Bounds, bounded
 from thinwire.service.db import DatabaseUnusable
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher
@@ -81,15 +75,18 @@ def serve(
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
             except OSError as error:
                 raise ServeRefused(unusable_home(settings.home, error)) from error
-            BoundedConnection.most = raise_file_limit()
+            most = raise_file_limit()
             config = uvicorn.Config(
                 app,
-                http=BoundedConnection,
+                http=bounded(Bounds(most=most)),
+                backlog=min(ACCEPTED_AT_ONCE, most // 4),
                 log_config=None,
                 access_log=False,
                 lifespan="on",
                 timeout_graceful_shutdown=OPEN_REQUESTS_S,
-                proxy_headers=False,  # a job on this machine could say that it comes from anywhere
+                # By default none: a job on this machine could say that it comes from anywhere.
+                proxy_headers=bool(settings.trusted_proxies),
+                forwarded_allow_ips=_proxies(settings.trusted_proxies),
                 ssl_context_factory=None if tls is None else lambda *_: tls,
             )
             # What is on this machine checks the certificate too: it is of the name in the public URL.
@@ -223,7 +220,7 @@ def _bind(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(2048)
+            listener.listen(ACCEPTED_AT_ONCE)
         except BaseException:
             listener.close()
             raise
@@ -287,6 +284,12 @@ def _url(listener: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{address}]:{port}" if address.version == 6 else f"{scheme}://{address}:{port}"
 
 
+def _proxies(networks: Sequence[IPNetwork]) -> list[str]:
+    """As uvicorn takes them. A server on :: meets IPv4 in IPv6's clothes."""
+    mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in networks if one.version == 4]
+    return [str(one) for one in networks] + mapped
+
+
 def _local(settings: Settings) -> Launcher:
     from thinwire.service.launch.local import LocalLauncher
 
@@ -297,7 +300,7 @@ def _ray(settings: Settings) -> Launcher:
     from thinwire.service.launch.ray import RayLauncher
 
     assert settings.ray_address is not None, "the settings ask for it"
-    return RayLauncher(settings.ray_address, settings.ray_token_file)
+    return RayLauncher(settings.ray_address, settings.ray_token_file, grows=settings.ray_autoscales)
 
 
 def _kuberay(settings: Settings) -> Launcher:
@@ -337,15 +340,9 @@ def make_launcher(settings: Settings) -> Launcher:
     return LAUNCHERS[settings.launcher](settings)
 
 
-IDLE_S = 60.0
-"""Without a whole request: from the beginning, or from the last answer on."""
-BUSY_S = 300.0
-"""With a request that has not been answered, or whose answer has not been read."""
 WANTED_FILES = 65_536
 KEPT_FILES = 256
 """Of the process's limit: not for connections, but for the database, logs, and what it starts."""
-MOST = 4096
-"""Connections, where the limit of files allows for so many."""
 
 
 def raise_file_limit() -> int:
@@ -356,68 +353,3 @@ def raise_file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     return max(16, min(MOST, soft - KEPT_FILES))
-
-
-class BoundedConnection(H11Protocol):
-    """One connection. most: how many there may be at once; one more ends the one that has been idle for longest."""
-
-    most = MOST
-    idle_s = IDLE_S
-    busy_s = BUSY_S
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._since = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to count, and make room where there are too many."""
-        super().connection_made(transport)
-        self._rest()
-        if len(self.connections) > self.most:
-            idle = [one for one in self.connections if isinstance(one, BoundedConnection) and one.is_idle]
-            longest = min(idle, key=lambda one: one._since, default=self)
-            logger.debug("connection_ended reason=too_many open=%d", len(self.connections))
-            longest._end()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Count no more."""
-        self._unset()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Take what came; a request that is whole now has more time."""
-        was_idle = self.is_idle
-        super().data_received(data)
-        if was_idle and not self.is_idle:
-            self._set(self.busy_s)
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        super().on_response_complete()
-        if not self.transport.is_closing() and self.is_idle:
-            self._rest()
-
-    @property
-    def is_idle(self) -> bool:
-        """Is there no request that waits for its answer?"""
-        return self.cycle is None or self.cycle.response_complete
-
-    def _rest(self) -> None:
-        self._since = self.loop.time()
-        self._set(self.idle_s)
-
-    def _set(self, seconds: float) -> None:
-        self._unset()
-        self._timer = self.loop.call_later(seconds, self._end)
-
-    def _unset(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _end(self) -> None:
-        """Close at once: what is not read, or not whole, is lost."""
-        self._unset()
-        self.connections.discard(self)
-        self.transport.abort()

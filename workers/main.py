@@ -26,6 +26,7 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
+from thinwire.contract.places import Room, never_fits, uses_gpus
 from thinwire.contract.reports import Event, EventKind, Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.script import ScriptRecipe, runtime_environment
@@ -165,8 +166,9 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int, brought: Brought |
         of_worker["env_vars"] = {**of_worker.get("env_vars", {}), **interface_variables(interface)}
     wanted, resources = wanted_workers(place, spec.workers), ray.cluster_resources()
     workers = spec.workers.model_copy(update={"min": wanted.min, "max": wanted.max})
-    use_gpu = _use_gpu(workers, resources.get("GPU", 0))
-    _refuse_too_many(workers, resources.get("CPU", 0))
+    room = Room(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0)))
+    _refuse_too_many(workers, room)
+    use_gpu = uses_gpus(workers, room.gpus)
     fit_how = _fit_in_place if workers.elastic == "in_place" else _fit_with_restarts
     credentials = place.credentials
 
@@ -430,23 +432,11 @@ def _membership_secret(folder: RunFolder) -> str:
     return secrets.token_hex(32)  # a run without a service, which has one driver
 
 
-def _use_gpu(workers: Workers, num_gpus: float) -> bool:
-    """Whether workers take a GPU each. Raises: ValueError where the spec asks for GPUs that the cluster lacks."""
-    if workers.device == "gpu" and num_gpus < workers.min:
-        raise ValueError(
-            f"workers.device = gpu with workers.min = {workers.min}, but the cluster has {num_gpus:g} GPUs: add nodes "
-            "with GPUs, lower workers.min, or use device: cpu"
-        )
-    return workers.device == "gpu" or (workers.device == "auto" and num_gpus >= workers.min)
-
-
-def _refuse_too_many(workers: Workers, num_cpus: float) -> None:
+def _refuse_too_many(workers: Workers, room: Room) -> None:
     """A job that can never start must say so. Raises: ValueError where the cluster is too small for workers.min."""
-    if workers.min > num_cpus:
-        raise ValueError(
-            f"workers.min = {workers.min}, but the cluster has {num_cpus:g} CPUs and each worker takes one: lower "
-            "workers.min, or add nodes"
-        )
+    if (wrong := never_fits(workers, room)) is not None:
+        path, value, allowed = wrong
+        raise ValueError(f"{path} = {value} must be {allowed}")
 
 
 def _in_short(error: Exception) -> Failure:

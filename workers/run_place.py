@@ -50,7 +50,7 @@ LAST_WORD_S = 60.0
 PACKAGE_S = 120.0
 """How long a driver waits for the package of its job."""
 BEGIN_S = 10.0
-"""How long a process that begins waits for a file that a process before it may have left."""
+"""How long is tried for what another process may have left: a file, when one begins, or the history, when one ends."""
 ASK_S = 5.0
 """Between two questions whether another process has failed, while one waits."""
 RETRY_S = 1.0
@@ -235,7 +235,7 @@ class Place:
 
     def others_history(self) -> list[Sample]:
         """What has been reported to the service, where this folder need not have it all. Raises ServiceError."""
-        return [] if self._service is None else self._service.history()
+        return [] if self._service is None else _patiently(self._service.history, BEGIN_S)
 
     def wanted(self) -> WantedWorkers | None:
         """How many workers are wanted now; None where nobody has said it, or it cannot be read (which is logged)."""

@@ -38,6 +38,7 @@ COMPUTES = ("comm", "contract", "optim", "workers")
 """Packages of thinwire. All of each: a loop that saves or reports at another step has its peers wait for ever."""
 MAY_DIFFER: dict[str, set[str] | bool] = {
     "name": True,
+    "priority": True,
     "workers": {"min", "max", "device", "max_restarts", "elastic", "grace_s"},
 }
 """Fields of the job file that do not decide what a rank computes. workers.shadow does."""

@@ -11,7 +11,7 @@ from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import Reader
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
-from thinwire.optim.kernels import floor_loops, updates
+from thinwire.optim.kernels import loops, updates
 from thinwire.optim.kernels.lamb import Bounds, Descent, Heard, Tiles
 
 
@@ -32,8 +32,8 @@ def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None
     if variance not in (None, dtype):
         updates.descend_(x[0], x[1].to(variance), rows, 1e-3, 0.0, 1e-8, table)
     cuts, found = np.array([0, 8]), (np.zeros(1), np.zeros(1))
-    floor_loops.sums(x[0].numpy(), cuts, *found)
-    floor_loops.raise_to(x[0].numpy(), cuts, x[1][:1].numpy(), np.zeros(8, np.bool_))
+    loops.floor_sums(x[0].numpy(), cuts, *found)
+    loops.raise_to_floor(x[0].numpy(), cuts, x[1][:1].numpy(), np.zeros(8, np.bool_))
     eps, numbers = 1e-8, (1.0, 1.0, 1.0, 1.0)
     updates.first_local_(x[0], x[1], x[2], x[3], x[4], x[5], hyper, 1.0)
     updates.local_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0)

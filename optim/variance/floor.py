@@ -61,11 +61,11 @@ def _groups(v_N: Tensor, cuts: Tensor) -> list[tuple[slice, slice]]:
 def _sums(v_N: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
     """Of each piece the sum, and how many are not zero: float64[p], on the host."""
     if _has_loops(v_N):
-        from thinwire.optim.kernels import floor_loops  # not at the top: it brings numba, which only CPUs need
+        from thinwire.optim.kernels import loops  # not at the top: it brings numba, which only CPUs need
 
         sum_p = torch.zeros(len(cuts) - 1, dtype=torch.float64)
         count_p = torch.zeros_like(sum_p)
-        floor_loops.sums(v_N.numpy(), cuts.numpy(), sum_p.numpy(), count_p.numpy())
+        loops.floor_sums(v_N.numpy(), cuts.numpy(), sum_p.numpy(), count_p.numpy())
         return sum_p, count_p
     wide = torch.float32 if v_N.dtype == torch.bfloat16 else v_N.dtype
     sums = [_sums_of(v_N[at].to(wide), cuts[pieces.start : pieces.stop + 1]) for pieces, at in _groups(v_N, cuts)]
@@ -76,9 +76,9 @@ def _sums(v_N: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
 def _raise(v_N: Tensor, cuts: Tensor, floor_p: Tensor, raised_N: Tensor) -> None:
     """v <- what is below the floor of its piece, raised to it; raised <- which are. Both modified."""
     if _has_loops(v_N):
-        from thinwire.optim.kernels import floor_loops
+        from thinwire.optim.kernels import loops
 
-        floor_loops.raise_to(v_N.numpy(), cuts.numpy(), floor_p.numpy(), raised_N.numpy())
+        loops.raise_to_floor(v_N.numpy(), cuts.numpy(), floor_p.numpy(), raised_N.numpy())
         increment_version(v_N)
         return
     lengths_p = cuts.diff().to(v_N.device)

@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import os
 import re
-import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from thinwire.contract.files import NotPlain, open_plain
 from thinwire.contract.jobs import CheckpointFile, CheckpointFiles
 from thinwire.service.errors import CheckpointNotFound, Unavailable
 
 _FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{12}")
 _FILE = re.compile(r"[a-z0-9][a-z0-9._-]*")
-MOST_FILES = 20_000
+MOST_FILES, MOST_IN_ALL = 20_000, 100_000
+"""Of one checkpoint, and of all in one answer: of a folder that holds more the last are listed."""
 
 
 def list_checkpoints(folder: Path) -> list[CheckpointFiles]:
     """What lies in the folder of checkpoints, by name; files that are half-written are left out. Raises Unavailable."""
     found: list[CheckpointFiles] = []
+    left = MOST_IN_ALL
     try:
-        for name in sorted(os.listdir(folder)):
-            if _FOLDER.fullmatch(name):
+        for name in sorted(filter(_FOLDER.fullmatch, os.listdir(folder)), reverse=True):
+            if left <= 0:
+                break
+            with suppress(FileNotFoundError, NotADirectoryError):  # gone meanwhile, or none of ours
                 found.append(CheckpointFiles(folder=name, files=_files(folder / name)))
+                left -= 1 + len(found[-1].files)
     except FileNotFoundError:
         pass  # none yet, or the folder of the job has been removed
     except OSError as error:
         raise Unavailable(f"the checkpoints in {folder} cannot be listed: {error.strerror}; try again") from error
-    return found
+    return found[::-1]
 
 
 def open_checkpoint(folder: Path, name: str, file: str) -> tuple[BinaryIO, int]:
@@ -39,13 +45,9 @@ def open_checkpoint(folder: Path, name: str, file: str) -> tuple[BinaryIO, int]:
     if not _FOLDER.fullmatch(name) or not _FILE.fullmatch(file):
         raise CheckpointNotFound(name, file)
     try:
-        opened = os.open(folder / name / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        size = os.fstat(opened)
-        if not stat.S_ISREG(size.st_mode):
-            os.close(opened)
-            raise CheckpointNotFound(name, file)
-        return os.fdopen(opened, "rb"), size.st_size
-    except (FileNotFoundError, NotADirectoryError) as error:
+        opened = open_plain(folder / name / file)
+        return opened, os.fstat(opened.fileno()).st_size
+    except (FileNotFoundError, NotADirectoryError, NotPlain) as error:
         raise CheckpointNotFound(name, file) from error
     except OSError as error:
         raise Unavailable(f"{folder / name / file} cannot be read: {error.strerror}; try again") from error

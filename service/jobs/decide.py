@@ -2,11 +2,14 @@
 
 believed    launcher says   action
 SUBMITTING  (not asked)     Submit: a second submit of one id finds the first
+QUEUED      (not asked)     the same, once it has its places (queue.py)
 CANCELLING  PENDING RUNNING StopRun, again at each poll until it is gone
 CANCELLING  SUCCEEDED       Succeed: it was over before the cancel arrived
 CANCELLING  gone otherwise  Cancel, or Succeed where the run left its summary
 PENDING     RUNNING         Run
 RUNNING     PENDING         Wait; where a queue has put it back: Succeed, Fail, or Retry, uncounted, by what it left
+recalled    PENDING RUNNING StopRun: it gives its places back (admission.py)
+recalled    gone otherwise  Retry, uncounted; Succeed or Fail where the run has left a summary or a failure
 either      SUCCEEDED       Succeed
 either      FAILED          Fail with the reason that the run left, or the cluster where a further attempt would fail
                             alike; Retry where neither has said one: it was killed
@@ -46,6 +49,8 @@ class JobView:
     """What a run that succeeded has left, posted or in its folder."""
     failure: Failure | None = None
     """What a run that cannot go on has left, posted or in its folder."""
+    recalled: str | None = None
+    """Why it is to give its places back; None where it keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ Action = Wait | Submit | Run | Retry | Succeed | Fail | StopRun | Cancel
 def decide(job: JobView, status: LaunchStatus) -> Action:
     """The one action for a job that is not over. See the table above."""
     said = status.state
-    if job.state is JobState.SUBMITTING:
+    if job.state in (JobState.SUBMITTING, JobState.QUEUED):
         return Submit()
     if said is LaunchState.UNKNOWN:
         return Wait()
@@ -111,6 +116,10 @@ def decide(job: JobView, status: LaunchStatus) -> Action:
         return Succeed(job.summary)
     if job.state is JobState.CANCELLING:
         return StopRun() if said in (LaunchState.PENDING, LaunchState.RUNNING) else Cancel()
+    if job.recalled is not None and said in (LaunchState.PENDING, LaunchState.RUNNING):
+        return StopRun()
+    if job.recalled is not None and job.failure is None:
+        return Retry(f"{job.recalled}; attempt {job.attempt + 1} resumes from the newest checkpoint", counted=False)
     if said is LaunchState.FAILED:
         return _failed(job, status)
     if said is LaunchState.STOPPED:

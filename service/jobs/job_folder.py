@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.types import JsonValue
 from pydantic_core import from_json, to_json
 
-from thinwire.contract.files import private_folder, write_private
+from thinwire.contract.files import NotPlain, plain_descriptor, private_folder, read_plain, write_private
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
@@ -27,6 +28,9 @@ from thinwire.service.auth import token_hash
 logger = logging.getLogger(__name__)
 
 LARGEST_REPORT_BYTES = 1 << 20
+MOST_TOKEN_BYTES = 4096
+REMOVED = ".removed-"
+"""Before the name of a folder that is being removed."""
 Report = TypeVar("Report")
 _WANTED, _SUMMARY, _FAILURE = TypeAdapter(WantedWorkers), TypeAdapter(dict[str, JsonValue]), TypeAdapter(Failure)
 
@@ -65,44 +69,53 @@ class JobFolder(RunFolder):
         if self.path.is_dir():
             write_private(self.workers, wanted.model_dump_json() + "\n")
 
-    def append_log(self, attempt: int, offset: int, content: bytes) -> int:
-        """Add to the log of an attempt what comes from byte `offset` on; its size then. Raises OSError.
+    def append_log(self, attempt: int, offset: int, content: bytes, room: int) -> tuple[int, int]:
+        """Add to the log of an attempt what comes from byte `offset` on; its size then, and how much was added.
 
-        What is there already stays as it is, and after a gap nothing is added. It grows to LONGEST_LOG_BYTES at most.
-        One at a time.
+        What is there already stays as it is, and after a gap nothing is added. It grows to LONGEST_LOG_BYTES at most,
+        and by `room` bytes. One at a time. The run folder is not made: that of a job that was deleted stays away.
+        Raises OSError.
         """
-        private_folder(private_folder(self.path) / self.logs.name)
-        descriptor = os.open(self.log_of(attempt), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self.logs.mkdir(mode=0o700, exist_ok=True)
+        descriptor = plain_descriptor(self.log_of(attempt), os.O_RDWR | os.O_CREAT | os.O_APPEND)
         with os.fdopen(descriptor, "ab") as file:
             size = file.seek(0, os.SEEK_END)
-            new = content[size - offset :][: LONGEST_LOG_BYTES - size] if offset <= size else b""
+            most = max(0, min(room, LONGEST_LOG_BYTES - size))
+            new = content[size - offset :][:most] if offset <= size else b""
             file.write(new)
-        return size + len(new)
+        return size + len(new), len(new)
 
     def log_size(self, attempt: int) -> int:
         """Bytes of the log of an attempt; 0 where there is none. Raises OSError."""
         try:
-            return self.log_of(attempt).stat().st_size
+            return self.log_of(attempt).lstat().st_size
         except FileNotFoundError:
             return 0
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it; none is fine. A link is removed, not followed. Raises OSError."""
+        """Remove the folder with all that is in it; none is fine. A link is removed, not followed. Raises OSError.
+
+        It is moved away first: who still writes to it finds no folder, and cannot keep it from going.
+        """
         if self.path.is_symlink():
             self.path.unlink()
             return
-        try:
-            shutil.rmtree(self.path)
-        except FileNotFoundError:
-            if self.path.exists():
-                raise  # something else was removed in it meanwhile
+        removed = self.path.with_name(REMOVED + self.path.name)
+        _remove_tree(removed)  # what could not be removed the last time
+        with suppress(FileNotFoundError):
+            self.path.rename(removed)
+        _remove_tree(removed)
+
+    def read_token(self) -> str:
+        """The job's token. Raises OSError."""
+        return read_plain(self.token, MOST_TOKEN_BYTES).decode("utf-8", "replace").strip()
 
     def complete(self, expected_token_hash: str) -> bool:
         """True where a run can start from it: all files are there and the token is the one that is stored."""
         try:
-            token = self.token.read_text(encoding="utf-8").strip()
-            return self.job.is_file() and self.service_url.is_file() and token_hash(token) == expected_token_hash
-        except (FileNotFoundError, NotADirectoryError):
+            known = token_hash(self.read_token()) == expected_token_hash
+            return known and self.job.is_file() and self.service_url.is_file()
+        except (FileNotFoundError, NotADirectoryError, NotPlain):
             return False
 
     def read_wanted(self) -> WantedWorkers | None:
@@ -121,16 +134,20 @@ class JobFolder(RunFolder):
 
 def _read(path: Path, kind: TypeAdapter[Report]) -> Report | None:
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_REPORT_BYTES + 1)
-        if len(data) <= LARGEST_REPORT_BYTES:
-            return kind.validate_json(data)
-        logger.warning("report_too_large path=%s limit_bytes=%d", path, LARGEST_REPORT_BYTES)
+        return kind.validate_json(read_plain(path, LARGEST_REPORT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValidationError) as error:
         logger.warning("report_unreadable path=%s error=%s", path, error)
     return None
+
+
+def _remove_tree(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        if path.exists():
+            raise  # something else was removed in it meanwhile
 
 
 class RunFolders:
@@ -148,3 +165,8 @@ class RunFolders:
     def of(self, job_id: str) -> JobFolder:
         """The folder of this job."""
         return JobFolder(self.root / job_id)
+
+    def job_ids(self) -> set[str]:
+        """Of whom there is a folder, or what is left of one. Raises OSError."""
+        names = os.listdir(self.root) if self.root.is_dir() else []
+        return {name.removeprefix(REMOVED) for name in names}

@@ -1,9 +1,9 @@
 """Brings what runs and what the database believes together, again and again, in a thread of its own.
 
-A turn reads the jobs that are not over, has the launcher asked about each (thinwire.service.jobs.calls: beside one
-another, one call a job), decides (thinwire.service.jobs.decide) and applies, many jobs in a transaction. What has not
-been answered soon is left under way and applied when it comes; nobody waits for it. No call is made inside a
-transaction; a job that has moved between the reading and the applying is left to the next turn.
+A turn reads the jobs that are not over, sees which of them have places in the cluster (admission.py), has the launcher
+asked about each (calls.py: beside one another, one call a job), decides (decide.py) and applies, many jobs in a
+transaction. What has not been answered soon is left under way and applied when it comes; nobody waits for it. No call
+is made inside a transaction; a job that has moved between the reading and the applying is left to the next turn.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from thinwire.contract.script import ScriptRecipe
 from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import NotOwner
+from thinwire.service.jobs.admission import NEW, Admission, recalled
 from thinwire.service.jobs.calls import SLOW_S, Answer, Calls
 from thinwire.service.jobs.decide import (
     Action,
@@ -42,7 +43,7 @@ from thinwire.service.jobs.decide import (
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.repository import JobRepository, JobRow, last_step, storable, transition_all
 from thinwire.service.jobs.views import job_json, submission_id
-from thinwire.service.jobs.worker_numbers import wanted_workers, write_wanted
+from thinwire.service.jobs.worker_numbers import limits_now, wanted_workers, write_wanted
 from thinwire.service.launch.driver import ticket_of
 from thinwire.service.launch.protocol import Code, Launcher, LauncherError, LaunchState, LaunchStatus
 from thinwire.service.packages.store import PackageGone, Packages
@@ -117,6 +118,7 @@ class Reconciler:
         self._launcher = launcher
         self._folders = folders
         self._packages = packages
+        self.admission = Admission(db, launcher, folders, clock)
         self._look = look
         self._confirm_owner = confirm_owner
         self._clock = clock
@@ -182,12 +184,16 @@ class Reconciler:
         rows = [row for row in rows if self._keep_wanted(row)]
         unready = self._unready()  # without jobs as well: requests are answered from the last look
         if rows and not self._stop.is_set():
-            new = [row for row in rows if row.state == JobState.SUBMITTING.value]
+            new = [row for row in rows if row.state in NEW]
             if unready is not None:
                 self._explain(dict.fromkeys(new, unready))
             else:
+                rows, why = self.admission.turn(rows)
+                admitted = {row.id for row in rows}
+                if why is not None:
+                    self._explain({row: why for row in new if row.id not in admitted})
                 self._ask(rows)
-                self._explain_open(new)
+                self._explain_open(row for row in new if row.id in admitted)
         self._others.start(_PRUNE, self._pruned)
         self._others.wait([_PRUNE], self._soon())
         self._others.answers()
@@ -233,7 +239,7 @@ class Reconciler:
 
     def _unready(self) -> str | None:
         """Why the launcher cannot be used; one that does not say so soon is not waited for."""
-        self._others.start(_READY, self._look)
+        self._others.start(_READY, self._looked)
         if not self._others.wait([_READY], self._soon()):
             return "it does not answer"
         for answer in self._others.answers():
@@ -242,6 +248,12 @@ class Reconciler:
                     raise answer.error
                 return answer.result
         return "the system gives no thread to ask it in"
+
+    def _looked(self) -> str | None:
+        reason = self._look()
+        if reason is None:
+            self.admission.look()
+        return reason
 
     def _pruned(self) -> None:
         try:
@@ -252,8 +264,8 @@ class Reconciler:
     def _ask(self, rows: Sequence[JobRow]) -> None:
         """Have the launcher asked about every job that it is not being asked about, and apply what it says in time."""
         in_turn = sorted(rows, key=lambda row: self._asked_in.get(row.id, 0))  # those that found no room come first
-        new = deque(row for row in in_turn if row.state == JobState.SUBMITTING.value)
-        old = deque(row for row in in_turn if row.state != JobState.SUBMITTING.value)
+        new = deque(row for row in in_turn if row.state in NEW)
+        old = deque(row for row in in_turn if row.state not in NEW)
         until = self._soon()
         begun: dict[Calls[Asked], set[str]] = {self._submits: set(), self._questions: set()}
         while not self._stop.is_set():
@@ -349,7 +361,10 @@ class Reconciler:
             size = folder.log_size(row.attempt)
             rest = self._launcher.logs(submission_id(row.id, row.attempt), size, LONGEST_LOG_BYTES)
             with self._folders.lock:
-                folder.append_log(row.attempt, size, rest.text.encode())
+                _, added = folder.append_log(row.attempt, size, rest.text.encode(), LONGEST_LOG_BYTES)
+            if added:
+                with self._db.write() as session:
+                    JobRepository(session).keep_more(row.id, added)
         except (LauncherError, OSError) as error:
             logger.warning("rest_of_log_lost job_id=%s reason=%s", row.id, error)
 
@@ -367,6 +382,7 @@ class Reconciler:
             max_attempts=row.max_attempts,
             max_restarts=int(row.spec["workers"]["max_restarts"]),
             absent_polls=self._absent.get(row.id, 0),
+            recalled=recalled(row),
             summary=summary,
             failure=failure,
         )
@@ -380,7 +396,7 @@ class Reconciler:
         """
         folder = self._folders.of(row.id)
         try:
-            if folder.read_wanted() != wanted_workers(row) and folder.path.is_dir():
+            if folder.read_wanted() != limits_now(row) and folder.path.is_dir():
                 write_wanted(self._db, self._folders, row.id)
         except OSError:
             logger.exception("wanted_workers_not_written job_id=%s", row.id)
@@ -398,7 +414,7 @@ class Reconciler:
                 with self._folders.lock:
                     self._complete_folder(row)
             # A job whose limits cannot be written would start as it was.
-            return self._folders.of(row.id).read_wanted() == wanted_workers(row)
+            return self._folders.of(row.id).read_wanted() == limits_now(row)
         except OSError:
             logger.exception("run_folder_incomplete job_id=%s", row.id)
             return False
@@ -413,12 +429,12 @@ class Reconciler:
         token = new_token()
         with self._db.write() as session:
             JobRepository(session).note([row.id], token_hash=token_hash(token))
-        folder.write(job_json(row), wanted_workers(now), token, self._folders.service)
+        folder.write(job_json(row), limits_now(now), token, self._folders.service)
         logger.info("run_folder_completed job_id=%s", row.id)
 
     def _draw_ticket(self, row: JobRow) -> None:
         """Have the service know the ticket of this attempt; once, however often it is submitted."""
-        token = self._folders.of(row.id).token.read_text(encoding="utf-8").strip()
+        token = self._folders.of(row.id).read_token()
         ticket = token_hash(ticket_of(token, row.attempt))
         with self._db.write() as session:
             jobs = JobRepository(session)
@@ -503,7 +519,7 @@ class Reconciler:
         if by_reason:
             with self._db.write() as session:
                 for reason, ids in by_reason.items():
-                    JobRepository(session).note(ids, [JobState.SUBMITTING], reason=reason)
+                    JobRepository(session).note(ids, [JobState.SUBMITTING, JobState.QUEUED], reason=reason)
 
     def _write_waits(self, found: Iterable[Asked]) -> None:
         """Write what pods wait for, in the reason of jobs that are not running, and in the events of all."""
@@ -560,6 +576,8 @@ def _target(row: JobRow, action: Action) -> tuple[JobState, str | None]:
             row.attempt += 1
             row.max_attempts += not counted
             row.failure = None
+            if recalled(row):
+                row.granted = row.queue = None
             return JobState.SUBMITTING, reason
         case Succeed(summary):
             if summary is not None:

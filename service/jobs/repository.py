@@ -8,11 +8,15 @@ from typing import Any
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     ColumnElement,
     ForeignKey,
     Index,
+    Select,
     String,
+    Text,
     UniqueConstraint,
+    cast,
     delete,
     func,
     literal,
@@ -31,6 +35,16 @@ from thinwire.service.errors import JobNotFound
 
 JsonDict = dict[str, Any]
 
+SAMPLE_BYTES, EVENT_BYTES = 64, 256
+"""What a row takes beside its JSON, indices included, about."""
+IN_PART = 100
+"""Rows that are read at once of what is bounded by bytes."""
+
+
+def json_bytes(column: Any) -> ColumnElement[int]:
+    """How long its JSON is: ASCII, as it is stored."""
+    return func.length(cast(column, Text))
+
 
 def key_of(who: str, key: str) -> str:
     """What is stored of somebody's Idempotency-Key: two people may have chosen the same."""
@@ -41,6 +55,7 @@ class JobRow(Base):
     """One job. `version` is the optimistic lock: a change on a row that has moved meanwhile is refused."""
 
     __tablename__ = "jobs"
+    __table_args__ = (Index("jobs_of_person", "submitted_by", "kept_bytes"),)
 
     id: Mapped[str] = mapped_column(String(80), primary_key=True)
     name: Mapped[str] = mapped_column(String(63))
@@ -69,8 +84,14 @@ class JobRow(Base):
     """Of the ticket of the attempt that was submitted last; None where drivers need none."""
     claimant_hash: Mapped[str | None] = mapped_column(String(64), default=None)
     """Of the secret of who has used it; None as long as nobody has."""
+    granted: Mapped[int | None] = mapped_column(default=None)
+    """Places in the cluster that are this job's, held or not; None where it has none, or there is no queue."""
+    queue: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
+    """Where it stands in the queue, as admission.py writes it; None where it does not wait there."""
     submitted_by: Mapped[str | None] = mapped_column(String(63), default=None)
     """The name of the token; None where a version before names submitted it."""
+    kept_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    """Of its samples, events and logs, about."""
     version: Mapped[int] = mapped_column()
 
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - what SQLAlchemy asks for
@@ -174,28 +195,63 @@ class JobRepository:
         package = JobRow.spec["recipe"]["package"].as_string()
         return {found for found in self.session.scalars(select(package).distinct()) if found}
 
-    def id_by_token_hash(self, token_hash: str) -> str | None:
-        """The id of the job whose token this is."""
-        return self.session.scalar(select(JobRow.id).where(JobRow.token_hash == token_hash))
+    def by_token_hash(self, token_hash: str) -> tuple[str, JobState, float | None] | None:
+        """The job whose token this is: its id, its state, and when it was over."""
+        query = select(JobRow.id, JobRow.state, JobRow.finished_at).where(JobRow.token_hash == token_hash)
+        found = self.session.execute(query).one_or_none()
+        return None if found is None else (found.id, JobState(found.state), found.finished_at)
 
     def id_by_ticket_hash(self, ticket_hash: str) -> str | None:
         """The id of the job whose ticket this is, used or not."""
         return self.session.scalar(select(JobRow.id).where(JobRow.ticket_hash == ticket_hash))
 
+    def ids(self) -> set[str]:
+        """Of all jobs."""
+        return set(self.session.scalars(select(JobRow.id)))
+
     def service_id(self) -> str:
         """Of the service: the same, whichever process owns the database."""
         return self.session.scalars(select(ServiceRow.id)).one()
 
-    def newest(self, limit: int, state: JobState | None = None, before: JobRow | None = None) -> Sequence[JobRow]:
-        """Up to `limit` jobs, newest first, without summaries; of one state and older than `before` where given."""
+    def newest(
+        self, limit: int, most_bytes: int, state: JobState | None = None, before: JobRow | None = None
+    ) -> tuple[list[JobRow], bool]:
+        """Up to `limit` jobs, newest first, without summaries, and whether there are more.
+
+        Of one state and older than `before` where given; of `most_bytes` in all, but one at least.
+        """
         order = tuple_(JobRow.created_at, JobRow.id)
-        query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id.desc()).limit(limit)
+        size = json_bytes(JobRow.spec) + func.coalesce(json_bytes(JobRow.newest_sample), 0)
+        query = select(JobRow, size).order_by(JobRow.created_at.desc(), JobRow.id.desc())
         query = query.options(defer(JobRow.summary), defer(JobRow.failure))
         if state is not None:
             query = query.where(JobRow.state == state.value)
         if before is not None:
             query = query.where(order < tuple_(literal(before.created_at), literal(before.id)))
-        return self.session.scalars(query).all()
+        return self._first(query, limit, most_bytes)
+
+    def too_much_of(self, who: str, most_jobs: int, most_spec_bytes: int, most_bytes: int) -> str | None:
+        """None where this person may have one more job, else what they have too much of."""
+        open_states = [state.value for state in JobState if not state.terminal]
+        mine = JobRow.submitted_by == who
+        query = select(func.count(), func.coalesce(func.sum(json_bytes(JobRow.spec)), 0))
+        jobs, specs = self.session.execute(query.where(mine, JobRow.state.in_(open_states))).one()
+        if jobs >= most_jobs:
+            return f"{jobs} jobs that are not over; at most {most_jobs} (THINWIRE_PERSON_MAX_JOBS)"
+        if specs >= most_spec_bytes:
+            return f"jobs that are not over with {specs} bytes of job files; at most {most_spec_bytes}"
+        kept = self.kept_of(who)
+        if kept >= most_bytes:
+            return f"jobs with {kept} bytes of history and logs; at most {most_bytes} (THINWIRE_PERSON_MAX_BYTES)"
+        return None
+
+    def kept_of(self, who: str | None) -> int:
+        """Bytes that are kept of all jobs of this person."""
+        return self.session.scalar(select(func.sum(JobRow.kept_bytes)).where(JobRow.submitted_by == who)) or 0
+
+    def keep_more(self, job_id: str, size: int) -> None:
+        """So many bytes more are kept of it."""
+        self.note([job_id], kept_bytes=JobRow.__table__.c.kept_bytes + size)
 
     def remove(self, row: JobRow) -> None:
         """Delete the job with all that belongs to it."""
@@ -239,42 +295,82 @@ class JobRepository:
 
     # history
 
-    def put_samples(self, job_id: str, attempt: int, samples: dict[int, dict[str, Any]]) -> None:
-        """Write samples by step. A step that a later attempt has written stays as it is."""
+    def put_samples(self, job_id: str, attempt: int, samples: dict[int, dict[str, Any]]) -> int:
+        """Write samples by step; how many bytes that has added. A step of a later attempt stays as it is."""
         if not samples:
-            return
+            return 0
         insert = self._insert(SampleRow)
         newer: ColumnElement[bool] = insert.excluded.attempt >= SampleRow.attempt
         changes = {"attempt": insert.excluded.attempt, "sample": insert.excluded.sample}
         statement = insert.on_conflict_do_update(index_elements=["job_id", "step"], set_=changes, where=newer)
         rows = [{"job_id": job_id, "attempt": attempt, "step": step, "sample": s} for step, s in samples.items()]
+        size = select(func.sum(json_bytes(SampleRow.sample) + SAMPLE_BYTES))
+        size = size.where(SampleRow.job_id == job_id, SampleRow.step.in_(list(samples)))
+        before = self.session.scalar(size) or 0
         self.session.execute(statement, rows)
+        return (self.session.scalar(size) or 0) - before
 
-    def put_events(self, job_id: str, attempt: int, events: Sequence[dict[str, Any]]) -> None:
-        """Write events (kind, step, time, fields); one that is known already is left out."""
-        self.put_all_events([{"job_id": job_id, "attempt": attempt, **event} for event in events])
+    def put_events(self, job_id: str, attempt: int, events: Sequence[dict[str, Any]]) -> int:
+        """Write events (kind, step, time, fields); one that is known is left out. How many bytes that has added."""
+        return self.put_all_events([{"job_id": job_id, "attempt": attempt, **event} for event in events])
 
-    def put_all_events(self, events: Sequence[dict[str, Any]]) -> None:
+    def put_all_events(self, events: Sequence[dict[str, Any]]) -> int:
         """The same for events of many jobs, each with its job_id and attempt."""
         if not events:
-            return
+            return 0
         statement = self._insert(EventRow).on_conflict_do_nothing(
             index_elements=["job_id", "attempt", "kind", "step", "time"]
         )
-        self.session.execute(statement, [{**event, "fields": redacted_json(event["fields"])} for event in events])
+        size = json_bytes(EventRow.fields) + EVENT_BYTES
+        shown = [{**event, "fields": redacted_json(event["fields"])} for event in events]
+        return sum(self.session.scalars(statement.returning(size), shown))
 
-    def samples(self, job_id: str, after_step: int, limit: int) -> Sequence[SampleRow]:
-        """The first `limit` samples with a step above `after_step`, in order of step."""
-        query = select(SampleRow).where(SampleRow.job_id == job_id, SampleRow.step > after_step)
-        return self.session.scalars(query.order_by(SampleRow.step).limit(limit)).all()
+    def samples(self, job_id: str, after_step: int, limit: int, most_bytes: int) -> tuple[list[SampleRow], bool]:
+        """The first `limit` samples with a step above `after_step`, in order of step, and whether there are more.
 
-    def events(self, job_id: str, kinds: Sequence[str] | None = None, *, limit: int) -> Sequence[EventRow]:
-        """The newest `limit` events of the job, of all or of some kinds, in order of time."""
-        query = select(EventRow).where(EventRow.job_id == job_id)
+        Of `most_bytes` in all, but one at least.
+        """
+        query = select(SampleRow, json_bytes(SampleRow.sample)).order_by(SampleRow.step)
+        return self._first(query.where(SampleRow.job_id == job_id, SampleRow.step > after_step), limit, most_bytes)
+
+    def events(
+        self,
+        job_id: str,
+        kinds: Sequence[str] | None = None,
+        *,
+        limit: int,
+        most_bytes: int,
+        before: EventRow | None = None,
+    ) -> tuple[list[EventRow], bool]:
+        """The newest `limit` events of the job, in order of time, and whether there are older ones.
+
+        Of all or of some kinds; older than `before` where that is given; of `most_bytes` in all, but one at least.
+        """
+        size = json_bytes(EventRow.fields) + EVENT_BYTES
+        query = select(EventRow, size).where(EventRow.job_id == job_id)
         if kinds is not None:
             query = query.where(EventRow.kind.in_(kinds))
-        newest = self.session.scalars(query.order_by(EventRow.time.desc(), EventRow.id.desc()).limit(limit)).all()
-        return newest[::-1]
+        if before is not None:
+            order = tuple_(EventRow.time, EventRow.id)
+            query = query.where(order < tuple_(literal(before.time), literal(before.id)))
+        newest, more = self._first(query.order_by(EventRow.time.desc(), EventRow.id.desc()), limit, most_bytes)
+        return newest[::-1], more
+
+    def event(self, job_id: str, number: int) -> EventRow | None:
+        """The event of this number, where it is the job's."""
+        return self.session.scalar(select(EventRow).where(EventRow.id == number, EventRow.job_id == job_id))
+
+    def _first(self, query: Select[Any, int], limit: int, most_bytes: int) -> tuple[list[Any], bool]:
+        """The first rows of a query for rows and their sizes, and whether there are more. It reads no more of them."""
+        found: list[Any] = []
+        size = 0
+        with self.session.execute(query.limit(limit + 1).execution_options(yield_per=IN_PART)) as rows:
+            for row, its_size in rows:
+                size += its_size
+                if found and (len(found) == limit or size > most_bytes):
+                    return found, True
+                found.append(row)
+        return found, False
 
     # leases
 

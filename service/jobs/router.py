@@ -30,11 +30,14 @@ from thinwire.service.errors import (
     Forbidden,
     IdempotencyKeyReused,
     InvalidRequest,
+    JobFull,
     JobNeeded,
     JobNotFound,
     JobNotOver,
     JobOver,
     LogGone,
+    QuotaReached,
+    ShowableJSON,
     StaleAttempt,
     TooMuch,
     UnsupportedMediaType,
@@ -42,6 +45,7 @@ from thinwire.service.errors import (
 )
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.worker_reports import WorkerReports
+from thinwire.service.large_answers import PART_BYTES, large_answer
 from thinwire.service.launch.protocol import LOG_PART_BYTES
 from thinwire.service.people.audit import Change, change_of
 from thinwire.service.requests import (
@@ -49,7 +53,6 @@ from thinwire.service.requests import (
     GIVES_BYTES,
     PLAIN_BYTES,
     TAKES_BYTES,
-    TELEMETRY_LIMIT_BYTES,
     json_body,
     known_query,
     of_plane,
@@ -57,6 +60,8 @@ from thinwire.service.requests import (
 )
 
 LARGEST_OFFSET = 2**53 - 1
+LARGEST_EVENT = 2**31 - 1
+LARGE = [Depends(large_answer)]
 
 
 async def _one_key(request: Request) -> None:
@@ -72,7 +77,7 @@ operators = APIRouter(
 workers = APIRouter(
     prefix="/v1/jobs",
     dependencies=[Depends(job_or_person), Depends(known_query)],
-    responses=ALWAYS,
+    responses={**ALWAYS, **documented(JobOver)},
     tags=["reports"],
 )
 
@@ -112,7 +117,7 @@ IdempotencyKey = Annotated[
     "/jobs",
     status_code=202,
     dependencies=[Depends(json_body), Depends(_one_key)],
-    responses=documented(IdempotencyKeyReused, BodyTooLarge, UnsupportedMediaType),
+    responses=documented(IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType),
 )
 def submit(spec: AnySpec, jobs: Jobs, change: Asked, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
     """Accept a training job. It is written down before the answer, and started soon after."""
@@ -121,14 +126,14 @@ def submit(spec: AnySpec, jobs: Jobs, change: Asked, response: Response, idempot
     return job
 
 
-@operators.get("/jobs", responses=documented(JobNotFound))
+@operators.get("/jobs", dependencies=LARGE, responses=documented(JobNotFound))
 def list_jobs(
     jobs: Jobs,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     state: JobState | None = None,
     before: Annotated[str | None, Query(max_length=80, description="`next` of an earlier answer")] = None,
 ) -> JobList:
-    """The newest jobs, newest first; ask again with `before` for older ones."""
+    """The newest jobs, newest first, as many as one answer holds; ask again with `before` for older ones."""
     return jobs.list(limit, state, before)
 
 
@@ -166,7 +171,7 @@ def delete(job_id: str, jobs: Jobs, change: Asked) -> None:
     jobs.delete(job_id, change)
 
 
-@operators.get("/jobs/{job_id}/logs", responses=documented(JobNotFound, LogGone))
+@operators.get("/jobs/{job_id}/logs", dependencies=LARGE, responses=documented(JobNotFound, LogGone))
 def logs(
     job_id: str,
     jobs: Jobs,
@@ -177,22 +182,33 @@ def logs(
     return jobs.logs(job_id, offset, limit)
 
 
-@workers.get("/{job_id}/metrics", responses=documented(JobNotFound), tags=["jobs"])
+@workers.get(
+    "/{job_id}/metrics",
+    response_model=History,
+    dependencies=LARGE,
+    responses=documented(JobNotFound),
+    tags=["jobs"],
+)
 def history(
     job_id: str,
     jobs: Jobs,
     after_step: Annotated[int, Query(ge=-1, le=LARGEST_STEP)] = -1,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     event_kind: Annotated[list[str] | None, Query(max_length=20)] = None,
-) -> History:
+    before_event: Annotated[
+        int | None, Query(ge=1, le=LARGEST_EVENT, description="`next_before_event` of an earlier answer")
+    ] = None,
+) -> Response:
     """The samples that the job has posted, in order of step; ask again from `next_after_step` for later ones.
 
-    Its newest 5000 events too, in order of time; only those of a kind where `event_kind` names some.
+    Its newest events too, in order of time; only those of a kind where `event_kind` names some. Ask again from
+    `next_before_event` for older ones. An answer holds up to 4 MiB of samples, and 1 MiB or 5000 of the events.
     """
-    return jobs.history(job_id, after_step, limit, event_kind)
+    found = jobs.history(job_id, after_step, limit, event_kind, before_event)
+    return ShowableJSON(found.model_dump(mode="json"))  # made here: in the thread, not in the loop of the server
 
 
-@operators.get("/jobs/{job_id}/checkpoints", responses=documented(JobNotFound))
+@operators.get("/jobs/{job_id}/checkpoints", dependencies=LARGE, responses=documented(JobNotFound))
 def checkpoints(job_id: str, jobs: Jobs) -> CheckpointList:
     """The checkpoints in the job's own folder; where it names a checkpoint.store, that."""
     return jobs.checkpoints(job_id)
@@ -209,7 +225,7 @@ def checkpoint_file(job_id: str, folder: str, file: str, jobs: Jobs) -> Streamin
 
     def parts() -> Iterator[bytes]:
         with opened:
-            while part := opened.read(1 << 20):
+            while part := opened.read(PART_BYTES):
                 yield part
 
     return StreamingResponse(parts(), media_type=PLAIN_BYTES, headers={"Content-Length": str(size)})
@@ -240,12 +256,17 @@ def leave(
 
 
 @workers.post(
-    "/{job_id}/telemetry", status_code=204, responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, TooMuch)
+    "/{job_id}/telemetry",
+    status_code=204,
+    responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, JobFull, TooMuch),
 )
-def telemetry(job_id: str, batch: Telemetry, reports: Reports, request: Request) -> None:
-    """Post samples, events, and how the run ended. Repeating a batch changes nothing."""
-    length = request.headers.get("content-length", "")
-    reports.post(job_id, batch, int(length) if length.isdecimal() else TELEMETRY_LIMIT_BYTES)
+def telemetry(job_id: str, batch: Telemetry, reports: Reports) -> None:
+    """Post samples, events, and how the run ended. Repeating a batch changes nothing.
+
+    A job of which too much is kept is `job_full`: then the progress, a summary and a failure are taken, and no more.
+    After the job's end what is missing may come for some minutes, and nothing that is there is replaced.
+    """
+    reports.post(job_id, batch)
 
 
 @claims.post(
@@ -268,7 +289,7 @@ def run_now(job_id: str, reports: Reports) -> RunNow:
     "/{job_id}/files/{name}",
     status_code=204,
     dependencies=[Depends(plain_bytes)],
-    responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, UnsupportedMediaType, TooMuch),
+    responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, UnsupportedMediaType, TooMuch),
     openapi_extra=TAKES_BYTES,
     tags=["remote runs"],
 )
@@ -279,6 +300,7 @@ async def put_file(job_id: str, name: KeptFile, attempt: Attempt, reports: Repor
 
 @workers.get(
     "/{job_id}/files/{name}",
+    dependencies=LARGE,
     responses={**documented(JobNotFound, FileNotKept), **GIVES_BYTES},
     response_class=Response,
     tags=["remote runs"],
@@ -302,7 +324,7 @@ def get_package(job_id: str, reports: Reports) -> FileResponse:
 @workers.post(
     "/{job_id}/log",
     dependencies=[Depends(plain_bytes)],
-    responses=documented(JobNotFound, StaleAttempt, BodyTooLarge, UnsupportedMediaType, TooMuch),
+    responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, UnsupportedMediaType, TooMuch),
     openapi_extra=TAKES_BYTES,
     tags=["remote runs"],
 )

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from sqlalchemy.exc import IntegrityError
 
 from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs, Problem
+from thinwire.contract.places import Room
 from thinwire.contract.redaction import HIDDEN, hidden_in, redacted
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
@@ -31,6 +32,7 @@ from thinwire.service.errors import (
     JobNotOver,
     JobOver,
     LogGone,
+    QuotaReached,
     ServiceError,
     Unavailable,
 )
@@ -39,15 +41,18 @@ from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.repository import JobRepository, JobRow, key_of, record, transition
 from thinwire.service.jobs.starts import Starts, heirs_of, unshared
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
-from thinwire.service.jobs.worker_numbers import resize, wanted_workers, write_wanted
+from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resize, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LogChunk, NoLog, read_part
 from thinwire.service.packages.store import Packages
-from thinwire.service.people.audit import Change
+from thinwire.service.people.audit import Change, deleted_jobs
 
 logger = logging.getLogger(__name__)
 
 MOST_EVENTS = 5000
-"""In one answer: a job may post events for as long as it runs, of 16,000 characters each."""
+MOST_SAMPLE_BYTES, MOST_EVENT_BYTES, MOST_JOB_BYTES = 4 << 20, 1 << 20, 4 << 20
+"""In one answer, of samples, of events, and of what jobs in a list have in the database."""
+MOST_SPEC_BYTES = 64 << 20
+"""Of the jobs of one person that are not over: each turn of the reconciler reads them."""
 LOG_OFFSET_BITS = 40
 """A log offset is (attempt - 1) << 40 plus bytes: each attempt has a log of its own."""
 LINE_BYTES = 4096
@@ -62,9 +67,11 @@ PAUSE_S = 60.0
 class JobService:
     """The operator's side of the jobs domain. Methods may be called from any thread.
 
-    confirm_owner: raises where another service owns the database. wake: called when there is something to reconcile at
-    once. clock: unix seconds. new_suffix: the random end of an id. shared_folders: of all machines of the cluster.
+    room: what the cluster has, as far as is known. confirm_owner: raises where another service owns the database.
+    wake: called when there is something to reconcile at once. clock: unix seconds. new_suffix: the random end of an id.
+    shared_folders: of all machines of the cluster.
     keep_jobs, keep_days: how many jobs that are over are kept, and for how long; None: however many, for ever.
+    person_jobs, person_bytes: how many jobs of one person may not be over, and what is kept of all jobs of one.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class JobService:
         packages: Packages,
         *,
         launcher_reason: Callable[[], str | None],
+        room: Callable[[], Room | None],
         confirm_owner: Callable[[], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
@@ -82,19 +90,23 @@ class JobService:
         shared_folders: Sequence[Path] = (),
         keep_jobs: int | None = None,
         keep_days: float | None = None,
+        person_jobs: int = 1000,
+        person_bytes: int = 20 << 30,
     ) -> None:
         self._db = db
         self._launcher = launcher
         self._folders = folders
         self._packages = packages
         self._launcher_reason = launcher_reason
+        self._room = room
         self._confirm_owner = confirm_owner
         self._wake = wake
         self._clock = clock
         self._new_suffix = new_suffix
         self._shared_folders = shared_folders
         self._keep_jobs, self._keep_days = keep_jobs, keep_days
-        self._prune_due = float("-inf")
+        self._person_jobs, self._person_bytes = person_jobs, person_bytes
+        self._prune_due = self._sweep_due = float("-inf")
         self._undeletable: set[str] = set()
         self._starts = Starts(db, folders, own_cluster=launcher.own_cluster, shared=shared_folders)
 
@@ -102,7 +114,7 @@ class JobService:
         """Accept a job: its row, then its run folder. The same key and spec of the same person again give the same job.
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
-        a start that is not there).
+        a start that is not there, more workers than the cluster can ever have), QuotaReached.
         """
         _refuse_hidden(spec)
         # Of what was written: a default that a later version adds or changes leaves a request the same request.
@@ -114,6 +126,7 @@ class JobService:
         if isinstance(spec, ScriptSpec):
             self._check_package(spec.recipe)
         self._check_places(spec)
+        refuse_never(spec.workers, self._room())
         given, spec = spec, self._starts.found(spec)
         token = new_token()
         with self._folders.lock:
@@ -126,7 +139,7 @@ class JobService:
                 row = self._insert(spec, digest, idempotency_key, token, change)
             try:
                 folder = self._folders.of(row.id)
-                folder.write(job_json(row), wanted_workers(row), token, self._folders.service)
+                folder.write(job_json(row), limits_now(row), token, self._folders.service)
             except OSError:
                 # The job is accepted: its row is written. The reconciler completes the folder.
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
@@ -139,8 +152,7 @@ class JobService:
         now = self._clock()
         with self._db.read() as session:
             jobs = JobRepository(session)
-            rows = jobs.newest(limit + 1, state, None if before is None else JobRepository(session).found(before))
-            more, rows = len(rows) > limit, rows[:limit]
+            rows, more = jobs.newest(limit, MOST_JOB_BYTES, state, None if before is None else jobs.found(before))
             workers = jobs.count_live_leases([row.id for row in rows], now)
             items = [
                 job_item(row, workers.get(row.id, 0), self._folders.of(row.id).path, self._page(row)) for row in rows
@@ -162,7 +174,7 @@ class JobService:
         """
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
-            resize(session, row, wanted.workers, self._clock())
+            resize(session, row, wanted.workers, self._clock(), self._room())
             change.write(session, job_id, f"workers {_limits(wanted)}")
         try:
             write_wanted(self._db, self._folders, job_id)
@@ -230,23 +242,57 @@ class JobService:
         self._undeletable &= set(ids)
         self._prune_due = now if len(ids) == limit else now + PAUSE_S
 
-    def history(self, job_id: str, after_step: int, limit: int, event_kinds: Sequence[str] | None = None) -> History:
+    def sweep(self) -> None:
+        """Remove what lies in the folders of jobs that have been deleted: their processes may have gone on writing.
+
+        Of jobs alone whose deletion is in the audit: a database that was put back knows others no more, and they may
+        run. Raises OSError.
+        """
+        now = self._clock()
+        if now < self._sweep_due:
+            return
+        self._sweep_due = now + PAUSE_S
+        found = self._folders.job_ids()  # first: the row of a new job is there before its folder
+        with self._db.read() as session:
+            gone = deleted_jobs(session, found - JobRepository(session).ids())
+        for job_id in gone:
+            try:
+                self._folders.of(job_id).remove()
+                logger.info("left_folder_removed job_id=%s", job_id)
+            except OSError as error:  # tried again with the next look
+                logger.warning("left_folder_stays job_id=%s error=%s", job_id, error)
+
+    def history(
+        self,
+        job_id: str,
+        after_step: int,
+        limit: int,
+        event_kinds: Sequence[str] | None = None,
+        before_event: int | None = None,
+    ) -> History:
         """The first `limit` samples above a step, in order of step, and the newest events in order of time.
 
-        event_kinds: only these; None for all. Raises JobNotFound.
+        As many of each as one answer holds. event_kinds: only these; None for all. before_event: only older ones.
+        Raises: JobNotFound, InvalidRequest.
         """
         with self._db.read() as session:
-            JobRepository(session).found(job_id)
             jobs = JobRepository(session)
-            rows = jobs.samples(job_id, after_step, limit + 1)
-            more, rows = len(rows) > limit, rows[:limit]
+            jobs.found(job_id)
+            before = None if before_event is None else jobs.event(job_id, before_event)
+            if before is None and before_event is not None:
+                words = "must be `next_before_event` of an earlier answer for this job: begin again without it"
+                raise InvalidRequest.at("before_event", before_event, words)
+            rows, more = jobs.samples(job_id, after_step, limit, MOST_SAMPLE_BYTES)
             samples = [sample for row in rows if (sample := sample_view(row)) is not None]
-            events = [event_view(row) for row in jobs.events(job_id, event_kinds, limit=MOST_EVENTS)]
+            events, older = jobs.events(
+                job_id, event_kinds, limit=MOST_EVENTS, most_bytes=MOST_EVENT_BYTES, before=before
+            )
         return History(
             job_id=job_id,
             samples=samples,
-            events=events,
+            events=[event_view(row) for row in events],
             next_after_step=rows[-1].step if more else None,
+            next_before_event=events[0].id if older else None,
             unreadable=len(rows) - len(samples),
         )
 
@@ -259,7 +305,7 @@ class JobService:
         with self._db.read() as session:
             row = JobRepository(session).found(job_id)
         state, base = JobState(row.state), (row.attempt - 1) << LOG_OFFSET_BITS
-        if state is JobState.SUBMITTING:
+        if state in (JobState.SUBMITTING, JobState.QUEUED):
             return Logs(text="", next_offset=offset, complete=False)
         if not self._launcher.own_cluster:
             return self._sent_log(row, max(0, offset - base), limit)
@@ -386,6 +432,10 @@ class JobService:
         )
         try:
             with self._db.write() as session:
+                if too_much := JobRepository(session).too_much_of(
+                    change.who, self._person_jobs, MOST_SPEC_BYTES, self._person_bytes
+                ):
+                    raise QuotaReached(f"{change.who} has {too_much}: cancel or delete some, and submit this one again")
                 JobRepository(session).add(row)
                 record(session, [row], row.created_at)
                 change.write(session, row.id)

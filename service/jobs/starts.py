@@ -30,7 +30,7 @@ from thinwire.service.jobs.checkpoint_files import list_checkpoints
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.repository import JobRepository, JobRow
 
-MOST_EVENTS = 1000
+MOST_EVENTS, MOST_EVENT_BYTES = 1000, 1 << 20
 _FOLDER = re.compile(r"step-(\d{8,})-([0-9a-f]{12})")
 _MANIFEST = "manifest.json"
 
@@ -75,7 +75,10 @@ class Starts:
             if row is None:
                 raise InvalidRequest.at("start.job", job_id, "must be the ID of a job here: `thinwire jobs` lists them")
             store = row.spec.get("checkpoint", {}).get("store")
-            saved = [event.fields for event in jobs.events(job_id, [EventKind.CHECKPOINT_SAVED], limit=MOST_EVENTS)]
+            events, _ = jobs.events(
+                job_id, [EventKind.CHECKPOINT_SAVED], limit=MOST_EVENTS, most_bytes=MOST_EVENT_BYTES
+            )
+            saved = [event.fields for event in events]
         place = str(self._folders.of(job_id).checkpoints) if store is None else checkpoints_in(store, job_id)
         self._refuse_unreachable("start.job", job_id, place)
         # What lies elsewhere this machine need not see: then it knows what the job has reported.
@@ -150,7 +153,7 @@ def heirs_of(folder: Path, session: Session) -> list[str]:
         for row in jobs.unfinished()
         if row.state != JobState.CANCELLING
         and _begins_below(real, row)
-        and not jobs.events(row.id, [EventKind.CHECKPOINT_SAVED], limit=1)
+        and not jobs.events(row.id, [EventKind.CHECKPOINT_SAVED], limit=1, most_bytes=0)[0]
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from thinwire.contract.jobs import Job, JobItem, JobState, Wanted
+from thinwire.contract.jobs import Job, JobItem, JobState, Queued, Wanted
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import read_accepted
@@ -43,7 +43,8 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     reading = Reading()
     newest, validation = row.newest_sample, row.newest_validation
     state = JobState(row.state)
-    submitted = state is not JobState.SUBMITTING
+    submitted = state not in (JobState.SUBMITTING, JobState.QUEUED)
+    progress = reading.of("newest sample", lambda: Sample.model_validate(newest["sample"]) if newest else None)
     world_size, waiting = reading.of("newest membership", lambda: membership_now(row)) or (None, None)
     return JobItem(
         id=row.id,
@@ -55,8 +56,8 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         submitted_by=row.submitted_by,
         started_at=_datetime(row.started_at) if row.started_at is not None else None,
         finished_at=_datetime(row.finished_at) if row.finished_at is not None else None,
-        steps=reading.of("spec.steps", lambda: planned_steps(row)),
-        progress=reading.of("newest sample", lambda: Sample.model_validate(newest["sample"]) if newest else None),
+        steps=reading.of("spec.steps", lambda: planned_steps(row)) or (progress.last_step if progress else None),
+        progress=progress,
         validation_loss=reading.of(
             "newest validation", lambda: float(validation["sample"]["validation_loss"]) if validation else None
         ),
@@ -67,10 +68,16 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         or Wanted(min=0, max=0, revision=0, takes_effect="at_restart"),
         world_size=world_size,
         waiting_for_workers=waiting,
+        queue=reading.of("queue", lambda: _queued(row.queue)) if state is JobState.QUEUED else None,
         run_dir=str(run_dir),
+        kept_bytes=row.kept_bytes,
         dashboard_url=dashboard_url if submitted else None,
         unreadable=reading.wrong,
     )
+
+
+def _queued(queue: dict[str, Any] | None) -> Queued | None:
+    return None if queue is None else Queued(**{**queue, "since": _datetime(queue["since"])})
 
 
 def planned_steps(row: JobRow) -> int | None:

@@ -2,7 +2,8 @@
 
 Wanted: what a resize may ask, what it leaves in the row, and the run's file of it. The spec stays as it was submitted.
 What is wanted instead stands beside it in the row. workers.json in the run folder is written from the row once that is
-committed; where a crash came between the two, the reconciler writes it.
+committed; where a crash came between the two, the reconciler writes it. Where there is a queue the file has the limits
+that the job's places allow.
 
 Now: what the run has last said, a sample, or an event. What is needed of the newest event is kept in the job's row, so
 that a list of jobs need not search all events.
@@ -17,6 +18,7 @@ from pydantic import BaseModel, JsonValue
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Problem, TakesEffect, WaitingForWorkers, WorkersChange
+from thinwire.contract.places import Room, never_fits
 from thinwire.contract.reports import Event, EventKind, WantedWorkers
 from thinwire.contract.spec import MOST_WORKERS, Workers, conflicts_of_workers
 from thinwire.service.db import Database
@@ -29,19 +31,37 @@ def wanted_workers(row: JobRow) -> WantedWorkers:
     """The limits that hold now: the last ones asked for, else the spec's."""
     if row.wanted_workers is not None:
         return WantedWorkers.model_validate(row.wanted_workers)
-    submitted = _submitted(row)
+    submitted = submitted_workers(row)
     return WantedWorkers(min=submitted.min, max=submitted.max, revision=0)
+
+
+def limits_now(row: JobRow) -> WantedWorkers:
+    """What the run is told: no more than the places that the job has been granted, and no minimum above them."""
+    wanted = wanted_workers(row)
+    if row.granted is None:
+        return wanted
+    least, most = min(wanted.min, row.granted), min(wanted.max, row.granted)
+    return wanted.model_copy(update={"min": least, "max": most})
 
 
 def takes_effect(row: JobRow) -> TakesEffect:
     """When the job follows limits that are asked for now."""
-    if row.state == JobState.SUBMITTING.value:
+    if row.state in (JobState.SUBMITTING.value, JobState.QUEUED.value):
         return "at_start"
-    return "in_place" if _submitted(row).elastic == "in_place" else "at_restart"
+    return "in_place" if submitted_workers(row).elastic == "in_place" else "at_restart"
 
 
-def resize(session: Session, row: JobRow, change: WorkersChange, now: float) -> None:
+def refuse_never(workers: Workers, room: Room | None) -> None:
+    """Refuse a minimum that the cluster has no places for, as far as is known. Raises InvalidRequest."""
+    if room is not None and (wrong := never_fits(workers, room)) is not None:
+        path, value, allowed = wrong
+        raise InvalidRequest.at(path, value, f"must be {allowed}")
+
+
+def resize(session: Session, row: JobRow, change: WorkersChange, now: float, room: Room | None = None) -> None:
     """Put other limits into the row, with their event; the same limits again change nothing. row: modified.
+
+    room: what the cluster has, as far as is known.
 
     Raises: JobOver, InvalidRequest.
     """
@@ -56,6 +76,8 @@ def resize(session: Session, row: JobRow, change: WorkersChange, now: float) -> 
         raise InvalidRequest.of(problems)
     if (least, most) == (old.min, old.max):
         return
+    if least > old.min:  # a job that runs may go on with a minimum that its cluster has lost
+        refuse_never(submitted_workers(row).model_copy(update={"min": least, "max": most}), room)
     new = WantedWorkers(min=least, max=most, revision=old.revision + 1)
     row.wanted_workers = new.model_dump()
     fields = {
@@ -75,11 +97,11 @@ def write_wanted(db: Database, folders: RunFolders, job_id: str) -> None:
         # The row is read under the lock: of two resizes at once, the one that is last in it is last in the file.
         with db.read() as session:
             row = JobRepository(session).get(job_id)
-        if row is not None and folder.read_wanted() != (wanted := wanted_workers(row)):
-            folder.write_wanted(wanted)
+        if row is not None and folder.read_wanted() != (limits := limits_now(row)):
+            folder.write_wanted(limits)
 
 
-def _submitted(row: JobRow) -> Workers:
+def submitted_workers(row: JobRow) -> Workers:
     """What the spec says of workers, without what a later version may have written beside it."""
     written = row.spec["workers"]
     return Workers.model_validate({name: written[name] for name in Workers.model_fields if name in written})

@@ -22,16 +22,23 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy.orm import Session
-
-from thinwire.contract.files import private_folder, write_whole
+from thinwire.contract.files import NotPlain, read_plain, write_whole
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
 from thinwire.contract.metric_names import MOST_SCRAPED
 from thinwire.contract.redaction import redacted
-from thinwire.contract.remote_run import LONGEST_LOG_BYTES, Claim, Claimed, KeptFile, LogKept, RunNow
+from thinwire.contract.remote_run import (
+    LARGEST_FILE_BYTES,
+    LONGEST_LOG_BYTES,
+    Claim,
+    Claimed,
+    KeptFile,
+    LogKept,
+    RunNow,
+)
 from thinwire.contract.reports import (
     SCRAPE_PORTS,
     Event,
+    EventKind,
     Failure,
     Sample,
     Telemetry,
@@ -45,6 +52,7 @@ from thinwire.service.errors import (
     FileNotKept,
     Forbidden,
     InvalidRequest,
+    JobFull,
     JobOver,
     StaleAttempt,
     TooMuch,
@@ -52,9 +60,9 @@ from thinwire.service.errors import (
 )
 from thinwire.service.jobs.job_folder import JobFolder, RunFolders
 from thinwire.service.jobs.rate import Rates
-from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, transition
+from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, last_step, transition
 from thinwire.service.jobs.views import job_json
-from thinwire.service.jobs.worker_numbers import newest_membership, wanted_workers
+from thinwire.service.jobs.worker_numbers import limits_now, newest_membership
 from thinwire.service.launch.driver import ticket_of
 from thinwire.service.packages.store import PackageGone, Packages
 
@@ -67,8 +75,6 @@ LARGEST_FIELDS = 16 << 10
 LARGEST_SUMMARY = 256 << 10
 BURST_BYTES, BYTES_A_SECOND = 64 << 20, 1 << 20
 """What one job may send at once and in the long run. A job posts a few hundred bytes a step."""
-LEAST_COST = 16 << 10
-"""Bytes that a report counts for at least: each is a transaction."""
 
 _HOST_PORT = re.compile(r"(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9._-]*)|\[(?P<six>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{1,5})\Z")
 
@@ -77,6 +83,8 @@ class WorkerReports:
     """The workers' side of the jobs domain. Methods may be called from any thread.
 
     lease_s: how long a registration holds. clock: unix seconds. networks: whose addresses may be registered too.
+    grace_s: how long after its end a job may say what is missing. job_bytes, person_bytes: how much is kept of the
+    samples, events and logs of a job, and of all jobs of a person.
     """
 
     def __init__(
@@ -88,11 +96,15 @@ class WorkerReports:
         lease_s: float,
         clock: Callable[[], float],
         networks: Sequence[Network] = (),
+        grace_s: float,
+        job_bytes: int,
+        person_bytes: int,
     ) -> None:
         self._db, self._folders, self._packages = db, folders, packages
         self._lease_s = lease_s
         self._clock = clock
         self._networks = networks
+        self._grace_s, self._job_bytes, self._person_bytes = grace_s, job_bytes, person_bytes
         self._rates = Rates(BURST_BYTES, BYTES_A_SECOND)
         # Who leads, by job: not in the database, for each says so again within a heartbeat.
         self._leads: dict[str, int] = {}
@@ -109,7 +121,7 @@ class WorkerReports:
         if worker.pid > LARGEST_PID:
             raise InvalidRequest.at("pid", str(worker.pid), f"must be at most {LARGEST_PID}")
         with self._db.write() as session:
-            row = _current(session, job_id, worker.attempt)
+            row = self._current(JobRepository(session).lock(job_id), worker.attempt)
             if JobState(row.state).terminal:
                 raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
             said = worker.model_dump(exclude={"leads"})
@@ -126,34 +138,50 @@ class WorkerReports:
             jobs.found(job_id)
             jobs.drop_lease(job_id, rank, attempt)
 
-    def post(self, job_id: str, telemetry: Telemetry, size: int = 0) -> None:
-        """Store a batch; the same batch again changes nothing. size: of the body, bytes.
+    def post(self, job_id: str, telemetry: Telemetry) -> None:
+        """Store a batch; the same batch again changes nothing.
 
-        A batch that arrives after the job's end is stored too: it is the end of its history.
-        Raises JobNotFound, StaleAttempt, InvalidRequest, TooMuch.
+        A batch that arrives soon after the job's end is stored too: it is the end of its history. A summary that is
+        there by then stays. Raises JobNotFound, JobOver, StaleAttempt, InvalidRequest; JobFull where no more
+        samples and events are kept: all else of the batch is stored.
         """
-        self._spend(job_id, size)
         _refuse_unbounded(telemetry)
-        samples = telemetry.samples
+        samples, events = telemetry.samples, telemetry.events
+        full = None
         with self._db.write() as session:
-            row = _current(session, job_id, telemetry.attempt)
             jobs = JobRepository(session)
-            by_step = {sample.step: sample.model_dump(mode="json") for sample in samples}
-            jobs.put_samples(job_id, telemetry.attempt, by_step)
-            jobs.put_events(job_id, telemetry.attempt, [event.model_dump(mode="json") for event in telemetry.events])
+            row = self._current(jobs.lock(job_id), telemetry.attempt)
             progress = _progress(row, telemetry.attempt, samples)
-            if membership := newest_membership(row, telemetry.attempt, telemetry.events):
+            if membership := newest_membership(row, telemetry.attempt, events):
                 progress["newest_membership"] = membership
             state = JobState(row.state)
-            if telemetry.summary is not None:
+            if telemetry.summary is not None and not (state.terminal and row.summary is not None):
                 row.summary = telemetry.summary
             if telemetry.failure is not None and not state.terminal:
                 row.failure = telemetry.failure.model_dump(mode="json")
             if samples and state in (JobState.SUBMITTING, JobState.PENDING):
                 transition(session, row, JobState.RUNNING, self._clock())
+            if samples or events:
+                room, full = self._room(jobs, row)
+                if full is None:
+                    by_step = {sample.step: sample.model_dump(mode="json") for sample in samples}
+                    added = jobs.put_samples(job_id, telemetry.attempt, by_step)
+                    added += jobs.put_events(
+                        job_id, telemetry.attempt, [event.model_dump(mode="json") for event in events]
+                    )
+                    progress["kept_bytes"] = row.kept_bytes + added
+                    if added >= room:
+                        fields = {"kept_bytes": row.kept_bytes + added}
+                        last = {"kind": EventKind.HISTORY_FULL.value, "step": last_step(row), "time": self._clock()}
+                        jobs.put_events(job_id, row.attempt, [{**last, "fields": fields}])
             if progress:
                 session.flush()
                 jobs.note([job_id], **progress)
+        if full is not None:
+            raise JobFull(
+                f"no more samples and events of job {job_id} are kept here: {full}. Its run folder has them, and it "
+                "goes on"
+            )
 
     def targets(self) -> list[TargetGroup]:
         """The workers that can be scraped now, as Prometheus HTTP service discovery wants it.
@@ -209,17 +237,21 @@ class WorkerReports:
             row = JobRepository(session).found(job_id)
         return RunNow(
             attempt=row.attempt,
-            wanted=wanted_workers(row),
+            wanted=limits_now(row),
             failure=Failure.model_validate(row.failure) if row.failure else None,
             succeeded=row.summary is not None,
         )
 
     def put_file(self, job_id: str, name: KeptFile, attempt: int, content: bytes) -> None:
-        """Keep a file, in the place of the one before. Raises JobNotFound, StaleAttempt, TooMuch, Unavailable."""
-        self._spend(job_id, len(content))
-        self._check(job_id, attempt)
+        """Keep a file, in the place of the one before; after the job's end none that is there is replaced.
+
+        Raises JobNotFound, JobOver, StaleAttempt, Unavailable.
+        """
+        state, path = self._check(job_id, attempt)[0], self._folders.of(job_id).path / name
+        if state.terminal and path.exists():
+            raise JobOver(job_id, state, f"its {name} is no longer replaced")
         try:
-            write_whole(private_folder(self._folders.of(job_id).path) / name, content)
+            write_whole(path, content)
         except OSError as error:
             raise Unavailable(f"{name} cannot be written on the service's machine: {error.strerror}") from error
 
@@ -228,9 +260,9 @@ class WorkerReports:
         with self._db.read() as session:
             JobRepository(session).found(job_id)
         try:
-            content = (self._folders.of(job_id).path / name).read_bytes()
+            content = read_plain(self._folders.of(job_id).path / name, LARGEST_FILE_BYTES)
             return redacted(content.decode("utf-8", "replace")).encode() if name.endswith(".json") else content
-        except FileNotFoundError:
+        except (FileNotFoundError, NotPlain):
             raise FileNotKept(job_id, name) from None
         except OSError as error:
             raise Unavailable(f"{name} cannot be read on the service's machine: {error.strerror}") from error
@@ -253,28 +285,52 @@ class WorkerReports:
         """Add what comes from byte `offset` on; what is there already stays as it is.
 
         Nothing is added where something before it is missing: the answer says from where to send.
-        Raises JobNotFound, StaleAttempt, TooMuch, Unavailable.
+        Raises JobNotFound, JobOver, StaleAttempt, Unavailable.
         """
-        self._spend(job_id, len(content))
-        self._check(job_id, attempt)
+        _, room = self._check(job_id, attempt)
         try:
             with self._folders.lock:
-                size = self._folders.of(job_id).append_log(attempt, offset, content)
+                size, added = self._folders.of(job_id).append_log(attempt, offset, content, room)
         except OSError as error:
             raise Unavailable(f"the log cannot be written on the service's machine: {error.strerror}") from error
-        return LogKept(next_offset=size, full=size >= LONGEST_LOG_BYTES)
+        if added:
+            with self._db.write() as session:
+                JobRepository(session).keep_more(job_id, added)
+        return LogKept(next_offset=size, full=size >= LONGEST_LOG_BYTES or added >= room)
 
-    def _spend(self, job_id: str, size: int) -> None:
-        """Count these bytes against what the job may send. Raises TooMuch."""
-        wait_s = self._rates.take(job_id, max(size, LEAST_COST), time.monotonic())
+    def charge(self, job_id: str, size: int) -> None:
+        """Count these bytes of a body against what the job may send, before they are read. Raises TooMuch."""
+        wait_s = self._rates.take(job_id, size, time.monotonic())
         if wait_s:
-            raise TooMuch(job_id, wait_s)
+            raise TooMuch(f"job {job_id} posts more than a job may", wait_s)
 
-    def _check(self, job_id: str, attempt: int) -> None:
+    def _check(self, job_id: str, attempt: int) -> tuple[JobState, int]:
+        """The job's state, and how many bytes more are kept of it. Raises JobNotFound, JobOver, StaleAttempt."""
         with self._db.read() as session:
-            row = JobRepository(session).found(job_id)
+            row = self._current(JobRepository(session).found(job_id), attempt)
+            return JobState(row.state), self._room(JobRepository(session), row)[0]
+
+    def _current(self, row: JobRow, attempt: int) -> JobRow:
+        """The row, where a report of this attempt may still come. Raises JobOver, StaleAttempt."""
         if row.attempt != attempt:
-            raise StaleAttempt(job_id, attempt, row.attempt)
+            raise StaleAttempt(row.id, attempt, row.attempt)
+        if row.finished_at is not None and self._clock() > row.finished_at + self._grace_s:
+            raise JobOver(row.id, JobState(row.state), f"it takes no report {self._grace_s:g} s after its end")
+        return row
+
+    def _room(self, jobs: JobRepository, row: JobRow) -> tuple[int, str | None]:
+        """How many bytes more are kept of the job; None, or why none are."""
+        of_job = self._job_bytes - row.kept_bytes
+        if of_job <= 0:
+            kept = f"{row.kept_bytes} bytes of it are kept"
+            return 0, f"{kept}, at most {self._job_bytes} of one job (THINWIRE_JOB_MAX_BYTES)"
+        if row.submitted_by is None:  # of a version that did not note it
+            return of_job, None
+        of_person = self._person_bytes - jobs.kept_of(row.submitted_by)
+        if of_person <= 0:
+            most = f"at most {self._person_bytes} bytes of all jobs of {row.submitted_by} (THINWIRE_PERSON_MAX_BYTES)"
+            return 0, f"{most}; `thinwire delete` those that are not needed"
+        return min(of_job, of_person), None
 
     def _scraped(self, leases: Sequence[LeaseRow]) -> list[LeaseRow]:
         of_job: dict[str, list[LeaseRow]] = {}
@@ -288,13 +344,6 @@ class WorkerReports:
             own.sort(key=lambda lease: (lease.rank != leads.get(job), lease.rank))
             found += sorted(own[:MOST_SCRAPED], key=lambda lease: lease.rank)
         return found
-
-
-def _current(session: Session, job_id: str, attempt: int) -> JobRow:
-    row = JobRepository(session).lock(job_id)
-    if row.attempt != attempt:
-        raise StaleAttempt(job_id, attempt, row.attempt)
-    return row
 
 
 def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any]:
@@ -386,4 +435,4 @@ def _token(folder: JobFolder, row: JobRow) -> str:
     """The job's token, out of its run folder. Raises Unavailable."""
     if not folder.complete(row.token_hash):
         raise Unavailable(f"the run folder of job {row.id} on the service's machine is not complete: try again")
-    return folder.token.read_text(encoding="utf-8").strip()
+    return folder.read_token()

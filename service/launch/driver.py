@@ -13,12 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from thinwire.contract.files import read_plain
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.tls import as_word
+from thinwire.contract.tls import LONGEST_CA, as_word
 from thinwire.service.launch.protocol import Code, LauncherError
 
 PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
 """The cluster's shell finds it: `thinwire up` says which Python a box has, an image has it on its path."""
+
+
+MOST_BYTES: Final = 4096
+"""Of a token or a URL in a file."""
 
 
 def driver_command(
@@ -30,10 +35,10 @@ def driver_command(
     """
     folder = RunFolder(run_dir)
     try:
-        token, url = folder.token.read_text().strip(), folder.service_url.read_text().strip()
-        ca = folder.service_ca.read_text() if folder.service_ca.exists() else None
-    except OSError as error:
-        raise LauncherError(f"the run folder {run_dir} cannot be read: {error.strerror}") from error
+        token, url = (read_plain(file, MOST_BYTES).decode().strip() for file in (folder.token, folder.service_url))
+        ca = read_plain(folder.service_ca, LONGEST_CA).decode() if folder.service_ca.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
     if ca is not None:
         words = [*words, "--service-ca", as_word(ca)]
     return command_line(url, metadata["job_id"], attempt, ticket_of(token, attempt), words, python)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from thinwire.contract.places import Room
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
     Code,
@@ -68,7 +69,7 @@ class FakeLauncher(Launcher):
 
     Attributes a test may set: `unreachable` (every status is UNKNOWN, every other call fails),
     `not_ready` (the reason that `ready` gives), `start_error` (what `start` raises),
-    `ignore_cancel` (a cancel is counted and has no effect), `own_cluster`.
+    `ignore_cancel` (a cancel is counted and has no effect), `own_cluster`, `has_room` (what `room` says).
     """
 
     name = "fake"
@@ -79,6 +80,7 @@ class FakeLauncher(Launcher):
         self.not_ready: str | None = None
         self.start_error: str | None = None
         self.ignore_cancel = False
+        self.has_room: Room | None = None
         self.starts = 0
         self.closes = 0
         self.submissions: dict[str, Submission] = {}
@@ -160,6 +162,11 @@ class FakeLauncher(Launcher):
     def resize(self, submission_id: str, least: int, most: int) -> None:
         """Noted in `resized`."""
         self.resized[submission_id] = (least, most)
+
+    def room(self) -> Room | None:
+        """`has_room`. Raises LauncherError where `unreachable` is set."""
+        self._reach()
+        return self.has_room
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """The log from byte `offset` on. Raises NoLog for an unknown submission, LauncherError where unreachable."""

@@ -7,13 +7,16 @@ serving it is started again, empty: every job is then ABSENT, and the service su
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from thinwire.contract.places import Room
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
     Code,
@@ -127,6 +130,10 @@ class LocalLauncher(Launcher):
     def cancel(self, submission_id: str) -> None:
         """Ask for its end: SIGTERM, then SIGKILL. Over or absent is a success. Raises LauncherError."""
         self._jobs().stop(submission_id)
+
+    def room(self) -> Room | None:
+        """What the head has; none but this service's jobs are there. Raises LauncherError."""
+        return replace(self._jobs().room(), cores=os.cpu_count())
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """The driver's output from byte `offset` on. Gone with its head. Raises LauncherError.

@@ -17,6 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from thinwire.contract.files import open_plain
+from thinwire.contract.places import Room
 from thinwire.contract.script import runtime_environment
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ def read_part(path: Path, offset: int, limit: int) -> LogChunk:
     Empty where there is no file, or none beyond. Raises OSError.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_plain(path) as file:
             file.seek(offset)
             return decoded(file.read(limit), offset)
     except FileNotFoundError:
@@ -160,6 +162,13 @@ class Launcher(ABC):
     def resize(self, submission_id: str, least: int, most: int) -> None:
         """Let the cluster have room for so many workers of this submission, where it grows and shrinks with its jobs.
         Called again and again, whether or not they have changed. Raises LauncherError. By default it does nothing.
+        """
+        return None
+
+    def room(self) -> Room | None:
+        """What the cluster has for workers, so that a job is started where all of workers.min fit, and waits in the
+        service's queue where not. None, the default: its machines come with the job, or when it asks for them.
+        Raises LauncherError where that cannot be said now.
         """
         return None
 

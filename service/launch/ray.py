@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from thinwire.contract.places import Room
 from thinwire.service.launch.driver import PYTHON, driver_command
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
@@ -32,15 +33,17 @@ class RayLauncher(Launcher):
     """Jobs run in a Ray cluster that is there.
 
     address: the cluster's dashboard, http://head:8265. token_file: holds the cluster's token; None: it asks for none.
-    The file is read again when the cluster refuses the token that it held.
+    The file is read again when the cluster refuses the token that it held. grows: an autoscaler adds machines where
+    jobs wait for them.
     """
 
     name = "ray"
     own_cluster = False
 
-    def __init__(self, address: str, token_file: Path | None) -> None:
+    def __init__(self, address: str, token_file: Path | None, *, grows: bool = False) -> None:
         self.address = address.rstrip("/")
         self._token_file = token_file
+        self._grows = grows
         self._token = ""
         self._service_id = ""
         self._jobs: RayJobs | None = None
@@ -83,6 +86,10 @@ class RayLauncher(Launcher):
     def cancel(self, submission_id: str) -> None:
         """Ask for its end: SIGTERM, then SIGKILL. Over or absent is a success. Raises LauncherError."""
         self._cluster().stop(self.named(submission_id))
+
+    def room(self) -> Room | None:
+        """What the cluster's machines have, and what others hold of it. Raises LauncherError."""
+        return None if self._grows else self._cluster().room(self.named(""))
 
     def logs(self, submission_id: str, offset: int, limit: int = LOG_PART_BYTES) -> LogChunk:
         """The driver's output as Ray has it. Raises LauncherError, NoLog.

@@ -2,6 +2,7 @@
 
 Everything listens on loopback and asks for a token of the home's own. Below the folder (`home/ray`):
 
+    dashboard_port   of the last head, which the next one takes where it is free
     auth_token   the token, mode 0600      head.json   the keeper's record: pid, birth, port, temp_dir
     head.log     keeper and `ray start`    lease       touched by the server of the home
     lock         held by the server        lost-logs/  Ray's logs of the last head that ended by itself
@@ -264,9 +265,20 @@ class RayHead:
 
     def start_in(self, temp_dir: Path) -> Start:
         """How Ray is started."""
-        port = _free_port()
+        port = self._dashboard_port()
         environment = head_environment(os.environ, temp_dir, self.token_path)
         return Start(head_command(temp_dir / "r", port), environment, port)
+
+    def _dashboard_port(self) -> int:
+        """That of the last head of this home where nobody has it, so that links, bookmarks and forwarded ports stay."""
+        path = self.folder / "dashboard_port"
+        try:
+            last = int(path.read_text())
+            port = _free_port(last) if 1024 <= last < 65536 else _free_port()
+        except (OSError, ValueError):  # there was none, or it is taken
+            port = _free_port()
+        path.write_text(f"{port}\n")
+        return port
 
     def is_up(self, head: Head) -> bool:
         """Does it answer?"""
@@ -359,9 +371,13 @@ def _short_temp_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix="tw-", dir=base if len(base) <= MAX_TEMP_CHARS else "/tmp")).resolve()
 
 
-def _free_port() -> int:
-    """A port that is free now. Should another process take it before Ray does, the start fails and says so."""
+def _free_port(wanted: int = 0) -> int:
+    """A port that is free now. Should another process take it before Ray does, the start fails and says so.
+
+    Raises: OSError where the one that is wanted is taken.
+    """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Ray does: the last one's connections linger
+        probe.bind(("127.0.0.1", wanted))
         port: int = probe.getsockname()[1]
         return port

@@ -6,6 +6,9 @@ where it was written instead, and asked for once at most, at the end. A job whos
 for ever: what watches jobs there begins with the next submission. So dead nodes are asked for, too. Anybody who has the
 token sees entrypoint, metadata and runtime_env of every job, so no secret may be in them.
 
+A head may be broken, or somebody else's: every answer has a limit of bytes, and a time in which all of it must have
+come. httpx bounds the time between two parts alone, so its calls are made in an event loop, in a thread, and end there.
+
 Of a job that has never begun its owner hears why in one or two lines, out of the pages that Ray says of it. What Ray
 could not make, its runtime environment (contract/environment_words.py), or could not start, the driver's Python, failed
 before any process of ours could say why. Each case is known by what Ray or the shell writes.
@@ -13,11 +16,16 @@ before any process of ours could say why. Each case is known by what Ray or the 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +33,17 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from thinwire.contract.environment_words import last_line, shortened, why_no_environment
+from thinwire.contract.places import Room
 from thinwire.service.launch.protocol import OF_RAY, Code, LauncherError, LaunchState, LaunchStatus
 
 _log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 15.0
+"""For a whole answer."""
 SUBMIT_TIMEOUT_S: Final = 60.0
+LOG_TIMEOUT_S: Final = 120.0
 UPLOAD_TIMEOUT_S: Final = 120.0
-"""Between two parts of a package, and until Ray has stored it."""
+"""Until Ray has stored a package, and a second more for each MiB of it."""
 AGENT_TRIES: Final = 5
 """A young head on a loaded machine answers before its agent is there; Ray waits 10 s for it at every submit."""
 MESSAGE_CHARS: Final = 2000
@@ -40,11 +51,21 @@ MESSAGE_CHARS: Final = 2000
 
 MOST_LOG_BYTES: Final = 64 << 20
 """Of an answer that holds a log."""
+MOST_NODES_BYTES: Final = 16 << 20
+"""Of one with the nodes of a cluster."""
+MOST_ANSWER_BYTES: Final = 1 << 20
+"""Of any other."""
 
-DEAD_NODES_S: Final = 5.0
-"""So long the dead nodes of one answer are those of now."""
+NODES_S: Final = 5.0
+"""So long the nodes of one answer are those of now."""
+OTHERS_S: Final = 15.0
+"""What others hold is what they have held for so long: Ray counts what is taken every 5 s, and our jobs' too."""
 
-_DEAD_NODES: Final = "/api/v0/nodes?filter_keys=state&filter_predicates=%3D&filter_values=DEAD&limit=10000"
+_NODES: Final = "/api/v0/nodes?limit=10000"
+_GROUPS: Final = "/api/v0/placement_groups?detail=1&limit=10000"
+_USAGE: Final = "/api/cluster_status"
+_NOT_AS_SEEN: Final = (ValueError, LookupError, TypeError, AttributeError)
+"""What reading an answer raises that is not as Ray 2.60 was seen to give it."""
 _NO_AGENT: Final = "No available agent to submit job"
 
 
@@ -60,28 +81,50 @@ class _Log(BaseModel):
     logs: str
 
 
+class TooLong(httpx.HTTPError):
+    """The answer has more bytes than it may."""
+
+
 class RayJobs:
     """A client of one Ray head. Threads may share it."""
 
-    def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(self, url: str, token: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         """`url` is the dashboard's, without a slash at the end; `token` "" where it asks for none.
 
         `transport` is for tests.
         """
         self.url = url
         self._dead: frozenset[str] = frozenset()
-        self._dead_asked = -math.inf
-        self._http = httpx.Client(
+        self._room: Room | None = None
+        self._nodes_asked = -math.inf
+        self._others: deque[tuple[float, int, int]] = deque()
+        """When seen, CPUs, GPUs."""
+        self._lock = threading.Lock()
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        identity = {"Accept-Encoding": "identity"}  # what is unpacked is longer than what has come
+        self._http = httpx.AsyncClient(
             base_url=url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            headers={**identity, "Authorization": f"Bearer {token}"} if token else identity,
             timeout=ASK_TIMEOUT_S,
             transport=transport,
             trust_env=False,  # a proxy set for the internet must not see, or break, calls to this machine
         )
 
     def close(self) -> None:
-        """Drop the connections."""
-        self._http.close()
+        """Drop the connections; calls that are under way find them lost. Safe to call twice."""
+        with self._lock:
+            closed, self._closed, loop = self._closed, True, self._loop
+        if loop is not None and not closed:
+            asyncio.run_coroutine_threadsafe(self._drop(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+
+    async def _drop(self) -> None:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await self._http.aclose()
 
     def unready(self) -> str | None:
         """None when the Jobs API answers and takes our token, else the reason in one sentence."""
@@ -113,7 +156,7 @@ class RayJobs:
         refusal: str | None = None
         for attempt in range(1, AGENT_TRIES + 1):
             try:
-                answer = self._send("POST", "/api/jobs/", json=body, timeout=SUBMIT_TIMEOUT_S)
+                answer = self._send("POST", "/api/jobs/", json=body, within_s=SUBMIT_TIMEOUT_S)
                 refusal = None if answer.is_success else f"{answer.status_code}: {_last_line(answer.text)}"
             except httpx.HTTPError as error:
                 refusal = _words(error)
@@ -154,20 +197,73 @@ class RayJobs:
                 return LaunchStatus(state, never, began=False)
         return LaunchStatus(state, _shortened(job.message or ""))
 
+    def room(self, ours: str | None = None) -> Room:
+        """What the living nodes have. ours: how the placement groups of our jobs begin, where others may hold some of
+        it. Raises LauncherError where Ray does not say so now.
+        """
+        self._ask_nodes()
+        if self._room is None:
+            raise LauncherError(f"Ray at {self.url} has named no node with a CPU yet; it is asked again")
+        if ours is None:
+            return self._room
+        try:
+            cpus, gpus = self._held_by_others(ours)
+        except (httpx.HTTPError, *_NOT_AS_SEEN) as error:
+            raise LauncherError(
+                f"Ray at {self.url} does not say what is taken ({error!r}); it is asked again"
+            ) from error
+        return replace(self._room, others_cpus=cpus, others_gpus=gpus)
+
+    def _held_by_others(self, ours: str) -> tuple[int, int]:
+        """CPUs and GPUs that have been held for OTHERS_S by what is no placement group of ours."""
+        now = time.monotonic()
+        if not self._others or now >= self._others[-1][0] + NODES_S:
+            status = self._json(_USAGE)["data"].get("clusterStatus")  # none with the second version of its autoscaler
+            taken = None if status is None else status["loadMetricsReport"]["usage"]
+            groups = [group for group in self._json(_GROUPS)["data"]["result"]["result"] if group["state"] == "CREATED"]
+
+            def held(kind: str) -> int:
+                mine, theirs = (
+                    sum(
+                        bundle["unit_resources"].get(kind, 0)
+                        for group in groups
+                        if group["name"].startswith(ours) is own
+                        for bundle in group["bundles"]
+                    )
+                    for own in (True, False)
+                )
+                return max(0, math.ceil(float(theirs if taken is None else taken.get(kind, (0, 0))[0] - mine)))
+
+            self._others.append((now, held("CPU"), held("GPU")))
+            while len(self._others) > 1 and self._others[1][0] <= now - OTHERS_S:
+                self._others.popleft()
+        return min(cpus for _, cpus, _ in self._others), min(gpus for _, _, gpus in self._others)
+
     def _dead_nodes(self) -> frozenset[str]:
         """As Ray has lately said; the last answer, where it says nothing now. A dead node stays dead."""
-        if time.monotonic() < self._dead_asked + DEAD_NODES_S:
-            return self._dead
-        self._dead_asked = time.monotonic()
-        try:
-            answer = self._send("GET", _DEAD_NODES)
-            answer.raise_for_status()
-            self._dead = frozenset(str(node["node_id"]) for node in answer.json()["data"]["result"]["result"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            _log.warning(
-                "dead_nodes_unknown url=%s reason=%s", self.url, (str(error) or type(error).__name__).splitlines()[0]
-            )
+        self._ask_nodes()
         return self._dead
+
+    def _ask_nodes(self) -> None:
+        if time.monotonic() < self._nodes_asked + NODES_S:
+            return
+        self._nodes_asked = time.monotonic()
+        try:
+            nodes = self._json(_NODES)["data"]["result"]["result"]
+            self._dead = frozenset(str(node["node_id"]) for node in nodes if node["state"] == "DEAD")
+            living = [node["resources_total"] for node in nodes if node["state"] == "ALIVE"]
+            cpus = [int(has.get("CPU", 0)) for has in living]
+            gpus = [min(int(has.get("GPU", 0)), one) for has, one in zip(living, cpus, strict=True)]
+            self._room = Room(cpus=sum(cpus), gpus=sum(gpus)) if any(cpus) else None  # a young head has no node yet
+        except (httpx.HTTPError, *_NOT_AS_SEEN) as error:
+            _log.warning(
+                "nodes_unknown url=%s reason=%s", self.url, (str(error) or type(error).__name__).splitlines()[0]
+            )
+
+    def _json(self, path: str) -> Any:
+        answer = self._send("GET", path, most_bytes=MOST_NODES_BYTES)
+        answer.raise_for_status()
+        return answer.json()
 
     def stop(self, submission_id: str) -> None:
         """Ask for its end; over or absent is a success. Raises LauncherError."""
@@ -195,11 +291,12 @@ class RayJobs:
             return
         size = zipped.stat().st_size
         try:
-            answer = self._http.put(
+            answer = self._send(
+                "PUT",
                 path,
                 content=_parts(zipped),
                 headers={"Content-Length": str(size), "Content-Type": "application/octet-stream"},
-                timeout=UPLOAD_TIMEOUT_S,
+                within_s=UPLOAD_TIMEOUT_S + size / (1 << 20),
             )
         except httpx.HTTPError as error:
             raise LauncherError(f"Ray at {self.url} could not {what} ({_words(error)}); try again") from error
@@ -214,26 +311,24 @@ class RayJobs:
 
         Raises: LauncherError, also where it is longer than MOST_LOG_BYTES.
         """
-        held = bytearray()
+        path = f"/api/jobs/{submission_id}/logs"
         try:
-            with self._http.stream("GET", f"/api/jobs/{submission_id}/logs") as answer:
-                if answer.status_code == httpx.codes.NOT_FOUND:
-                    return None
-                for part in answer.iter_bytes():
-                    held += part
-                    if len(held) > MOST_LOG_BYTES:
-                        raise LauncherError(
-                            f"the log of {submission_id} is longer than {MOST_LOG_BYTES >> 20} MiB: read it on the head"
-                        )
+            answer = self._send("GET", path, within_s=LOG_TIMEOUT_S, most_bytes=MOST_LOG_BYTES)
+        except TooLong as error:
+            raise LauncherError(
+                f"the log of {submission_id} is longer than {MOST_LOG_BYTES >> 20} MiB: read it on the head"
+            ) from error
         except httpx.HTTPError as error:
             raise LauncherError(
                 f"Ray at {self.url} gave no log of {submission_id} ({_words(error)}); try again"
             ) from error
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return None
         if not answer.is_success:
-            why = f"{answer.status_code}: {_last_line(held.decode(errors='replace'))}"
+            why = f"{answer.status_code}: {_last_line(answer.text)}"
             raise LauncherError(f"Ray at {self.url} gave no log of {submission_id} ({why}); try again")
         try:
-            return _Log.model_validate_json(bytes(held)).logs
+            return _Log.model_validate_json(answer.content).logs
         except ValidationError as error:
             raise LauncherError(f"Ray at {self.url} answered what is not a log: {error}") from error
 
@@ -244,18 +339,58 @@ class RayJobs:
             raise LauncherError(f"Ray at {self.url} could not {what} ({_words(error)}); try again") from error
 
     def _send(
-        self, method: str, path: str, json: Mapping[str, object] | None = None, timeout: float = ASK_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        *,
+        within_s: float = ASK_TIMEOUT_S,
+        most_bytes: int = MOST_ANSWER_BYTES,
+        **request: Any,
     ) -> httpx.Response:
+        """The whole answer. Raises httpx.HTTPError, also where it has not come in time; TooLong."""
+        with self._lock:
+            if self._closed:
+                raise _lost()
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=(self._loop,), name="thinwire-ray", daemon=True).start()
+            call = self._whole(method, path, within_s, most_bytes, request)
+            answer = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
-            return self._http.request(method, path, json=json, timeout=timeout)
-        except RuntimeError as error:
-            if not self._http.is_closed:
-                raise
-            # Another thread found the head dead and closed us: for the caller it is a lost connection.
-            raise httpx.NetworkError("the connection was closed because the head ended") from error
+            return answer.result()
+        except CancelledError as error:  # another thread found the head dead and closed us
+            raise _lost() from error
+
+    async def _whole(
+        self, method: str, path: str, within_s: float, most_bytes: int, request: Mapping[str, Any]
+    ) -> httpx.Response:
+        held = bytearray()
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self._http.stream(method, path, timeout=within_s, **request) as answer,
+            ):
+                if "content-encoding" in answer.headers:
+                    raise TooLong("its answer is packed, and nobody has asked for that")
+                async for part in answer.aiter_bytes():
+                    held += part
+                    if len(held) > most_bytes:
+                        raise TooLong(f"its answer has more than {most_bytes} bytes")
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(f"its answer had not come after {within_s:g} s") from error
+        return httpx.Response(answer.status_code, content=bytes(held), request=answer.request)
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def _lost() -> httpx.NetworkError:
+    return httpx.NetworkError("the connection was closed because the head ended")
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+async def _parts(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
         while part := file.read(1 << 20):
             yield part

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
@@ -25,8 +23,6 @@ from thinwire.service.errors import (
 from thinwire.service.packages.store import Packages, Upload
 from thinwire.service.requests import ALWAYS, TAKES_BYTES, of_plane, zip_bytes
 
-SILENT_S = 60.0
-"""A sender that sends nothing for so long has gone."""
 _PART_BYTES = 1 << 20
 
 packages = APIRouter(
@@ -74,7 +70,8 @@ async def put(sha256: Sha256, store: Store, request: Request, response: Response
             response.status_code = 200
             return found
         try:
-            upload = await run_in_threadpool(store.upload, sha256, int(declared) if declared.isdecimal() else None)
+            size, who = int(declared) if declared.isdecimal() else None, request.state.caller.person.name
+            upload = await run_in_threadpool(store.upload, sha256, size, who)
         except (BodyTooLarge, InsufficientStorage):
             # Who is still sending would find the connection broken, and not the answer.
             await _read_out(request, store.max_bytes)
@@ -88,7 +85,7 @@ async def _take(upload: Upload, request: Request) -> Package:
     """All of the body; nothing is left of one that breaks off."""
     try:
         held = bytearray()
-        async for part in _parts(request):
+        async for part in request.stream():
             held += part
             if len(held) >= _PART_BYTES:
                 await run_in_threadpool(upload.write, bytes(held))
@@ -99,22 +96,10 @@ async def _take(upload: Upload, request: Request) -> Package:
         await run_in_threadpool(upload.close)
 
 
-async def _parts(request: Request) -> AsyncIterator[bytes]:
-    """The body in parts. Raises: BodyTooSlow, ClientDisconnect."""
-    stream = request.stream()
-    while True:
-        try:
-            yield await asyncio.wait_for(anext(stream), SILENT_S)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise BodyTooSlow(f"nothing has come for {SILENT_S:g} s; nothing is kept: send the package again") from None
-
-
 async def _read_out(request: Request, most: int) -> None:
     """Read what is being sent, and forget it: at most so much more."""
     size = 0
-    async for part in _parts(request):
+    async for part in request.stream():
         size += len(part)
         if size > most:
             return

@@ -3,6 +3,7 @@
 An upload goes to a file of its own beside them and is moved to its place when its hash and its content are right, so
 two uploads of one package do not meet. That file is locked while its upload lives: one that is not was left by a
 process that is gone, and is removed. A package goes when no job names it and it has not been used for a while.
+Who has sent it first is said by an empty file, of/NAME/SHA256: one person does not fill the store for all.
 
 Whether a zip may be unpacked on a worker is found out from its directory alone; nothing is unpacked. The worker that
 unpacks it goes by the same directory: no entry gives more bytes than stand there. The directory is read only
@@ -52,8 +53,9 @@ class PackageGone(Exception):
 class Packages:
     """The packages of a service. Methods may be called from any thread.
 
-    max_bytes: of one; total_bytes: of all. keep_days: how long one stays that no job names. named: the hashes that jobs
-    name. confirm_owner: raises where another service owns the database, and takes the packages. clock: unix seconds.
+    max_bytes: of one; total_bytes: of all; person_bytes: of those that one person has sent. keep_days: how long one
+    stays that no job names. named: the hashes that jobs name. confirm_owner: raises where another service owns the
+    database, and takes the packages. clock: unix seconds.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Packages:
         *,
         max_bytes: int,
         total_bytes: int,
+        person_bytes: int,
         keep_days: float,
         named: Callable[[], set[str]],
         confirm_owner: Callable[[], None],
@@ -69,6 +72,7 @@ class Packages:
     ) -> None:
         self.max_bytes = max_bytes
         self._folder, self._total_bytes, self._keep_s = folder, total_bytes, keep_days * DAY_S
+        self._person_bytes = person_bytes
         self._named, self._confirm_owner, self._clock = named, confirm_owner, clock
         self._lock = threading.Lock()
         self._reserved: dict[Upload, int] = {}
@@ -129,8 +133,8 @@ class Packages:
             "which uploads it, and this job goes on"
         )
 
-    def upload(self, sha256: str, declared: int | None) -> Upload:
-        """Begin to take a package. declared: its length; None where the sender does not say.
+    def upload(self, sha256: str, declared: int | None, who: str) -> Upload:
+        """Begin to take a package. declared: its length; None where the sender does not say. who: sends it.
 
         Raises: NotOwner, BodyTooLarge, InsufficientStorage, Unavailable.
         """
@@ -141,8 +145,8 @@ class Packages:
         try:
             private_folder(self._folder)
             with self._lock:
-                self._make_room(size)
-                upload = Upload(self, self._path(sha256), size)
+                self._make_room(size, who)
+                upload = Upload(self, self._path(sha256), size, who)
                 self._reserved[upload] = size
         except OSError as error:
             raise self.refusal(error) from error
@@ -174,10 +178,11 @@ class Packages:
             f"the package cannot be written to {self._folder}: {error.strerror}; mend that, and try again"
         )
 
-    def _take_in(self, upload: Path, target: Path) -> None:
+    def _take_in(self, upload: Path, target: Path, who: str) -> None:
         now = self._clock()
         os.utime(upload, (now, now))
         with self._lock:  # while nobody looks for what is old
+            (private_folder(self._of(who)) / target.stem).touch(mode=0o600)
             upload.replace(target)
         sync_folder(self._folder)
 
@@ -188,14 +193,28 @@ class Packages:
     def _path(self, sha256: str) -> Path:
         return self._folder / f"{sha256}.zip"
 
-    def _make_room(self, size: int) -> None:
-        """See that so many more bytes fit, among the packages and on the disk. Raises: InsufficientStorage, OSError."""
+    def _of(self, who: str) -> Path:
+        return self._folder / "of" / who
+
+    def _make_room(self, size: int, who: str) -> None:
+        """See that so many more bytes fit: theirs, among the packages, on the disk.
+
+        Raises: InsufficientStorage, OSError.
+        """
         under_way = sum(self._reserved.values())
-        if self._stored() + under_way + size > self._total_bytes:
+        theirs = sum(reserved for upload, reserved in self._reserved.items() if upload.who == who)
+        of_all, of_one = self._total_bytes - under_way - size, self._person_bytes - theirs - size
+        if self._stored() > of_all or self._sent_by(who) > of_one:
             self._remove_leftovers()
             self._remove_unnamed(older_than=ABOUT_TO_BE_USED_S)
+        if (sent := self._sent_by(who)) > of_one:
+            raise InsufficientStorage(
+                f"the packages that {who} has sent have {sent + theirs} bytes, and with these {size} they would have "
+                f"more than the {self._person_bytes} of THINWIRE_PACKAGES_PERSON_MAX_BYTES: `thinwire delete` jobs "
+                "whose packages are not needed any more, or have the operator raise it"
+            )
         stored = self._stored()
-        if stored + under_way + size > self._total_bytes:
+        if stored > of_all:
             raise InsufficientStorage(
                 f"the packages have {stored + under_way} bytes, and with these {size} they would have more than the "
                 f"{self._total_bytes} of THINWIRE_PACKAGES_MAX_BYTES: `thinwire delete` jobs whose packages are not "
@@ -210,6 +229,16 @@ class Packages:
 
     def _stored(self) -> int:
         return sum(found.stat().st_size for found in self._folder.glob("*.zip"))
+
+    def _sent_by(self, who: str) -> int:
+        """Bytes of the packages that this person has sent; what is said of others that have gone is removed."""
+        size = 0
+        for mark in self._of(who).glob("*"):
+            try:
+                size += self._path(mark.name).stat().st_size
+            except FileNotFoundError:
+                mark.unlink(missing_ok=True)
+        return size
 
     def _remove_leftovers(self) -> None:
         for path in self._folder.glob(f"{_UPLOAD}*"):
@@ -228,15 +257,17 @@ class Packages:
         for path in old:
             if path.stem not in named:
                 path.unlink(missing_ok=True)
+                for mark in self._folder.glob(f"of/*/{path.stem}"):
+                    mark.unlink(missing_ok=True)
                 logger.info("package_expired sha256=%s", path.stem)
 
 
 class Upload:
     """A package that is on its way. Close it in any case: what is not finished then leaves nothing."""
 
-    def __init__(self, packages: Packages, target: Path, most: int) -> None:
+    def __init__(self, packages: Packages, target: Path, most: int, who: str) -> None:
         """Raises OSError."""
-        self._packages, self._target, self._most = packages, target, most
+        self._packages, self._target, self._most, self.who = packages, target, most, who
         self._path = target.with_name(f"{_UPLOAD}{secrets.token_hex(8)}")
         self._file: BinaryIO = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -272,7 +303,7 @@ class Upload:
             self._file.flush()
             os.fsync(self._file.fileno())
             check_zip(self._path)
-            self._packages._take_in(self._path, self._target)
+            self._packages._take_in(self._path, self._target, self.who)
         except UnfitZip as error:
             raise InvalidRequest.at("", None, f"the package {error}") from error
         except OSError as error:

@@ -8,12 +8,13 @@ line holds a secret: of a request it takes names alone, never its body or its he
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from fastapi import Request
-from sqlalchemy import String, delete, func, select
+from sqlalchemy import Boolean, ColumnElement, Select, String, delete, func, literal_column, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 from starlette.concurrency import run_in_threadpool
@@ -23,14 +24,17 @@ from thinwire.contract.people import AuditLine, AuditList, Role
 from thinwire.contract.redaction import redacted
 from thinwire.service.auth import Caller
 from thinwire.service.db import Base, Database
-from thinwire.service.errors import NotOwner
+from thinwire.service.errors import NotOwner, TooMuch, error_response
+from thinwire.service.jobs.rate import Rates
 
 logger = logging.getLogger(__name__)
 
 SERVICE = "service"
 """Who changes what nobody has asked for."""
+DELETE = "delete"
+"""What is done to a job that is deleted: the name of the route."""
 MOST_LINES = 1_000_000
-"""Older ones are removed, however young: about 200 MB."""
+"""About 200 MB. Beyond, the oldest go of whom most lines are, done or refused: nobody pushes out what others did."""
 AT_ONCE = 10_000
 """Lines removed in one transaction."""
 PAUSE_S = 60.0
@@ -106,12 +110,13 @@ async def change_of(request: Request) -> Change:
 class Audited:
     """ASGI middleware behind the guard: every request of a person that may change something leaves a line.
 
+    rates: how many of those one person may send; a request beyond is refused at once, and leaves none.
     clock: unix seconds.
     """
 
-    def __init__(self, app: ASGIApp, db: Database, clock: Callable[[], float]) -> None:
+    def __init__(self, app: ASGIApp, db: Database, clock: Callable[[], float], rates: Rates) -> None:
         self.app = app
-        self._db, self._clock = db, clock
+        self._db, self._clock, self._rates = db, clock, rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and see that its line is written before its answer goes out."""
@@ -119,7 +124,11 @@ class Audited:
         if scope["type"] != "http" or caller is None or caller.person is None or scope["method"] in _READS:
             await self.app(scope, receive, send)
             return
-        address = (scope.get("client") or (None,))[0]
+        if wait_s := self._rates.take(caller.person.name, 1.0, time.monotonic()):
+            much = TooMuch(f"{caller.person.name} asks for more changes than one person may", wait_s)
+            await error_response(much)(scope, receive, send)
+            return
+        address = _plain((scope.get("client") or (None,))[0], 64)  # a trusted proxy may name anything
         change = Change(caller.person.name, caller.person.role, scope["method"], address, self._clock(), 500)
         scope["state"]["change"] = change
         answered = False
@@ -192,14 +201,56 @@ class Audit:
         if now < self._due:
             return
         with self._db.read() as session:
-            newest = session.scalar(select(func.max(AuditRow.id))) or 0
-            old = select(AuditRow.id).where((AuditRow.time < now - self._keep_s) | (AuditRow.id <= newest - MOST_LINES))
-            due = session.scalars(old.order_by(AuditRow.id).limit(AT_ONCE)).all()
+            due = session.scalars(_oldest(AuditRow.time < now - self._keep_s).limit(AT_ONCE)).all()
+            if not due:
+                due = _beyond(session, AT_ONCE)
         if due:
             with self._db.write() as session:
-                session.execute(delete(AuditRow).where(AuditRow.id >= due[0], AuditRow.id <= due[-1]))
+                session.execute(delete(AuditRow).where(AuditRow.id.in_(due)))
             logger.info("audit_pruned lines=%d", len(due))
         self._due = now if len(due) == AT_ONCE else now + PAUSE_S
+
+
+def deleted_jobs(session: Session, job_ids: Collection[str]) -> set[str]:
+    """Which of these jobs have been deleted, as far as the lines go back."""
+    found: set[str] = set()
+    names = sorted(job_ids)
+    for first in range(0, len(names), 500):
+        done = (AuditRow.what == DELETE) & (AuditRow.status < 400)
+        found.update(
+            session.scalars(select(AuditRow.job_id).where(AuditRow.job_id.in_(names[first : first + 500]), done))
+        )
+    return found
+
+
+def _oldest(which: ColumnElement[bool]) -> Select[int]:
+    return select(AuditRow.id).where(which).order_by(AuditRow.id)
+
+
+def _beyond(session: Session, limit: int) -> Sequence[int]:
+    """The oldest lines of whom most are, done or refused, where there are too many in all."""
+    last, first = session.execute(select(func.max(AuditRow.id), func.min(AuditRow.id))).one()
+    if last is None or last - first < MOST_LINES:
+        return []  # and it costs no count
+    refused: ColumnElement[bool] = literal_column("audit.status >= 400", Boolean())
+    groups = session.execute(select(AuditRow.who, refused, func.count()).group_by(AuditRow.who, refused)).all()
+    who, was_refused, most = max(groups, key=lambda group: int(group[2]))
+    too_many = most - _share([int(group[2]) for group in groups], MOST_LINES)
+    if too_many <= 0:
+        return []
+    theirs = (AuditRow.who == who) & ((AuditRow.status >= 400) if was_refused else (AuditRow.status < 400))
+    return session.scalars(_oldest(theirs).limit(min(too_many, limit))).all()
+
+
+def _share(sizes: Iterable[int], room: int) -> int:
+    """How many each may have, so that all fit in and those with fewer lose none; the largest where they do."""
+    sizes = sorted(sizes)
+    for before, size in enumerate(sizes):
+        share = room // (len(sizes) - before)
+        if size > share:
+            return share
+        room -= size
+    return sizes[-1]
 
 
 def _views(rows: Iterable[AuditRow]) -> Iterable[AuditLine]:

@@ -2,8 +2,8 @@
 
 The database has the SHA-256 of each, and nobody its text. `Callers` says whose token it is: the operator's is compared;
 people's, jobs' and tickets are looked up by their SHA-256, which is indexed. A wrong token that comes again costs no
-look-up for some seconds; and an address that sends many different wrong ones has to wait (429) before any look-up,
-unless the token has lately been good. So nobody can keep the database busy by guessing.
+look-up for some seconds. An address that sends many different wrong ones is told to wait (429). A right one is taken
+from there all the same, for behind a proxy all people have one address.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import ceil
 from pathlib import Path
 
 from sqlalchemy import Index, String, delete, select, text, update
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from thinwire.contract.files import private_folder, write_private
@@ -39,14 +39,13 @@ PREFIX = "twp_"
 COARSE_S = 600.0
 """When a token was used last is written this seldom."""
 DAY_S = 86_400.0
-WRONG_S, GOOD_S = 5.0, 300.0
-"""How long a wrong token is remembered as wrong, and a good one as one that may be looked up."""
+WRONG_S = 5.0
+"""How long a wrong token is remembered as wrong."""
 MOST_REMEMBERED = 4096
-"""Of each kind."""
 TICKET_CHARACTERS = 64
 """A ticket follows from its job's token: it may be asked for before it holds, and holds a moment later."""
 GUESSES, GUESSES_PER_S = 50.0, 1.0
-"""Look-ups of wrong tokens that an address has, and how many it gets back."""
+"""Wrong tokens that an address may send before it is told to wait, and how many it gets back."""
 LEAST_CHARACTERS = 16
 LOOK_S = 1.0
 """Between two looks at the file."""
@@ -146,6 +145,10 @@ class Tokens:
                 self._used[row.id] = now
         return Person(row.name, Role(row.role))
 
+    def now(self) -> float:
+        """Unix seconds."""
+        return self._clock()
+
     def prune(self) -> None:
         """Write when tokens were last used, and forget those that have long been over; once in a while."""
         now = self._clock()
@@ -189,14 +192,23 @@ def _day(seconds: float) -> str:
 
 
 class Callers:
-    """Who sends a token. Methods may be called from any thread. elapsed: seconds of a clock that does not go back."""
+    """Who sends a token. Methods may be called from any thread.
+
+    grace_s: how long after its end a job's token is taken. elapsed: seconds of a clock that does not go back.
+    """
 
     def __init__(
-        self, db: Database, home: OperatorToken, tokens: Tokens, elapsed: Callable[[], float] = time.monotonic
+        self,
+        db: Database,
+        home: OperatorToken,
+        tokens: Tokens,
+        *,
+        grace_s: float,
+        elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._db, self._home, self._tokens, self._elapsed = db, home, tokens, elapsed
+        self._db, self._home, self._tokens, self._grace_s, self._elapsed = db, home, tokens, grace_s, elapsed
         self._guesses = Rates(burst=GUESSES, rate=GUESSES_PER_S)
-        self._wrong, self._good = _Remembered(WRONG_S), _Remembered(GOOD_S)
+        self._wrong = _Remembered(WRONG_S)
         self.look_ups = 0
         """So many since the start, for who wants to know what strangers cost."""
 
@@ -210,33 +222,21 @@ class Callers:
         if hmac.compare_digest(digest, self._home.hash):
             return Caller(person=Person(OPERATOR, Role.OPERATOR))
         why = self._wrong.get(digest, now)
-        if why is not None:
-            if why:
-                raise Unauthorized(why)
-            return None
-        good = self._good.get(digest, now) is not None
-        if not good and (wait_s := self._guesses.take(address, 1.0, now)) > 0.0:
-            raise TooManyWrongTokens(address, ceil(wait_s))
-        self.look_ups += 1
-        try:
-            caller = self._found(token, digest)
-        except Unauthorized as error:
-            self._wrong.put(digest, error.message, now)
-            raise
-        except SQLAlchemyError:
-            self._give_back(address, now)
-            raise
-        if caller is not None:
-            self._good.put(digest, "", now)
-            if not good:
-                self._give_back(address, now)
-        elif len(token) != TICKET_CHARACTERS:
-            self._wrong.put(digest, "", now)
-        return caller
-
-    def _give_back(self, address: str, now: float) -> None:
-        """It was no guess."""
-        self._guesses.take(address, -1.0, now)
+        if why is None:
+            self.look_ups += 1
+            try:
+                if (caller := self._found(token, digest)) is not None:
+                    return caller
+                why = ""
+            except Unauthorized as error:
+                why = error.message
+            if why or len(token) != TICKET_CHARACTERS:
+                self._wrong.put(digest, why, now)
+            if not why and (wait_s := self._guesses.take(address, 1.0, now)) > 0.0:
+                raise TooManyWrongTokens(address, ceil(wait_s))
+        if why:
+            raise Unauthorized(why)
+        return None
 
     def _found(self, token: str, digest: str) -> Caller | None:
         with self._db.read() as session:
@@ -244,8 +244,10 @@ class Callers:
             if token.startswith(PREFIX) and (person := self._tokens.person(session, digest)) is not None:
                 return Caller(person=person)
             jobs = JobRepository(session)
-            if (job_id := jobs.id_by_token_hash(digest)) is not None:
-                return Caller(job_id)
+            if (job := jobs.by_token_hash(digest)) is not None:
+                found, state, finished_at = job
+                late = finished_at is not None and self._tokens.now() > finished_at + self._grace_s
+                return Caller(found, over=state if late else None)
             if (job_id := jobs.id_by_ticket_hash(digest)) is not None:
                 return Caller(job_id, ticket=True)
         return None

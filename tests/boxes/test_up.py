@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,26 @@ def test_what_cannot_be_is_told(box: BoxFolder, token_file: Path, arguments: lis
     assert result.exit_code == status
     assert said in " ".join(result.output.split())
     assert not box.state_file.exists()
+
+
+def test_a_head_that_nobody_can_join_is_said_before_ray_looks_for_it(
+    box: BoxFolder, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that listens on its loopback looks from another box; and with a port that there is none of."""
+    started: list[object] = []
+    monkeypatch.setattr(up, "_start", started.append)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        arguments = ["up", "--token-file", str(token_file), "--join"]
+        assert CliRunner().invoke(app, [*arguments, f"127.0.0.1:{port}"]).exit_code == 0
+    assert len(started) == 1
+    for where in (f"127.0.0.1:{port}", "127.0.0.1:99999"):
+        result = CliRunner().invoke(app, [*arguments, where])
+        said = " ".join(result.output.split())
+        assert (result.exit_code, len(started)) == (1, 1)
+        assert f"no head answers at {where} (this machine's own loopback" in said
+        assert "thinwire up --head --interface NAME" in said
+        assert box.box() is None
 
 
 def test_a_head_that_does_not_start_forgets_nothing(box: BoxFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_each_refusal_has_its_error_with_the_services_words(status: int, kind: t
     assert (refused.value.status, refused.value.code) == (status, "a_code")
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
 def test_not_now_is_unreachable_since_trying_again_may_help(status: int) -> None:
     with answering(error_body(status)) as client, pytest.raises(Unreachable, match="what is wrong"):
         client.jobs()

@@ -55,10 +55,12 @@ def test_one_line_sends_the_folder_and_submits_the_job(
     assert (job["spec"]["workers"]["min"], job["spec"]["workers"]["max"]) == (4, 4)
     assert job["spec"]["checkpoint"]["store"] == "s3://bucket/x"
     assert "Packed 1 file of" in run.err
-    again = thinwire("submit", script, "--working-dir", str(folder), "--name", "other", "--min", "2")
+    options = ("--name", "other", "--min", "2", "--priority", "3")
+    again = thinwire("submit", script, "--working-dir", str(folder), *options)
     job = live.service.job(again.out.strip())
     assert package_of(live, job["id"]) == ["model.py", "src/Train_it.py"]
     assert (job["name"], job["spec"]["recipe"]["entry"]) == ("other", "src/Train_it.py")
+    assert job["spec"]["priority"] == 3
     assert "The service has this package already." in thinwire("submit", script).err
 
 

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from thinwire.cli.client import Client, NotFound, Unreachable
+from thinwire.cli.quantities import time_text
 from thinwire.cli.watch import LINE_EVERY_S, NO_WORKERS, View, watch
-from thinwire.contract.jobs import Job, JobState, WaitingForWorkers, Wanted
+from thinwire.contract.jobs import Holder, Job, JobState, Queued, WaitingForWorkers, Wanted
 from thinwire.contract.reports import Event, EventKind, Sample
 from thinwire.contract.spec import TrainSpec
 
@@ -163,7 +164,7 @@ def test_a_plain_line_is_never_broken_by_a_narrow_width() -> None:
 
 
 def test_the_eta_follows_the_speed_of_the_last_samples() -> None:
-    view = View(started_s=0.0)
+    view = View()
     assert view.eta_s() is None
     view.saw(job())
     assert view.eta_s() is None
@@ -176,10 +177,31 @@ def test_the_eta_follows_the_speed_of_the_last_samples() -> None:
 
 
 def test_a_resumed_attempt_measures_its_speed_anew() -> None:
-    view = View(started_s=0.0)
+    view = View()
     for answer in (job(step=10), job(step=60), job(step=50, attempt=2)):
         view.saw(answer)
     assert list(view.samples) == [(50, 1100.0)]
+
+
+def test_the_clock_of_a_wait_begins_with_the_wait_and_not_with_the_watch() -> None:
+    view, created = View(), datetime.fromtimestamp(500.0, UTC)
+    submitted = job(JobState.PENDING, created_at=created)
+    view.saw(submitted)
+    assert view.waits_since(submitted) == 500.0
+    started = job(created_at=created, started_at=datetime.fromtimestamp(520.0, UTC))
+    assert view.waits_since(started) == 520.0
+    waiting = job(step=10, waiting_for_workers=WaitingForWorkers(have=1, min=2))
+    view.saw(waiting, [event(EventKind.WAITING_FOR_WORKERS, 4), event(EventKind.WAITING_FOR_WORKERS, 10)])
+    assert view.waits_since(waiting) == 1010.0
+    alone = job(step=10, workers=0)
+    assert view.waits_since(alone) == 1020.0
+
+
+def test_of_a_run_without_a_known_length_no_bar_is_drawn() -> None:
+    """A bar without a total looks like one that is full."""
+    known, unknown = ([job(step=5, steps=steps), job(JobState.SUCCEEDED, 100, steps=steps)] for steps in (100, None))
+    assert "\u2501" in watched(known, terminal=True)[1]
+    assert "\u2501" not in watched(unknown, terminal=True)[1]
 
 
 def test_a_second_attempt_shows() -> None:
@@ -229,7 +251,7 @@ def test_without_workers_and_samples_there_is_no_eta_but_what_is_waited_for(term
 
 
 def test_figures_are_old_only_without_a_worker_and_without_a_new_sample() -> None:
-    view = View(started_s=0.0)
+    view = View()
     for answer, stalled in (
         (job(), True),
         (job(workers=2), False),
@@ -310,7 +332,7 @@ def test_a_request_of_a_later_version_is_told_as_far_as_it_is_known() -> None:
 def test_a_change_that_is_told_late_is_told_all_the_same() -> None:
     """The workers post once a second: what the service itself has noted since is there before."""
     asked, regrouped = event("resize_requested", 21, new={"min": 1, "max": 3}), event("regrouped", 20, world_size=3)
-    view = View(started_s=0.0)
+    view = View()
     told = [view.saw(job(step=20), events) for events in ([], [asked], [regrouped, asked], [regrouped, asked])]
     assert [[line.partition(":")[0] for line in lines] for lines in told] == [
         [],
@@ -329,7 +351,7 @@ def test_for_whom_the_others_wait_is_told_once_when_it_comes(kind: str) -> None:
 
 def test_what_stands_still_before_the_watch_is_told_and_what_is_over_is_not() -> None:
     def first(*events: Event) -> list[str]:
-        return View(started_s=0.0).saw(job(step=20), events)
+        return View().saw(job(step=20), events)
 
     still = event("stalled", 20, told="no step for 60 s").model_copy(update={"time": 1041.0})
     slow = event("slow_worker", 12, told="worker 1 is the last", over=False)
@@ -358,9 +380,9 @@ def test_saves_that_fail_are_told_with_what_that_costs_and_so_is_their_end(termi
 
 def test_saves_that_failed_before_the_watch_are_told_where_none_was_saved_since() -> None:
     failed, saved = event("checkpoint_failed", 20, reason="away"), event("checkpoint_saved", 30)
-    (told,) = View(started_s=0.0).saw(job(step=21), [failed])
+    (told,) = View().saw(job(step=21), [failed])
     assert told == "at step 20: no checkpoint: away; the job trains on, and a crash costs all of its steps"
-    assert View(started_s=0.0).saw(job(step=31), [failed, saved]) == []
+    assert View().saw(job(step=31), [failed, saved]) == []
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -372,7 +394,7 @@ def test_a_script_that_says_itself_how_long_it_trains_has_no_end_to_show(termina
 
 
 def test_a_script_without_workers_is_stalled_even_where_no_end_is_known() -> None:
-    view = View(started_s=0.0)
+    view = View()
     view.saw(job(step=21, steps=None))
     view.saw(job(step=21, steps=None, workers=0))
     assert view.stalled
@@ -394,3 +416,28 @@ def test_a_scripts_own_numbers_are_shown(terminal: bool) -> None:
     assert "n6" not in out
     assert "and 2 more in the history" in out
     assert "\x1b[2J" not in out
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_queued_job_says_where_it_stands_who_has_the_places_and_since_when(terminal: bool) -> None:
+    since = datetime(2026, 11, 26, 11, 8, 24, tzinfo=UTC)
+    holders = [Holder(job="e3-7fff5b", workers=5, min=2), Holder(job="b", workers=1, min=1)]
+    queue = Queued(position=2, of=3, since=since, needs=5, free=1, total=8, holders=holders, others=1)
+    waits = job(JobState.QUEUED, queue=queue, reason="the same")
+    next_one = waits.model_copy(update={"queue": queue.model_copy(update={"position": 1})})
+    _, text = watched([waits, next_one, END], terminal=terminal)
+    text = " ".join(text.split())
+    words = (
+        f"of 3, since {time_text(since)}: it needs 5 places at once, 1 of 8 are free; "
+        "held by e3-7fff5b 5 (it needs 2), b 1, others than the service 1"
+    )
+    assert "QUEUED" in text
+    if not terminal:
+        assert f"QUEUED: position 2 {words}" in text
+    assert f"position 1 {words}" in text or terminal
+
+
+def test_a_job_that_the_cluster_has_become_too_small_for_says_so() -> None:
+    queue = Queued(position=1, of=1, since=datetime.now(UTC), needs=9, free=8, total=8, holders=[])
+    _, text = watched([job(JobState.QUEUED, queue=queue), END])
+    assert "it needs 9 places, and the cluster has 8: add machines, or lower workers.min" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,26 @@ def test_history_and_last_word_arrive(live: LiveService, job: dict[str, Any], cl
     shown = live.service.job(job["id"])
     assert shown["summary"] == {"state": "SUCCEEDED"}
     assert shown["progress"]["step"] == 1499
+
+
+def test_a_run_goes_on_when_no_more_of_its_history_is_kept(
+    live: LiveService, job: dict[str, Any], client: ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    live.service.plane.reports._job_bytes = 1000
+    poster = Poster(client, interval_s=0.02)
+    for last in (9, 19, 29, 39):  # a batch each
+        poster.samples([sample(step) for step in range(last - 9, last + 1)])
+        wait_until(partial(_has_come_to, live, job, last), "the progress")
+    assert not poster.close(summary={"state": "SUCCEEDED"})  # it has not all of it
+    assert live.service.job(job["id"])["summary"] == {"state": "SUCCEEDED"}
+    assert [each["step"] for each in history(live, job)["samples"]] == list(range(10))
+    assert (poster.num_lost, poster.superseded, client.num_failures) == (30, False, 0)
+    assert "THINWIRE_JOB_MAX_BYTES" in caplog.text
+
+
+def _has_come_to(live: LiveService, job: dict[str, Any], step: int) -> bool:
+    progress = live.service.job(job["id"])["progress"]
+    return progress is not None and progress["step"] == step
 
 
 @pytest.mark.slow

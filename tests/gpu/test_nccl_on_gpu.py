@@ -11,17 +11,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.comm.streams.ranks import exchange, inputs_of, reducer_of
-from thinwire.comm import PeerLost, TorchGroup, prepare_nccl, run_threads
+from tests.optim.reference.written_out import make
+from tests.optim.regroup.ranks import Rank
+from thinwire.comm import PeerLost, SoloGroup, TorchGroup, prepare_nccl, run_threads
 from thinwire.comm.exchange.pipeline import SidePipeline
 from thinwire.comm.groups.nccl import SETTINGS
+from thinwire.optim.regroup import hand_over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda")
 SLEEP_CYCLES = 2_000_000_000
 """About a second."""
-several = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason=f"NCCL refuses two ranks on one GPU, and here is {torch.cuda.device_count()}"
-)
+RANKS = 3
 
 
 @pytest.fixture
@@ -107,11 +108,18 @@ def test_who_leaves_aborts_both_communicators_and_may_make_a_group_again(alone, 
     TorchGroup().mean_(torch.ones(8, device=GPU))
 
 
-def _rank(rank, size, store, folder, ends):
-    """One rank, on a GPU of its own. The last one ends in mid-collective: the others have queued what it never will."""
+def _as_a_host(rank):
+    """Ranks may share a GPU where NCCL takes each for a host of its own: then it connects them by sockets."""
+    os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo")
     prepare_nccl()
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _rank(rank, size, store, folder, ends):
+    """One rank as a host. The last one ends in mid-collective: the others have queued what it never will."""
+    device = _as_a_host(rank)
     # A time-out of ten minutes: it is not this that ends the wait.
     dist.init_process_group(
         "nccl", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(minutes=10)
@@ -146,11 +154,9 @@ def _rank(rank, size, store, folder, ends):
     os._exit(0)
 
 
-@several
 @pytest.mark.parametrize("ends", ["in a bucket", "between buckets"])
 def test_a_peer_that_is_killed_in_mid_collective_costs_less_than_ten_seconds_and_no_process(ends, tmp_path):
-    size = min(torch.cuda.device_count(), 4)
-    store = str(tmp_path / "store")
+    size, store = RANKS, str(tmp_path / "store")
     context = mp.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(rank, size, store, str(tmp_path), ends)) for rank in range(size)]
     for one in ranks:
@@ -168,3 +174,58 @@ def test_a_peer_that_is_killed_in_mid_collective_costs_less_than_ten_seconds_and
         assert seconds < 10
         assert same, "R is not what it was"
         assert not counts, "nobody can have a result of which the last rank sent one bucket"
+
+
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.05}
+WORLDS = ((3, 15), (2, 19), (3, 23))
+"""How many ranks, and up to which step: compressed from step 6 on."""
+
+
+def _resized(rank, folder, name):
+    """One rank in each world that it belongs to. R must be what it was, and all replicas equal; else it ends badly."""
+    device = _as_a_host(rank)
+
+    def make_optimizer(net):
+        groups = [{"params": list(net.to(device).parameters()), **HYPER}]
+        return make(name, groups, SoloGroup(), warmup=5, bucket_elements=64)
+
+    worker, expected = None, {}
+    for number, (size, until) in enumerate(WORLDS):
+        if rank >= size:
+            worker, expected = None, {}
+            continue
+        store = dist.FileStore(os.path.join(folder, f"world-{number}"), size)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size)
+        group = TorchGroup()
+        worker = worker or Rank(f"w{rank}", make_optimizer)
+        worker.regroup(group)
+        for memory, r_N in worker.residual(group).items():
+            if expected:
+                bound = 4 * torch.finfo(torch.float32).eps * expected[memory].abs().max()
+                assert (r_N - expected[memory]).abs().max() <= bound, f"R of {memory} is not what it was"
+        worker.train(group, until)
+        hand_over(worker.optimizer)
+        expected = {memory: r_N.clone() for memory, r_N in worker.optimizer.handed_over.items()}
+        held = worker.held()
+        all_n = torch.empty(size, held.numel(), dtype=held.dtype, device=device)
+        dist.all_gather_into_tensor(all_n, held.to(device).unsqueeze(0))
+        assert bool((all_n == all_n[0]).all()), f"replicas differ in world {number}"
+        assert any(bool(r_N.any()) for r_N in expected.values())
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+def test_three_ranks_become_two_and_three_again_and_r_is_kept(name, tmp_path):
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=_resized, args=(rank, str(tmp_path), name)) for rank in range(3)]
+    for one in ranks:
+        one.start()
+    try:
+        for one in ranks:
+            one.join(120)
+            assert one.exitcode == 0
+    finally:
+        for one in ranks:
+            one.kill()
+            one.join()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from tests.covering import parametrize
-from tests.service.control_plane_harness import Service, sample, spec
-from thinwire.service.requests import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES
+from tests.service.control_plane_harness import Service, sample, spec, wait_until
+from tests.service.live_service import Listening
+from thinwire.service import bodies
+from thinwire.service.bodies import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES, TELEMETRY_LIMIT_BYTES
+from thinwire.service.jobs.rate import Rates
 
 
 def event(**fields: Any) -> dict[str, Any]:
@@ -23,7 +32,7 @@ def submitted(service: Service) -> tuple[str, dict[str, str]]:
     return job, {**service.job_headers(job), "Content-Type": "application/json"}
 
 
-UNSHOWABLE = {
+UNSHOWABLE: dict[str, tuple[bytes, str, str]] = {
     "half a pair in a summary": (rb'{"attempt": 1, "summary": {"a": "\ud800"}}', "summary.a", "surrogate"),
     "half a pair in an event": (
         rb'{"attempt": 1, "events": [{"kind": "x", "step": 1, "time": 1, "fields": {"a": ["\udfff"]}}]}',
@@ -53,6 +62,21 @@ def test_what_cannot_be_shown_is_refused_by_name_and_spoils_no_list(service: Ser
     assert service.client.get("/v1/jobs").status_code == 200
 
 
+HIDDEN = ("half a pair in a summary", "NUL", "given twice", "deep")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+def test_another_encoding_hides_nothing(service: Service, encoding: str) -> None:
+    """Readers of JSON guess it from the first bytes; ASCII in UTF-16 is UTF-8 too."""
+    job, headers = submitted(service)
+    for body in (*(UNSHOWABLE[what][0] for what in HIDDEN), b'{"attempt": 1}'):
+        answer = service.client.post(
+            f"/v1/jobs/{job}/telemetry", content=body.decode().encode(encoding), headers=headers
+        )
+        assert answer.status_code == 422, answer.text
+        assert "UTF-8" in answer.json()["message"]
+
+
 def test_text_of_all_languages_is_taken(service: Service) -> None:
     job, headers = submitted(service)
     body = {"attempt": 1, "samples": [sample(1)], "events": [event(text="żółć 漢字 \U0001f600 \\u0000 \\ud800")]}
@@ -78,6 +102,11 @@ BOMBS = {
     "one long name": lambda: {**spec(), "s" * 1_000_000: 1},
     "a long value": lambda: spec(name="n" * 1_000_000),
 }
+REPORTED_BOMBS: dict[str, Callable[[], dict[str, Any]]] = {
+    "unknown fields": lambda: {f"f{i}": 1 for i in range(60_000)},
+    "unknown fields of samples": lambda: {"samples": [{f"f{i}": 1 for i in range(90)}] * 2000},
+    "unknown fields of events": lambda: {"events": [{f"f{i}": 1 for i in range(90)}] * 2000},
+}
 
 
 @parametrize("what", BOMBS, usual=[1])
@@ -88,6 +117,25 @@ def test_a_bomb_of_errors_is_answered_soon_and_shortly(service: Service, what: s
     assert answer.status_code in (413, 422)
     assert len(answer.content) < 100_000
     assert time.process_time() - began < 5  # 49 s before; of this process alone, whatever the machine does
+
+
+@pytest.mark.parametrize("what", REPORTED_BOMBS)
+def test_of_reports_few_errors_are_made_however_many_there_are(
+    service: Service, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """To make them is one call, which holds up all else that the process does."""
+    made = []
+
+    def counted(error: RequestValidationError) -> Any:
+        made.append(len(error._errors))
+        return error._errors
+
+    monkeypatch.setattr(RequestValidationError, "errors", counted)
+    job, headers = submitted(service)
+    content = json.dumps({"attempt": 1, **REPORTED_BOMBS[what]()})
+    answer = service.client.post(f"/v1/jobs/{job}/telemetry", content=content, headers=headers)
+    assert answer.status_code in (413, 422), answer.text
+    assert all(count < 200 for count in made)  # 60,000 and 180,000 before
 
 
 def test_an_array_of_millions_in_an_event_is_not_built(service: Service) -> None:
@@ -128,6 +176,79 @@ def test_a_job_that_says_too_much_is_told_when_to_go_on(service: Service) -> Non
         service.client.post(f"/v1/jobs/{other}/telemetry", json={"attempt": 1}, headers=others_headers).status_code
         == 204
     )
+
+
+class Half:
+    """A body of a job whose sender stops in the midst of it."""
+
+    def __init__(self, service: Service, server: Listening, job: str) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        length = TELEMETRY_LIMIT_BYTES - 100
+        fields = {"Host": "a", "Content-Type": "application/json", "Content-Length": length, **service.job_headers(job)}
+        head = "\r\n".join([f"POST /v1/jobs/{job}/telemetry HTTP/1.1", *(f"{k}: {v}" for k, v in fields.items())])
+        self._socket.sendall(f"{head}\r\n\r\n".encode() + b'{"attempt":1,')
+        self._socket.setblocking(False)
+        self._answer = b""
+
+    def status(self) -> int | None:
+        """Of the answer; None while there is none."""
+        with suppress(BlockingIOError):
+            self._answer += self._socket.recv(1 << 16)
+        return int(self._answer.split()[1]) if self._answer else None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def listening(service: Service) -> Iterator[tuple[Listening, Callable[[str], Half]]]:
+    """The service on a port, and what begins a body there for a job."""
+    server = Listening(service.app, timeout_graceful_shutdown=1)
+    with ExitStack() as stack:
+        stack.callback(server.stop)
+
+        def half(job: str) -> Half:
+            return stack.enter_context(closing(Half(service, server, job)))
+
+        yield server, half
+
+
+def test_half_a_body_counts_as_a_whole_one_and_gives_way(service: Service) -> None:
+    """A job has a share. Jobs that fill all of them keep no other one out: the longest without progress gives way."""
+    *greedy, other = [service.submit() for _ in range(6)]
+    with listening(service) as (server, half):
+        halves: list[Half] = []
+
+        def are_refused(count: int) -> bool:
+            return [one.status() for one in halves].count(503) == count
+
+        for expected, job in zip((1, 2, 3, 4, 7), greedy, strict=True):  # the third of each; and for the fifth job, two
+            halves.extend(half(job) for _ in range(3))
+            wait_until(partial(are_refused, expected), "those beyond a share, and who gave way")
+        assert [one.status() for one in halves[:3]] == [503] * 3
+        assert [one.status() for one in halves].count(None) == 8
+        url = f"{server.url}/v1/jobs/{other}/telemetry"
+        for size in (1, 5_000_000):
+            body = json.dumps({"attempt": 1}) + " " * size
+            headers = {**service.job_headers(other), "Content-Type": "application/json"}
+            assert httpx.post(url, content=body, headers=headers, timeout=30).status_code == 204
+        assert [one.status() for one in halves].count(None) == 7
+
+
+def test_half_a_body_is_given_up(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SILENT_S", 0.3)
+    job = service.submit()
+    with listening(service) as (_, half):
+        made = half(job)
+        assert wait_until(made.status, "an answer") == 408
+
+
+def test_a_job_pays_for_what_it_says_that_it_sends(service: Service) -> None:
+    job = service.submit()
+    service.plane.reports._rates = Rates(1 << 20, 1)
+    assert service.post(job).status_code == 204
+    with listening(service) as (_, half):
+        assert wait_until(half(job).status, "an answer, before anything is read") == 429
 
 
 def test_a_job_names_its_own_hosts_to_prometheus_and_no_others(service: Service) -> None:

@@ -1,8 +1,9 @@
-"""Connections that say nothing, half of something, or nothing after an answer; and more of them than there may be."""
+"""Connections without progress: that say nothing, half of something, or read nothing; and more than there may be."""
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,31 +15,58 @@ from fastapi import FastAPI
 
 from tests.service.control_plane_harness import wait_until
 from tests.service.live_service import Listening
-from thinwire.service.server import BoundedConnection
+from thinwire.service.connections import Bounds, bounded
 
-IDLE_S, BUSY_S, MOST = 1.0, 2.5, 12
+BOUNDS = Bounds(most=12, unread_bytes=40_000_000, idle_s=1.0, unread_s=1.5, busy_s=60.0, look_s=0.1)
+LONG = 15_000_000
+"""Bytes: more than two sockets hold."""
+ASK_PAGE = b"GET /page HTTP/1.1\r\nHost: x\r\n\r\n"
+ASK_LONG = b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-class Impatient(BoundedConnection):
-    most, idle_s, busy_s = MOST, IDLE_S, BUSY_S
+class Asked:
+    """A server that answers /now and /page at once, /long with LONG bytes, and /slow when it is let go."""
+
+    def __init__(self) -> None:
+        app = FastAPI()
+        self.slow, self.let_go = threading.Semaphore(0), threading.Event()
+
+        @app.get("/now")
+        async def now() -> str:
+            return "now"
+
+        @app.get("/page")
+        async def page() -> str:
+            return "x" * 100_000
+
+        @app.get("/long")
+        async def long() -> str:
+            return "x" * LONG
+
+        @app.get("/slow")
+        def slow() -> str:
+            self.slow.release()
+            assert self.let_go.wait(60)
+            return "slow"
+
+        self.http = bounded(BOUNDS)
+        self.server = Listening(app, http=self.http, access_log=False, timeout_keep_alive=30)
+        self.port = self.server.port
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    """Of a server that answers /now at once and /long with more than a socket holds."""
-    app = FastAPI()
+def asked() -> Iterator[Asked]:
+    made = Asked()
+    yield made
+    made.let_go.set()
+    made.server.stop()
 
-    @app.get("/now")
-    async def now() -> str:
-        return "now"
 
-    @app.get("/long")
-    async def long() -> str:
-        return "x" * 50_000_000
-
-    server = Listening(app, http=Impatient, access_log=False, timeout_keep_alive=30)
-    yield server.port
-    server.stop()
+@pytest.fixture
+def port(asked: Asked) -> int:
+    """Of the server, when it has no connection any more."""
+    wait_until(lambda: not asked.http.others._moved_at, "the connections of the last test are gone")
+    return asked.port
 
 
 @contextmanager
@@ -83,27 +111,62 @@ def _is_refused(made: socket.socket) -> bool:
     return False
 
 
-def test_an_answer_that_nobody_reads_is_given_up(port: int) -> None:
-    with connection(port, b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n") as made:
-        time.sleep(BUSY_S + 1)
-        made.settimeout(30)
-        read = 0
-        try:
-            while part := made.recv(1 << 20):
-                read += len(part)
-        except ConnectionResetError:
-            pass
-        assert read < 50_000_000
+def test_who_asks_on_before_an_answer_gets_that_one_and_no_other(port: int) -> None:
+    with connection(port, ASK_PAGE * 3) as made:
+        got = b""
+        while part := made.recv(1 << 16):
+            got += part
+    assert (got.count(b"HTTP/1.1 200"), got.count(b"x")) == (1, 100_000)
+
+
+def test_an_answer_that_nobody_reads_is_given_up(asked: Asked, port: int) -> None:
+    with connection(port, ASK_LONG):
+        wait_until(lambda: asked.http.others._unread_bytes, "an answer is not read")
+        wait_until(lambda: not asked.http.others._moved_at, "the connection is ended")
+
+
+def test_a_slow_reader_is_not_given_up(port: int) -> None:
+    with connection(port, ASK_LONG) as made:
+        read, began = 0, time.monotonic()
+        while read < LONG:
+            read += len(made.recv(1 << 18))
+            time.sleep(0.05)
+    assert time.monotonic() - began > 1.5 * BOUNDS.unread_s
 
 
 def test_beyond_the_limit_the_longest_idle_goes_and_others_are_answered(port: int) -> None:
     with ExitStack() as stack:
-        idle = [stack.enter_context(connection(port)) for _ in range(MOST)]
+        idle = [stack.enter_context(connection(port)) for _ in range(BOUNDS.most)]
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
             assert client.get("/now").status_code == 200
             gone = _closed_at_once(idle)
             assert gone == [0]
             assert client.get("/now").status_code == 200  # its own connection was not the one
+
+
+def test_a_newcomer_displaces_who_reads_nothing_and_not_whom_the_service_answers(asked: Asked, port: int) -> None:
+    with ExitStack() as stack, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        waiting = threading.Thread(target=lambda: answers.append(client.get("/slow").text))
+        answers: list[str] = []
+        waiting.start()
+        assert asked.slow.acquire(timeout=30)  # longest without progress of all, but that is the service's doing
+        for _ in range(3 * BOUNDS.most):
+            stack.enter_context(connection(port, ASK_LONG))
+            assert httpx.get(f"http://127.0.0.1:{port}/now", timeout=30).text == '"now"'
+        asked.let_go.set()
+        waiting.join(30)
+        assert answers == ['"slow"']
+
+
+def test_bytes_that_nobody_reads_have_a_limit_for_all(asked: Asked, port: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(6):
+            stack.enter_context(connection(port, ASK_LONG))
+        others = asked.http.others
+        assert wait_until(lambda: others._unread_bytes > LONG, "some wait to be read")
+        held = [one.transport.get_write_buffer_size() for one in list(others._moved_at)]
+        assert sum(held) <= BOUNDS.unread_bytes
+    wait_until(lambda: others._unread_bytes == 0, "nothing is counted that is not held")
 
 
 def _closed_at_once(connections: list[socket.socket]) -> list[int]:

@@ -36,6 +36,7 @@ def view(state: JobState, **changes: Any) -> JobView:
 
 TABLE: list[tuple[JobState, LaunchState, type[Action]]] = [
     *((S.SUBMITTING, said, Submit) for said in L),
+    *((S.QUEUED, said, Submit) for said in L),
     (S.PENDING, L.UNKNOWN, Wait),
     (S.PENDING, L.ABSENT, Wait),
     (S.PENDING, L.PENDING, Wait),
@@ -83,6 +84,22 @@ def test_a_run_whose_machines_a_queue_took_is_begun_anew_and_that_does_not_count
     assert decide(view(S.RUNNING, summary=SUMMARY), taken) == Succeed(SUMMARY)
     failure = Failure(kind="NonFinite", message="nan", step=3)
     assert decide(view(S.RUNNING, failure=failure), taken) == Fail("NonFinite (step 3): nan")
+
+
+@pytest.mark.parametrize("state", ACTIVE)
+def test_a_run_that_is_to_give_its_places_back_is_ended_and_begun_anew_and_that_does_not_count(state: JobState) -> None:
+    job = view(state, attempt=4, recalled="it stands still")
+    for said in (L.PENDING, L.RUNNING):
+        assert decide(job, LaunchStatus(said)) == StopRun()
+    for said in (L.STOPPED, L.FAILED, L.ABSENT):
+        again = Retry("it stands still; attempt 5 resumes from the newest checkpoint", counted=False)
+        assert decide(job, LaunchStatus(said)) == again
+    assert decide(job, LaunchStatus(L.UNKNOWN)) == Wait()
+    failure = Failure(kind="NonFinite", message="nan", step=3)
+    ended = view(state, recalled="it stands still", failure=failure)
+    assert decide(ended, LaunchStatus(L.FAILED)) == Fail("NonFinite (step 3): nan")
+    assert decide(view(state, recalled="x", summary=SUMMARY), LaunchStatus(L.STOPPED)) == Succeed(SUMMARY)
+    assert decide(view(S.CANCELLING, recalled=None), LaunchStatus(L.STOPPED)) == Cancel()
 
 
 @pytest.mark.parametrize("state", ACTIVE)

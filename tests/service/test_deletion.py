@@ -13,6 +13,7 @@ from tests.service.control_plane_harness import Service, sample
 from tests.service.test_starts_api import put, saved
 from thinwire.service.config import Settings
 from thinwire.service.jobs import service as jobs_service
+from thinwire.service.jobs.job_folder import REMOVED
 
 DAY_S = 86_400
 
@@ -131,7 +132,7 @@ def test_what_cannot_be_deleted_keeps_no_other(service: Service, monkeypatch: py
     jobs = [over(service) for _ in range(5)]
     service.close()
     service.settings = Settings(home=service.home, launcher="fake", keep_jobs=0)
-    refused = {service.run_dir(job) for job in jobs[:3]}
+    refused = {service.run_dir(job).with_name(REMOVED + job) for job in jobs[:3]}
     remove = shutil.rmtree
 
     def refuse(path: Path) -> None:

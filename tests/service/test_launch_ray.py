@@ -102,6 +102,10 @@ def test_services_of_one_cluster_do_not_see_each_other(cluster: Cluster, token_f
     assert not any(path.rstrip("/") == "/api/jobs" for path in cluster.asked)
 
 
+def test_a_cluster_that_grows_has_no_queue(token_file: Path) -> None:
+    assert RayLauncher(URL, token_file, grows=True).room() is None
+
+
 def test_a_token_that_was_replaced_is_read_again(cluster: Cluster, token_file: Path) -> None:
     launcher = started(URL, token_file)
     cluster.token = "n" * 64

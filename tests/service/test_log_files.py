@@ -61,7 +61,7 @@ def test_a_log_that_cannot_be_read_is_an_error_that_says_why(tmp_path: Path) -> 
     head.log_of("job-1").mkdir(parents=True)
     launcher = LocalLauncher(tmp_path / "home")
     launcher._serving = (head, RayJobs(head.url, "token"))
-    with pytest.raises(LauncherError, match=r"job-driver-job-1\.log cannot be read: Is a directory"):
+    with pytest.raises(LauncherError, match=r"job-driver-job-1\.log cannot be read: it is no regular file"):
         launcher.logs("job-1", 0)
     launcher._stop_serving("the head has ended")
     with pytest.raises(LauncherError, match="the head has ended"):

@@ -81,7 +81,7 @@ def _has(operation: Any, mode: GenerationMode) -> bool:
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
-    service = Service(tmp_path_factory.mktemp("fuzzed") / "home")
+    service = Service(tmp_path_factory.mktemp("fuzzed") / "home", changes_burst=100_000)
     yield Fuzzed(service)
     service.close()
 

@@ -52,7 +52,7 @@ def put(service: Service, data: bytes, name: str | None = None, content: Any = N
 def kept(service: Service) -> list[str]:
     """All that lies in the folder of packages."""
     folder = service.home / "packages"
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
 def script(service: Service, package: str, **changes: Any) -> Any:
@@ -249,7 +249,7 @@ def test_two_uploads_of_one_package_at_once_are_one_package(service: Service) ->
 
 
 def test_a_sender_that_breaks_off_leaves_nothing(service: Service) -> None:
-    upload = service.plane.packages.upload(sha(zipped()), None)
+    upload = service.plane.packages.upload(sha(zipped()), None, "anna")
     upload.write(b"PK")
     assert len(kept(service)) == 1
     upload.close()
@@ -258,7 +258,7 @@ def test_a_sender_that_breaks_off_leaves_nothing(service: Service) -> None:
 
 
 def test_what_a_dead_process_left_is_removed_and_what_lives_is_not(service: Service) -> None:
-    living = service.plane.packages.upload(sha(zipped()), None)
+    living = service.plane.packages.upload(sha(zipped()), None, "anna")
     dead = service.home / "packages" / ".upload-dead"
     dead.write_bytes(b"x")
     service.turn()

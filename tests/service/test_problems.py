@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from tests.service.control_plane_harness import spec
 from thinwire.contract.jobs import Problem
-from thinwire.contract.spec import AnySpec
+from thinwire.contract.spec import LABEL, AnySpec, ScriptSpec, TrainSpec, fitting_name
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app
-from thinwire.service.problems import describe_problems
+from thinwire.service.problems import CALLED_ELSEWHERE, describe_problems, resolve
 
 ONEBIT = {"name": "onebit_adam"}
 ZERO_ONE = {"name": "zero_one_adam"}
@@ -49,6 +50,13 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
         1,
         "weight_decay?",
     ),
+    ("of other tools", {"batch_size": 8}, "batch_size", 8, "no such field; did you mean global_batch? Allowed here: "),
+    ("with dashes", {"batch-size": 8}, "batch-size", 8, "did you mean global_batch?"),
+    ("of another place", {"learning_rate": 8}, "learning_rate", 8, "did you mean optimizer.lr? Allowed here: "),
+    ("in its place", {"optimizer": {**ONEBIT, "learning_rate": 1}}, "optimizer.learning_rate", 1, "did you mean lr?"),
+    ("a script's", {"recipe": {"script": "a.py"}}, "recipe.script", "a.py", "recipe.entry, with recipe.name = script?"),
+    ("a field of scripts", {"recipe": {"args": []}}, "recipe.args", [], "recipe.args, with recipe.name = script?"),
+    ("capitals", {"name": "My_Model"}, "name", "My_Model", "letter or digit; such as my-model"),
     ("unknown nested", {"workers": {"count": 2}}, "workers.count", 2, "allowed here: min, max, device"),
     ("unknown in a tagged union", {"optimizer": {**ONEBIT, "foo": 1}}, "optimizer.foo", 1, "warmup"),
     *(
@@ -221,6 +229,9 @@ SCRIPT = {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}
         ({"recipe": SCRIPT | {"env_vars": {"A": 1}}}, "recipe.env_vars.A", 1, "must be text"),
         ({"recipe": SCRIPT | {"secrets": {"A": {"file": "a"}}}}, "recipe.secrets.A.file", "a", "an absolute path"),
         ({"recipe": SCRIPT | {"layers": 3}}, "recipe.layers", 3, "there is no such field"),
+        ({"recipe": SCRIPT | {"script": "a.py"}}, "recipe.script", "a.py", "did you mean entry? Allowed here: name"),
+        ({"recipe": SCRIPT, "batch_size": 8}, "batch_size", 8, "did you mean global_batch?"),
+        ({"recipe": SCRIPT, "learning_rate": 8}, "learning_rate", 8, "there is no such field; allowed here: name"),
         *(
             ({"recipe": SCRIPT | {"pip": [wrong]}}, "recipe.pip.0", wrong, "not an option of pip")
             for wrong in ("--index-url=https://x", "a\nb", "  ", "einops ", " -r more.txt", "# einops", "einops \\")
@@ -265,3 +276,31 @@ def test_a_missing_required_field_says_what_it_wants(told: Told) -> None:
     assert problem.path == "steps"
     assert problem.value is None
     assert problem.message == "this field is required: a whole number at least 1 and at most 1000000000"
+
+
+def test_every_name_of_other_tools_is_answered_with_a_field_that_there_is() -> None:
+    schemas = [TypeAdapter(kind).json_schema() for kind in (TrainSpec, ScriptSpec)]
+
+    def has(node: Any, document: Any, names: list[str]) -> bool:
+        node = resolve(node, document)
+        options = [node, *node.get("oneOf", ())]
+        if not names:
+            return True
+        return any(
+            has(found["properties"][names[0]], document, names[1:])
+            for option in options
+            if names[0] in (found := resolve(option, document)).get("properties", {})
+        )
+
+    for name, path in CALLED_ELSEWHERE.items():
+        assert any(has(schema, schema, path.split(".")) for schema in schemas), (name, path)
+        assert not any(has(schema, schema, [name]) for schema in schemas), name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("My_Model", "my-model"), ("a" * 70, "a" * 63), ("--x.", "x"), ("Modèle 1", "mod-le-1"), ("___", "")],
+)
+def test_the_name_that_is_suggested_can_be_taken(text: str, name: str) -> None:
+    assert fitting_name(text) == name
+    assert not name or re.fullmatch(LABEL, name)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from thinwire.contract.places import Room
 from thinwire.service.launch.protocol import Code, LauncherError, LaunchState
 from thinwire.service.launch.ray_jobs import MESSAGE_CHARS, RayJobs
 
@@ -57,6 +58,71 @@ def test_a_run_is_lost_whose_node_is_dead_whatever_its_job_is_said_to_be(nodes, 
     jobs = client(ray)
     assert [jobs.status("sub-1").state for _ in range(2)] == [LaunchState(state)] * 2
     assert asked == ["/api/jobs/sub-1", "/api/v0/nodes", "/api/jobs/sub-1"]
+
+
+NODES = [
+    {"node_id": "n1", "state": "ALIVE", "resources_total": {"CPU": 4.0, "GPU": 8.0, "memory": 1e9}},
+    {"node_id": "n2", "state": "ALIVE", "resources_total": {"memory": 1e9}},
+    {"node_id": "n3", "state": "ALIVE", "resources_total": {"CPU": 4.0}},
+    {"node_id": "n4", "state": "DEAD", "resources_total": {"CPU": 64.0}},
+]
+
+
+def unit(name: str, state: str = "CREATED", **resources: float) -> dict[str, object]:
+    return {"name": name, "state": state, "bundles": [{"unit_resources": {"CPU": 1.0, **resources}}] * 2}
+
+
+def listed(found: list[dict[str, object]]) -> httpx.Response:
+    return httpx.Response(200, json={"data": {"result": {"result": found}}})
+
+
+def cluster(usage: dict[str, list[float]] | None) -> Callable[[httpx.Request], httpx.Response]:
+    """Of which we hold four CPUs; usage: what its autoscaler counts as taken; None where that is the second version."""
+    groups = [unit("us.a/u0/1"), unit("us.a/u1/1"), unit("us.a/u2/1", "PENDING"), unit("they.b/u0/1", GPU=1.0)]
+    status = None if usage is None else {"loadMetricsReport": {"usage": usage}}
+
+    def ray(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/v0/nodes":
+            return listed(NODES)
+        if request.url.path == "/api/v0/placement_groups":
+            return listed(groups)
+        return httpx.Response(200, json={"data": {"clusterStatus": status}})
+
+    return ray
+
+
+def test_the_room_is_what_living_nodes_have_a_gpu_without_a_cpu_is_none():
+    assert client(cluster(None)).room() == Room(cpus=8, gpus=4)
+
+
+@pytest.mark.parametrize(
+    ("usage", "cpus", "gpus"),
+    [
+        ({"CPU": [7.0, 8.0], "GPU": [2.5, 8.0]}, 3, 3),  # tasks and actors of others as well
+        ({"CPU": [2.0, 8.0]}, 0, 0),  # counted before we took more
+        (None, 2, 2),
+    ],
+)
+def test_what_others_hold_is_what_is_taken_and_not_ours(usage, cpus, gpus):
+    assert client(cluster(usage)).room("us.") == Room(cpus=8, gpus=4, others_cpus=cpus, others_gpus=gpus)
+
+
+def test_what_has_just_been_given_back_counts_as_nobody_elses(monkeypatch):
+    """Ray counts what is taken now and then: what was ours a moment ago is still in it."""
+    jobs, now = client(cluster({"CPU": [4.0, 8.0]})), [100.0]
+    monkeypatch.setattr("thinwire.service.launch.ray_jobs.time.monotonic", lambda: now[0])
+    assert jobs.room("us.").others_cpus == 0
+    for later, held in ((6.0, 0), (12.0, 0), (18.0, 0), (24.0, 4), (40.0, 4)):
+        now[0] = 100.0 + later
+        assert jobs.room("nobody.").others_cpus == held, later
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(500, text="GCS is away"), httpx.Response(200, text="{}"), listed([])]
+)
+def test_a_ray_that_does_not_say_what_it_has_is_asked_again(answer):
+    with pytest.raises(LauncherError, match="asked again"):
+        client(lambda _: answer).room()
 
 
 def test_an_unknown_submission_is_absent():

@@ -12,7 +12,7 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, spec
 from thinwire.contract.jobs import BODY_LIMIT_BYTES
 from thinwire.contract.spec import TextFile
-from thinwire.service.requests import TELEMETRY_LIMIT_BYTES
+from thinwire.service.bodies import TELEMETRY_LIMIT_BYTES
 from thinwire.workers.data.corpus import DataError, Windows, load_corpus
 
 ONEBIT = {"name": "onebit_adam"}

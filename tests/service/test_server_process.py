@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -11,17 +12,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from tests.service.control_plane_harness import spec, wait_until
 from thinwire.service.config import Settings, default_home
 from thinwire.service.launch.fake import FakeLauncher
-from thinwire.service.server import ServeRefused, _bind, _url, serve
+from thinwire.service.server import KEPT_FILES, ServeRefused, _bind, _proxies, _url, serve
 
 PROGRAM = """
 import logging, sys, time
@@ -50,13 +52,20 @@ print("ended", flush=True)
 class Server:
     """A control plane in a process of its own."""
 
-    def __init__(self, home: Path, running_s: float = 3600.0, **environment: str) -> None:
+    def __init__(self, home: Path, running_s: float = 3600.0, files: int | None = None, **environment: str) -> None:
+        """files: how many it may have open."""
         self.home = home
+
+        def limit() -> None:
+            if files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(home), str(running_s)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, **environment},
+            preexec_fn=limit,
         )
         self._read: tuple[bytes, bytes] | None = None
 
@@ -123,6 +132,45 @@ def test_a_server_is_found_and_ends_cleanly(tmp_path: Path, servers: list[Server
     assert "Traceback" not in err
     assert not (server.home / "server.json").exists()
     assert (server.home / "launcher-closed").exists()
+
+
+def test_strangers_who_read_no_answers_shut_nobody_out(tmp_path: Path, servers: list[Server]) -> None:
+    """They ask for what is open to all, many times at once, on more connections than there may be."""
+    server = Server(tmp_path / "home", files=KEPT_FILES + 50)
+    servers.append(server)
+    with server.ready() as client, ExitStack() as stack:
+        address = (client.base_url.host, client.base_url.port)
+        for _ in range(120):
+            made = stack.enter_context(socket.socket())
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # little is sent before nothing is read
+            made.settimeout(10)
+            made.connect(address)
+            made.setblocking(False)
+            with suppress(BlockingIOError):
+                made.send(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n" * 100)
+        for _ in range(5):
+            with httpx.Client(base_url=client.base_url, headers=client.headers, trust_env=False, timeout=20) as other:
+                assert other.get("/healthz").status_code == 200
+                assert other.post("/v1/jobs", json=spec()).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("trusted", "address"), [("[]", "127.0.0.1"), ('["127.0.0.0/8"]', "198.51.100.7")], ids=["nobody", "the proxy"]
+)
+def test_only_a_trusted_proxy_says_who_asks(tmp_path: Path, servers: list[Server], trusted: str, address: str) -> None:
+    server = Server(tmp_path / "home", THINWIRE_TRUSTED_PROXIES=trusted)
+    servers.append(server)
+    with server.answering() as client:
+        # What a stranger has written is in front; the proxy adds whom it has met.
+        client.post("/v1/jobs", json=spec(), headers={"X-Forwarded-For": "203.0.113.1, 198.51.100.7"})
+        assert client.get("/v1/audit").json()["lines"][0]["address"] == address
+
+
+def test_everybody_is_no_proxy_to_trust(tmp_path: Path) -> None:
+    for network in ("0.0.0.0/0", "::/0"):
+        with pytest.raises(ValidationError, match="everybody"):
+            Settings(home=tmp_path, trusted_proxies=(network,))
+    assert "::ffff:10.0.0.0/104" in _proxies(Settings(home=tmp_path, trusted_proxies=("10.0.0.0/8",)).trusted_proxies)
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0003": ([], ["owners"]),
     "0004": (["ticket_hash", "claimant_hash"], ["service"]),
     "0005": (["submitted_by"], ["tokens", "audit"]),
+    "0006": (["kept_bytes"], []),
+    "0007": (["granted", "queue"], []),
 }
 """The columns of `jobs` and the tables that came with each version."""
 
@@ -39,10 +41,12 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
 def take_back(database: Database, version: str) -> None:
     """Leave the database as this version had it."""
     with database.unfenced() as session:
-        for later, (columns, tables) in LATER.items():
+        for later, (columns, tables) in reversed(LATER.items()):
             if later > version:
                 if "ticket_hash" in columns:
                     session.execute(text("DROP INDEX ix_jobs_ticket_hash"))
+                if "kept_bytes" in columns:
+                    session.execute(text("DROP INDEX jobs_of_person"))
                 for name in columns:
                     session.execute(text(f"ALTER TABLE jobs DROP COLUMN {name}"))
                 for name in tables:
@@ -65,7 +69,7 @@ def standing() -> FakeLauncher:
     return launcher
 
 
-@parametrize("revision", ["0001", "0002", "0003", "0004"], usual=[0, -1])
+@parametrize("revision", ["0001", "0002", "0003", "0004", "0005"], usual=[0, -1])
 def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
     tmp_path: Path, url: str | None, revision: str
 ) -> None:
@@ -75,7 +79,7 @@ def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
     old.post(running, samples=[sample(1)])
     launcher.put(over, LaunchState.SUCCEEDED)
     old.turn(2)
-    told, token = dict(launcher.submissions), old.job_headers(running)
+    told, token, kept = dict(launcher.submissions), old.job_headers(running), old.job(running)["kept_bytes"]
     old.close()
     database = Database(old.settings.database)
     take_back(database, revision)
@@ -90,6 +94,7 @@ def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
         new.turn(2)
         assert (new.state(running), new.state(waiting), new.state(over)) == ("RUNNING", "PENDING", "SUCCEEDED")
         assert new.job(running)["attempt"] == 1
+        assert kept < new.job(running)["kept_bytes"] < kept + 2000  # with the events of its states
         assert launcher.submissions == told
         assert new.client.post(
             f"/v1/jobs/{running}/telemetry", json={"attempt": 1, "samples": [sample(2)]}, headers=token

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 from ray._private.utils import Unbuffered
 
+from thinwire.contract.places import Room, uses_gpus
 from thinwire.contract.reports import Failure
 from thinwire.contract.spec import TrainSpec, Workers
 from thinwire.workers import main as driver
@@ -80,17 +81,19 @@ def test_an_attempt_that_was_superseded_leaves_no_failure_to_the_newer_one(tmp_p
 
 
 def test_gpus_are_used_where_there_are_enough_and_missed_with_a_reason():
-    assert driver._use_gpu(Workers(min=2, max=2), 2)
-    assert not driver._use_gpu(Workers(min=2, max=2), 1)
-    assert not driver._use_gpu(Workers(device="cpu"), 8)
-    with pytest.raises(ValueError, match="has 1 GPUs"):
-        driver._use_gpu(Workers(min=2, max=2, device="gpu"), 1)
+    assert uses_gpus(Workers(min=2, max=2), 2)
+    assert not uses_gpus(Workers(min=2, max=2), 1)
+    assert not uses_gpus(Workers(device="cpu"), 8)
+    with pytest.raises(ValueError, match=r"workers.min = 2 must be at most 1 with workers.device = gpu"):
+        driver._refuse_too_many(Workers(min=2, max=2, device="gpu"), Room(cpus=8, gpus=1))
+    with pytest.raises(ValueError, match=r"workers.device = gpu must be cpu or auto: the cluster has no GPU"):
+        driver._refuse_too_many(Workers(device="gpu"), Room(cpus=8, gpus=0))
 
 
 def test_a_job_that_the_cluster_can_never_start_is_told_so():
-    driver._refuse_too_many(Workers(min=8, max=20), 8)
-    with pytest.raises(ValueError, match=r"workers.min = 9.*has 8 CPUs"):
-        driver._refuse_too_many(Workers(min=9, max=9), 8)
+    driver._refuse_too_many(Workers(min=8, max=20), Room(cpus=8, gpus=0))
+    with pytest.raises(ValueError, match=r"workers.min = 9 must be at most 8: .*the cluster has 8; lower"):
+        driver._refuse_too_many(Workers(min=9, max=9), Room(cpus=8, gpus=0))
 
 
 def test_a_run_that_ends_without_its_summary_has_not_succeeded(tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ _BEYOND_ALL_STEPS = 10**9
 _PART_BYTES = 1 << 18
 _UPLOAD_TIMEOUT_S = 120.0
 """Between two parts of a package, and until the service has looked at it."""
-_TRY_AGAIN = frozenset({502, 503, 504})
+_TRY_AGAIN = frozenset({429, 502, 503, 504})
 
 
 class ClientError(Exception):
@@ -261,7 +261,14 @@ class Client:
 
     def jobs(self, limit: int = 100) -> list[JobItem]:
         """The newest jobs, newest first. limit: at most 1000."""
-        return self._call("GET", "/v1/jobs", JobList, params={"limit": str(limit)}).jobs
+        params: dict[str, str | list[str]] = {"limit": str(limit)}
+        page = self._call("GET", "/v1/jobs", JobList, params=params)
+        found = page.jobs
+        while page.next is not None and len(found) < limit:  # an answer holds as many as fit
+            params = {"limit": str(limit - len(found)), "before": page.next}
+            page = self._call("GET", "/v1/jobs", JobList, params=params)
+            found += page.jobs
+        return found
 
     def delete(self, job_id: str) -> None:
         """Remove a job that is over, with its folder. Raises NotFound, ApiError."""
@@ -289,17 +296,25 @@ class Client:
         return self._call("GET", _path(job_id, "logs"), Logs, params={"offset": str(offset)})
 
     def history(self, job_id: str) -> History:
-        """Every sample and event of the job."""
-        found = page = self._call("GET", _path(job_id, "metrics"), History)
+        """Every sample and event of the job that the service keeps."""
+        path = _path(job_id, "metrics")
+        first = page = self._call("GET", path, History)
+        samples, events = list(first.samples), list(first.events)
         while page.next_after_step is not None:
-            after = {"after_step": str(page.next_after_step)}
-            page = self._call("GET", _path(job_id, "metrics"), History, params=after)
-            # The events come whole with each page; those of the last one are the newest.
-            found = page.model_copy(update={"samples": found.samples + page.samples})
-        return found
+            # No event is of this kind: only samples are wanted.
+            page = self._call(
+                "GET", path, History, params={"after_step": str(page.next_after_step), "event_kind": "none"}
+            )
+            samples += page.samples
+        page = first
+        while page.next_before_event is not None:
+            older = {"after_step": str(_BEYOND_ALL_STEPS), "before_event": str(page.next_before_event)}
+            page = self._call("GET", path, History, params=older)
+            events[:0] = page.events
+        return History(job_id=job_id, samples=samples, events=events, unreadable=first.unreadable)
 
     def events(self, job_id: str, kinds: Sequence[str]) -> list[Event]:
-        """The job's events of these kinds, in order of time."""
+        """The job's newest events of these kinds, in order of time: as many as one answer holds."""
         params: dict[str, str | list[str]] = {"after_step": str(_BEYOND_ALL_STEPS), "event_kind": list(kinds)}
         return self._call("GET", _path(job_id, "metrics"), History, params=params).events
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -31,14 +32,15 @@ from thinwire.cli.client import (
     WrongEnvironment,
     home,
 )
+from thinwire.cli.dashboard import dashboard
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
-from thinwire.cli.quantities import loss_text, seconds_text, steps_text
+from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
-from thinwire.cli.screen import complain, complain_of, console, note, print_columns, time_text, watch_to_end
+from thinwire.cli.screen import complain, complain_of, console, note, print_columns, watch_to_end
 from thinwire.cli.submit import manifest, submit
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.up import down, up
@@ -67,6 +69,21 @@ app = typer.Typer(
 
 JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON as the REST API gives it, for programs.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"thinwire {version('thinwire')}")
+        raise typer.Exit
+
+
+@app.callback()
+def every(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What can be said before any command."""
 
 
 class LauncherName(StrEnum):
@@ -148,7 +165,7 @@ def jobs(
         (
             job.id,
             job.name,
-            str(job.state),
+            str(job.state) + (f" {job.queue.position}/{job.queue.of}" if job.queue else ""),
             steps_text(job.progress.step if job.progress else 0, job.steps),
             loss_text(job.validation_loss),
             time_text(job.created_at),
@@ -174,7 +191,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     rows = [("id", job.id), ("name", job.name), ("state", str(job.state))]
     if job.unreadable:
         rows.append(("unreadable", job.unreadable))
-    if job.reason:
+    if job.reason and not job.queue:  # which says the same
         rows.append(("reason", job.reason))
     by = f", by {job.submitted_by}" if job.submitted_by else ""
     rows.append(("created", f"{time_text(job.created_at)}{by}"))
@@ -198,8 +215,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     print_columns(rows)
     if job.dashboard_url:
         typer.echo(
-            "The Ray dashboard asks for a token: it is in the file ray/auth_token of the server's THINWIRE_HOME, or, "
-            "with the launcher ray, in its THINWIRE_RAY_TOKEN_FILE."
+            f"`thinwire dashboard {job.id}` opens that page signed in. It asks for a token else: of the file "
+            "ray/auth_token of the server's THINWIRE_HOME, or, with the launcher ray, of its THINWIRE_RAY_TOKEN_FILE."
         )
     if job.summary is not None:
         unit = {"loss_is": "loss"} if isinstance(job.spec, ScriptSpec) else {}
@@ -255,6 +272,7 @@ app.add_typer(tokens, name="token")
 app.command()(audit)
 app.command()(plan)
 app.command()(fetch)
+app.command()(dashboard)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from thinwire.cli.quantities import seconds_text
+from thinwire.cli.quantities import seconds_text, time_text
 from thinwire.contract.jobs import Job
 from thinwire.contract.reports import Event, EventKind
 
@@ -20,7 +20,13 @@ RESTART_KINDS = (EventKind.JOB_SUBMITTING, EventKind.RESUMED)
 REGROUP_KINDS = (EventKind.REGROUPED, EventKind.RESIZE_REQUESTED)
 TROUBLE_KINDS = (EventKind.WORKER_STUCK, EventKind.STALLED, EventKind.SLOW_WORKER)
 """These say for whom the others wait, in words of their own."""
-WATCHED_KINDS = (*RESTART_KINDS, *REGROUP_KINDS, *TROUBLE_KINDS, EventKind.CHECKPOINT_FAILED)
+WATCHED_KINDS = (
+    *RESTART_KINDS,
+    *REGROUP_KINDS,
+    *TROUBLE_KINDS,
+    EventKind.CHECKPOINT_FAILED,
+    EventKind.WAITING_FOR_WORKERS,
+)
 EFFECTS = {
     "at_start": "the job starts with that",
     "in_place": "the job follows while it runs",
@@ -135,9 +141,28 @@ def waiting_text(job: Job) -> str | None:
     return None if waiting is None else f"waiting for workers ({waiting.have} of {waiting.min})"
 
 
+def queue_text(job: Job) -> str | None:
+    """Where the job stands in the queue, and who has the places; None where it does not wait there."""
+    queue = job.queue
+    if queue is None:
+        return None
+    held = [
+        f"{one.job} {one.workers}" + (f" (it needs {one.min})" if one.min < one.workers else "")
+        for one in queue.holders
+    ]
+    held += [f"others than the service {queue.others}"] if queue.others else []
+    since = f"position {queue.position} of {queue.of}, since {time_text(queue.since)}"
+    needs = f"it needs {queue.needs} places at once, {queue.free} of {queue.total} are free"
+    if queue.needs > queue.total:
+        needs = f"it needs {queue.needs} places, and the cluster has {queue.total}: add machines, or lower workers.min"
+    return f"{since}: {needs}" + (f"; held by {', '.join(held)}" if held else "")
+
+
 def workers_rows(job: Job) -> list[tuple[str, str]]:
     """The lines of `thinwire show` about the job's workers."""
     rows = [("workers", str(job.workers))]
+    if (queue := queue_text(job)) is not None:
+        rows.append(("queue", queue))
     if job.world_size is not None and not job.state.terminal:
         text = workers_text(job, job.world_size)
         rows.append(("training", ", ".join(part for part in (text, waiting_text(job)) if part)))

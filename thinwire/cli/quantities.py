@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -27,6 +28,11 @@ def seconds_text(amount_s: float) -> str:
         return f"{minutes} min {seconds:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def time_text(moment: datetime) -> str:
+    """In the machine's time zone, to the second."""
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def ratio_text(ratio: float | None) -> str:

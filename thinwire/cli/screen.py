@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 
 import typer
 from pydantic import ValidationError
@@ -65,11 +63,6 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def time_text(moment: datetime) -> str:
-    """In the machine's time zone, to the second."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment.timestamp()))
 
 
 def watch_to_end(client: Client, job: Job) -> None:

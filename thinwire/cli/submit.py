@@ -6,7 +6,6 @@ package that the service has, and its hash in recipe.package.
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from thinwire.cli.client import Client, Rejected, Unreachable
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file, read_job_spec
 from thinwire.cli.packing import Unpackable, folder_of, packed_job
 from thinwire.cli.screen import note, watch_to_end
-from thinwire.contract.spec import ScriptSpec
+from thinwire.contract.spec import ScriptSpec, fitting_name
 
 _OF_SCRIPTS = "Scripts"
 
@@ -53,6 +52,12 @@ def submit(
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="The job's name. Default: the script's.", rich_help_panel=_OF_SCRIPTS)
+    ] = None,
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            min=-100, max=100, help="In the queue: the higher starts first. Default: 0.", rich_help_panel=_OF_SCRIPTS
+        ),
     ] = None,
     checkpoint_store: Annotated[
         str | None,
@@ -120,6 +125,7 @@ def submit(
         "--min": least,
         "--max": most,
         "--name": name,
+        "--priority": priority,
         "--checkpoint-store": checkpoint_store,
         "--from": origin,
         "--weights-only": weights_only or None,
@@ -139,6 +145,7 @@ def submit(
             working_dir,
             arguments or (),
             name=name,
+            priority=priority,
             workers=_workers(workers, least, most),
             store=checkpoint_store,
             start=_start(origin, weights, weights_only=weights_only),
@@ -218,6 +225,7 @@ def script_job(
     arguments: Sequence[str],
     *,
     name: str | None,
+    priority: int | None = None,
     workers: Mapping[str, int],
     store: str | None,
     start: Mapping[str, JsonValue],
@@ -240,7 +248,12 @@ def script_job(
         recipe["env_vars"] = dict(_pair(one, "--env", "NAME=VALUE") for one in env)
     if secrets:
         recipe["secrets"] = dict(_secret(one) for one in secrets)
-    job: dict[str, JsonValue] = {"name": _named(script) if name is None else name, "recipe": recipe}
+    job: dict[str, JsonValue] = {
+        "name": (fitting_name(script.stem) or "job") if name is None else name,
+        "recipe": recipe,
+    }
+    if priority is not None:
+        job["priority"] = priority
     if workers:
         job["workers"] = dict(workers)
     if store is not None:
@@ -248,11 +261,6 @@ def script_job(
     if start:
         job["start"] = dict(start)
     return job, folder
-
-
-def _named(script: Path) -> str:
-    name = re.sub(r"[^a-z0-9.-]+", "-", script.stem.lower()).strip(".-")
-    return name[:63].strip(".-") or "job"
 
 
 def _pair(given: str, option: str, form: str) -> tuple[str, str]:

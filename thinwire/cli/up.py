@@ -30,6 +30,8 @@ from thinwire.service.launch import processes
 from thinwire.service.launch.protocol import LauncherError
 
 START_S = 240.0
+REACH_S = 5.0
+"""A head's port takes a connection in no time; one of a busy machine, in this."""
 END_S = 95.0
 """For a supervisor: its workers may take boxes.LEAVE_S to leave, and Ray ray_head.CLOSE_S to end."""
 
@@ -70,6 +72,7 @@ def up(
         place.make(box, token_file)
         if foreground:
             raise typer.Exit(boxes.main([str(place.path)]))
+        _see_head(place, box)
         _start(place)
     except (BoxError, NoInterface, LauncherError, OSError) as error:
         complain(str(error))
@@ -144,6 +147,24 @@ def _refuse_second(place: BoxFolder) -> None:
             f"this box is up already, as {box.role} of the cluster {box.head}: `thinwire down` first, or --box for "
             "another folder"
         )
+
+
+def _see_head(place: BoxFolder, box: Box) -> None:
+    """Ray would look for a head for minutes, and end in a stack trace. Raises BoxError where nobody listens there."""
+    host, _, port = box.head.rpartition(":")
+    if box.role == "head":
+        return
+    try:
+        socket.create_connection((host, int(port)), REACH_S).close()
+    except (OSError, OverflowError) as error:
+        place.withdraw()
+        own = "this machine's own loopback, where it listens for no other; " if host.startswith("127.") else ""
+        raise BoxError(
+            f"no head answers at {box.head} ({own}{getattr(error, 'strerror', None) or error}). A head that was "
+            "started without --interface listens on its loopback alone, and no other box can join it: there, "
+            "`thinwire down`, then `thinwire up --head --interface NAME`, which prints the line to type here. If it "
+            "has an interface, see that it is up and that no firewall is in between"
+        ) from None
 
 
 def _start(place: BoxFolder) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.client import Client, Unreachable
-from thinwire.cli.news import WATCHED_KINDS, News, waiting_text, workers_text
+from thinwire.cli.news import WATCHED_KINDS, News, queue_text, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
@@ -37,13 +37,13 @@ ETA_WINDOW = 30
 class View:
     """What the display knows. Updated by `saw_*`, read by the renderers; holds no clock of its own."""
 
-    started_s: float
     job: Job | None = None
     unreachable: str | None = None
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ETA_WINDOW))
     news: News = field(default_factory=News)
     stalled: bool = False
     """It waits for workers, or is RUNNING without a live one and brought no new sample: its figures are old."""
+    _waits_for_workers_since: float | None = None
 
     def saw(self, job: Job, events: Sequence[Event] = ()) -> list[str]:
         """Take a new answer of the service. Returns what has happened since the last one, a line each."""
@@ -51,10 +51,21 @@ class View:
         to_go = job.progress is None or job.steps is None or job.progress.step < job.steps
         no_worker = job.state is JobState.RUNNING and job.workers == 0
         self.stalled = job.waiting_for_workers is not None or (no_worker and to_go and job.progress == earlier)
+        waits = [event.time for event in events if event.kind == EventKind.WAITING_FOR_WORKERS]
+        self._waits_for_workers_since = max(waits, default=self._waits_for_workers_since)
         self.unreachable = None
         self.job = job
         self._measure(job)
         return self.news.saw(job, events)
+
+    def waits_since(self, job: Job) -> float:
+        """Unix time at which that began for which the job waits now."""
+        if job.waiting_for_workers is not None and self._waits_for_workers_since is not None:
+            return self._waits_for_workers_since
+        if job.progress is not None:
+            return job.progress.time
+        began = job.started_at if job.state is JobState.RUNNING else None
+        return (began or job.created_at).timestamp()
 
     def _measure(self, job: Job) -> None:
         sample = job.progress
@@ -90,7 +101,7 @@ def watch(
     job_id: the full ID. on_poll is called before each poll; what it raises ends the watch.
     Raises: ClientError, but waits where it is Unreachable.
     """
-    view = View(started_s=clock())
+    view = View()
     live = _Live(console, view, clock) if console.is_terminal else None
     lines = None if live else _Lines(console, view, clock)
     context: AbstractContextManager[object] = live or nullcontext()
@@ -184,7 +195,8 @@ class _Lines:
     def update(self) -> None:
         job = self._view.job
         phase = job.progress.phase if job and job.progress else None
-        what = (job.state, job.attempt, job.world_size, job.waiting_for_workers) if job else None
+        place = job.queue.position if job and job.queue else None
+        what = (job.state, place, job.attempt, job.world_size, job.waiting_for_workers) if job else None
         now = (what, phase, self._view.unreachable is None, self._view.stalled)
         if now != self._shown or self._clock() >= self._due_s:
             self._shown, self._due_s = now, self._clock() + LINE_EVERY_S
@@ -210,11 +222,11 @@ class _Live:
         self._live.refresh()
 
     def _draw(self) -> RenderableType:
-        return panel(self._view, self._clock() - self._view.started_s, self._spinner)
+        return panel(self._view, time.time(), self._spinner)
 
 
-def panel(view: View, elapsed_s: float, spinner: Spinner) -> RenderableType:
-    """The display as rich draws it. elapsed_s: seconds of watching."""
+def panel(view: View, now_s: float, spinner: Spinner) -> RenderableType:
+    """The display as rich draws it. now_s: unix time."""
     job = view.job
     if job is None:
         text = progress_line(view) if view.unreachable else "asking the control plane"
@@ -235,16 +247,20 @@ def panel(view: View, elapsed_s: float, spinner: Spinner) -> RenderableType:
         if job.state.terminal:
             rows.append(Text(words, _STYLES[job.state]))
         else:
-            spinner.update(text=Text(f"{words} ({seconds_text(elapsed_s)})"))
+            spinner.update(text=Text(f"{words} ({seconds_text(max(0.0, now_s - view.waits_since(job)))})"))
             rows.append(spinner)
     return Group(*rows)
 
 
 def _bar(view: View, job: Job, sample: Sample) -> RenderableType:
+    style = _PHASE_STYLES[sample.phase]
+    done: RenderableType = Text("", "dim")  # without a length there is no part of it that is done
+    if job.steps is not None:
+        done = ProgressBar(total=job.steps, completed=sample.step, width=36, complete_style=style)
     grid = Table.grid(padding=(0, 1))
     grid.add_row(
-        Text(f"{sample.phase:<10}", _PHASE_STYLES[sample.phase]),
-        ProgressBar(total=job.steps, completed=sample.step, width=36, complete_style=_PHASE_STYLES[sample.phase]),
+        Text(f"{sample.phase:<10}", style),
+        done,
         Text(f"step {steps_text(sample.step, job.steps)}"),
         Text("" if job.state.terminal or view.stalled else f"ETA {_eta(view.eta_s())}", "dim"),
     )
@@ -288,6 +304,8 @@ def _reported(sample: Sample) -> list[tuple[str, str]]:
 
 def _standing(view: View, job: Job) -> str:
     """Where a job stands that has no figures to show, or only old ones."""
+    if (queue := queue_text(job)) is not None:
+        return f"{job.state}: {queue}"
     words = waiting_text(job) or (NO_WORKERS if view.stalled else _WAITING.get(job.state))
     return f"{job.state}: {job.reason or words}" if (job.reason or words) else str(job.state)
 
@@ -299,12 +317,14 @@ def _eta(eta_s: float | None) -> str:
 NO_WORKERS = "waiting for Ray to start the workers (20 to 60 s; longer while other jobs hold its CPUs)"
 _WAITING = {
     JobState.SUBMITTING: "being handed to Ray",
+    JobState.QUEUED: "all of its places are free: being handed to Ray",
     JobState.PENDING: "Ray starts the job's driver and its workers, which takes 20 to 60 s",
     JobState.RUNNING: "the workers import torch, form their group and load the data",
     JobState.CANCELLING: "being stopped",
 }
 _STYLES = {
     JobState.SUBMITTING: "cyan",
+    JobState.QUEUED: "yellow",
     JobState.PENDING: "cyan",
     JobState.RUNNING: "blue",
     JobState.CANCELLING: "yellow",

@@ -4,14 +4,20 @@
     write_private   readable by its owner alone
     write_first     only where there is none yet
 
+And read where others may write, such as in a run folder: `open_plain`, `read_plain` take a regular file and no link, so
+that what lies there can neither keep its reader waiting, as a FIFO does, nor lead it elsewhere, nor fill its memory.
+
 What is too large to hold, and what may lie in an object store, is written by workers.checkpoints.storage.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 _SHARED, _PRIVATE = 0o666, 0o600
 
@@ -40,6 +46,38 @@ def write_first(path: Path, content: str | bytes) -> bool:
         temporary.unlink()
     sync_folder(path.parent)
     return True
+
+
+class NotPlain(OSError):
+    """It is no regular file, or holds more than it may."""
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """The file, opened to be read without waiting. Raises NotPlain, OSError."""
+    return os.fdopen(plain_descriptor(path, os.O_RDONLY), "rb")
+
+
+def read_plain(path: Path, most: int) -> bytes:
+    """All of the file, of up to `most` bytes. Raises NotPlain, OSError."""
+    with open_plain(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise NotPlain(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
+
+
+def plain_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
+    """As os.open, of a regular file alone. Raises NotPlain, OSError."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            raise NotPlain(error.errno, "it is no regular file", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotPlain(errno.EINVAL, "it is no regular file", str(path))
+    return descriptor
 
 
 def private_folder(path: Path) -> Path:

@@ -3,9 +3,11 @@
 A submission is a `thinwire.contract.spec.TrainSpec` or a `ScriptSpec`. A job's states, and the moves between them:
 
 SUBMITTING -> PENDING -> RUNNING -> SUCCEEDED
-     |           |          |-----> FAILED
-     |           |          |-----> SUBMITTING       (a new attempt: its processes were lost with their cluster)
-     +-----------+----------+-----> CANCELLING -> CANCELLED
+     |    |   ^  |          |-----> FAILED
+     |   QUEUED  |          |-----> SUBMITTING       (a new attempt: its processes were lost with their cluster)
+     +-----+-----+----------+-----> CANCELLING -> CANCELLED
+
+QUEUED: not all of workers.min have a place. Where a cluster's machines come with the job no job is ever QUEUED.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class JobState(StrEnum):
     """Where a job is. The row is written SUBMITTING before any launcher is called."""
 
     SUBMITTING = "SUBMITTING"
+    QUEUED = "QUEUED"
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     CANCELLING = "CANCELLING"
@@ -90,6 +93,27 @@ class WaitingForWorkers(BaseModel):
     min: int
 
 
+class Holder(BaseModel):
+    """A job that has places for so many workers."""
+
+    job: str
+    workers: int
+    min: int = Field(description="with so many it would train as well")
+
+
+class Queued(BaseModel):
+    """Where a job stands in the queue, as of the last look. All of the places that it needs are given to it at once."""
+
+    position: int = Field(description="1: the next")
+    of: int
+    since: datetime
+    needs: int = Field(description="places: workers.min")
+    free: int = Field(description="places that nobody has, of the kind that it needs")
+    total: int = Field(description="places of that kind in the cluster")
+    holders: list[Holder] = Field(description="jobs of this service that have places, the largest first")
+    others: int = Field(0, description="places that are held in the cluster by others than this service")
+
+
 class JobItem(BaseModel):
     """One job, as a list shows it: all but what was asked for and how it went in full."""
 
@@ -107,14 +131,16 @@ class JobItem(BaseModel):
     )
     started_at: datetime | None = None
     finished_at: datetime | None = None
-    steps: int | None = Field(None, description="optimizer steps that were asked for; null where a script says")
+    steps: int | None = Field(None, description="optimizer steps of the run; null until a script has said")
     progress: Sample | None = Field(None, description="the newest sample that rank 0 has posted")
     validation_loss: float | None = Field(None, description="the newest validation loss")
     workers: int = Field(0, description="workers whose registration has not run out")
     wanted_workers: Wanted
     world_size: int | None = Field(None, description="workers that train together, as this attempt has last said")
     waiting_for_workers: WaitingForWorkers | None = None
+    queue: Queued | None = Field(None, description="set while it is QUEUED")
     run_dir: str = Field(description="the job's folder: checkpoints, history, summary, picture")
+    kept_bytes: int = Field(0, description="of its samples, events and logs that the service keeps, about")
     dashboard_url: str | None = Field(None, description="the job's page in the Ray dashboard, while there is one")
 
 
@@ -133,13 +159,19 @@ class JobList(BaseModel):
 
 
 class History(BaseModel):
-    """GET /v1/jobs/{id}/metrics: samples of the job in order of step, and its newest events in order of time."""
+    """GET /v1/jobs/{id}/metrics: samples of the job in order of step, and its newest events in order of time.
+
+    As many of each as one answer holds.
+    """
 
     job_id: str
     samples: list[Sample]
     events: list[Event]
     next_after_step: int | None = Field(
         None, description="there are later samples: ask again with after_step=<this>; null: these were all"
+    )
+    next_before_event: int | None = Field(
+        None, description="there are older events: ask again with before_event=<this>; null: these were all"
     )
     unreadable: int = Field(0, description="samples among these steps that another version wrote and this cannot read")
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, field_validator
 
 from thinwire.contract.spec import WorkerCount
 
@@ -122,6 +122,7 @@ class Sample(_Report):
     """
 
     step: int = Field(ge=0, description="steps committed; 0 is the state before training")
+    last_step: int | None = Field(None, ge=0, description="with which the run ends; None: it is not known yet")
     phase: Literal["warmup", "compressed", "dense"]
     loss: float | None = Field(None, description="training loss; None at step 0")
     validation_loss: float | None = None
@@ -147,7 +148,9 @@ class Sample(_Report):
     )
     health: Health | None = Field(None, description="taken with the validation loss; None at other steps")
     reported: dict[str, float | NotFinite] | None = Field(
-        None, description="what a script has reported beside its loss, as means over ranks; nan, inf and -inf as words"
+        None,
+        description="means of what a script has reported beside its loss, and as validation_NAME of what an evaluation "
+        "has found; nan, inf and -inf as words",
     )
 
     @property
@@ -190,7 +193,9 @@ class EventKind(StrEnum):
     CHECKPOINT_FAILED = "checkpoint_failed"
     RESIZE_REQUESTED = "resize_requested"
     CLUSTER_WAITS = "cluster_waits"
+    HISTORY_FULL = "history_full"
     JOB_SUBMITTING = "job_submitting"
+    JOB_QUEUED = "job_queued"
     JOB_PENDING = "job_pending"
     JOB_RUNNING = "job_running"
     JOB_CANCELLING = "job_cancelling"
@@ -220,7 +225,8 @@ class Telemetry(_Report):
     """A batch from rank 0. Samples of a step already known are replaced: a resumed run repeats steps."""
 
     attempt: int = Field(ge=1)
-    samples: list[Sample] = Field(default_factory=list, max_length=2000)
-    events: list[Event] = Field(default_factory=list, max_length=2000)
+    # Only the first wrong one is told: thousands of errors cost seconds.
+    samples: Annotated[list[Sample], FailFast()] = Field(default_factory=list, max_length=2000)
+    events: Annotated[list[Event], FailFast()] = Field(default_factory=list, max_length=2000)
     summary: dict[str, JsonValue] | None = Field(None, description="summary.json, with the last batch of a success")
     failure: Failure | None = None

@@ -7,6 +7,7 @@ worker's share is derived from it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -292,15 +293,20 @@ class Network(_Frozen):
     )
 
 
-_LABEL = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
+LABEL = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
+
+
+def fitting_name(text: str) -> str:
+    """The nearest that a job can be called: My_Model is my-model. Empty where nothing of it can stay."""
+    return re.sub(r"[^a-z0-9.-]+", "-", text.lower()).strip(".-")[:63].strip(".-")
 
 
 class Kueue(_Frozen):
     """Where Kueue, on Kubernetes, is to admit the job: it waits there for quota, as a whole."""
 
-    queue: str = Field(min_length=1, max_length=63, pattern=_LABEL, description="name of a LocalQueue")
+    queue: str = Field(min_length=1, max_length=63, pattern=LABEL, description="name of a LocalQueue")
     priority: str | None = Field(
-        None, min_length=1, max_length=63, pattern=_LABEL, description="name of a WorkloadPriorityClass"
+        None, min_length=1, max_length=63, pattern=LABEL, description="name of a WorkloadPriorityClass"
     )
     elastic: bool = Field(
         False,
@@ -333,7 +339,7 @@ Optimizer = Annotated[
 class JobSpec(_Frozen):
     """What every training job has, with a recipe of ours or a script."""
 
-    name: str = Field("job", min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")
+    name: str = Field("job", min_length=1, max_length=63, pattern=LABEL)
     seed: Whole = Field(0, ge=0, lt=2**31)
     steps: _Steps | None
     global_batch: _Samples | None
@@ -342,6 +348,13 @@ class JobSpec(_Frozen):
         ge=1 << 16,
         le=1 << 32,
         description="the most that is sent at a time; null: chosen at the start of the run, for the network it finds",
+    )
+    priority: Whole = Field(
+        0,
+        ge=-100,
+        le=100,
+        description="in the service's queue: the higher starts first, and of equal ones the older. No job that "
+        "trains is stopped for another",
     )
     # By a factory: a default that is an object cannot be read by generators of clients, and says what the object's
     # own fields say.

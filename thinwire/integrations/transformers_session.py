@@ -37,6 +37,8 @@ OVERRIDDEN = (
 
 COUNTED = ("global_step", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
 """Of TrainerState: what a step changes."""
+OF_THE_CLOCK = ("epoch", "_runtime", "_per_second", "_time")
+"""Ends of the names of what Trainer says of an evaluation beside what it has found."""
 
 
 class FedBySession:
@@ -201,6 +203,15 @@ class _Last(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """As on_step_end."""
         control.should_save = False
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        """An evaluation in training is one of the run: its loss, and what else compute_metrics has found."""
+        trainer = self._trainer
+        if not trainer.is_in_train or trainer._thinwire_run.step_is_lost:
+            return
+        found = {name.removeprefix("eval_"): x for name, x in (metrics or {}).items() if isinstance(x, float | int)}
+        wanted = {name: x for name, x in found.items() if not name.endswith(OF_THE_CLOCK)}
+        trainer._thinwire_run.report(**{f"validation_{name}": x for name, x in wanted.items()})
 
 
 def feed(trainer: Any, run: Run) -> None:

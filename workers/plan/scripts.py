@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,6 +51,7 @@ from thinwire.workers.plan.schedule import ASSUMED_STEPS, RunSteps, length_of
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipe import Recipe
 from thinwire.workers.session.body import STEPLESS
+from thinwire.workers.session.course import Found
 from thinwire.workers.session.job import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session, placed
 from thinwire.workers.session.training import Run, ScriptError, SessionFeed, Surroundings
@@ -240,7 +241,7 @@ class DrySession(Session):
         """One of its own: what a script keeps there goes with the dry steps."""
         return self._around.run.directory
 
-    def evaluate_every(self, steps: int, evaluate: Callable[[], float]) -> None:
+    def evaluate_every(self, steps: int, evaluate: Callable[..., Found], data: Sized | None = None) -> None:
         """Nothing is evaluated."""
 
     def save(self) -> None:

@@ -10,17 +10,19 @@ Knows no Ray and no service.
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thinwire.comm import Keeps, NonFiniteInput, PeerLost, SoloGroup
-from thinwire.comm.groups.texts import gather_texts
-from thinwire.contract.reports import EventKind, Health
+from thinwire.comm.groups.texts import gather_texts, texts_if_they_differ
+from thinwire.contract.reports import EventKind, Health, wrong_with_reported_name
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
@@ -56,11 +58,16 @@ REPORT_EVERY_STEPS = 5
 """How often losses are averaged over ranks and reported: one small collective for so many steps."""
 
 
+Found = float | Tensor | Mapping[str, float | Tensor]
+"""What a function of run.evaluate_every returns."""
+
+
 class Course:
     """The run of one rank: where it is, and what it trains with. Survives the loss of a peer.
 
     step: committed. attended: up to where evaluations, reports and checkpoints are done. last: the last step of the
-    run, None while nobody knows it. evaluate_every: 0: never. evaluate: gives this rank's part of the validation loss.
+    run, None while nobody knows it. evaluate_every: 0: never. evaluate: gives this rank's part of the validation loss,
+    or several numbers by name, none where it has no part; weight: how much it is of the mean.
     is_new: it has not joined anybody so far. is_over: its session was left.
     """
 
@@ -70,7 +77,8 @@ class Course:
         self.step = self.attended = self.left_out = 0
         self.training = training
         self.last, self.evaluate_every = training.feed.last, 0
-        self.evaluate: Callable[[], float] | None = None
+        self.evaluate: Callable[[], Found] | None = None
+        self.weight: Callable[[], float] = lambda: 1.0
         self.is_new, self.is_over = True, False
         self._around, self._run, self._ranks, self._reporter = around, run, ranks, reporter
         ranks.on_wait = lambda step, waits: reporter.waits_for_membership(step, waits=waits)
@@ -210,7 +218,7 @@ class Course:
         self._reporter.resumed(step)
         self._new_log()
         if step == 0:
-            self.log.before_training(None)
+            self.log.before_training({})
 
     def steps(self) -> Iterator[int]:
         """Each step to be made, until the last; made() is called before the next. Evaluates, reports and saves between.
@@ -354,7 +362,7 @@ class Course:
 
     def _hand_over(self, stop: Change) -> None:
         """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
-        self.log.flush(self.step, None, None)
+        self.log.flush(self.step, {}, None)
         with self._meter.part("control"):
             hand_over(self.training.optimizer)
             all_leave = self._agreed(stop.leaving)
@@ -423,8 +431,8 @@ class Course:
     def _tell_state_before_training(self) -> None:
         """The sample of step 0. Collective. Raises: PeerLost."""
         self._where.at("the evaluation before the first step")
-        validation_loss = self._evaluate()
-        self.log.before_training(validation_loss, {} if self.bodies is None else self.bodies.numbers)
+        found = self._evaluate()
+        self.log.before_training(found, {} if self.bodies is None else self.bodies.numbers)
 
     def _go_on(self, joined: Joined, began: float) -> None:
         """After a regroup in which somebody had a state."""
@@ -490,11 +498,11 @@ class Course:
         evaluating = due and training.optimizer.at_sync
         if evaluating:
             self._where.at(f"the evaluation after step {step}")
-        validation_loss = self._evaluate() if evaluating else None
+        evaluation = self._evaluate() if evaluating else {}
         found = self._health() if evaluating else None
         if evaluating or last or saving is not None or _passed(REPORT_EVERY_STEPS, self.attended, step):
             self._where.at(f"the report of the steps up to {step}")
-            asked = self.log.flush(step, validation_loss, found, asks_to_save=self._asks_to_save)
+            asked = self.log.flush(step, evaluation, found, asks_to_save=self._asks_to_save)
             self._asks_to_save, self._save_due = False, self._save_due or asked
         frozen_at = training.optimizer.frozen_at
         if frozen_at is not None and self.attended - self.left_out < frozen_at <= step - self.left_out:
@@ -510,25 +518,30 @@ class Course:
             self._saving.raise_if_attempt_over()
         self.attended, self._due = step, due and not evaluating
 
-    def _evaluate(self) -> float | None:
-        """The validation loss, the same on every rank. Collective. Raises: NonFiniteLoss, ScriptError, PeerLost."""
+    def _evaluate(self) -> dict[str, float]:
+        """What an evaluation found, by name, the validation loss as "loss": means over the ranks, by their weights.
+
+        The same on every rank. Collective. Raises: NonFiniteLoss, ScriptError, PeerLost.
+        """
         if self.evaluate is None:
-            return None
+            return {}
         training = self.training
+        group, device = training.group, training.device
         with self._meter.part("evaluation"):
-            loss = self.evaluate()
-            try:
-                found = torch.full((1,), float(loss), dtype=torch.float64, device=training.device)
-            except (TypeError, ValueError) as error:
-                raise ScriptError(
-                    f"the function of run.evaluate_every returned {type(loss).__name__} {str(loss)[:100]!r}: return "
-                    "the validation loss of this rank's part, a number"
-                ) from error
-            finite = torch.isfinite(found).all()
-            training.group.mean_(found)
-            if training.refuses_nan:
-                refuse_non_finite("validation loss", float(found), training.group, finite)
-            return float(found)
+            own, weight = _by_name(self.evaluate()), self.weight()
+            here = json.dumps(sorted(own))
+            all_said = texts_if_they_differ(group, here, device) or [here]
+            names = sorted({name for text in all_said for name in json.loads(text)})
+            if not names:
+                return {}
+            row = [[own[name] * weight, weight] if name in own else [0.0, 0.0] for name in names]
+            sums = torch.tensor(row, dtype=torch.float64, device=device)
+            finite = torch.isfinite(sums).all()
+            group.mean_(sums)
+            found = dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+            if training.refuses_nan and "loss" in found:
+                refuse_non_finite("validation loss", found["loss"], group, finite)
+            return found
 
     def _health(self) -> Health:
         """How the optimizer is doing. Collective. Raises: PeerLost."""
@@ -553,3 +566,21 @@ class Course:
 def _passed(every: int, before: int, now: int) -> bool:
     """Is there a multiple of `every` in (before, now]? 0: there is none."""
     return every > 0 and now // every > before // every
+
+
+def _by_name(found: Found) -> dict[str, float]:
+    """A number alone is the validation loss. Raises: ScriptError for what is neither a number nor numbers by name."""
+    named = found if isinstance(found, Mapping) else {"loss": found}
+    numbers = {}
+    for name, value in named.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            what = f"{type(value).__name__} {str(value)[:100]!r}" + (f" as {name!r}" if found is named else "")
+            raise ScriptError(
+                f"the function of run.evaluate_every returned {what}: return the validation loss of this rank's part, "
+                'a number, or numbers by name, such as {"loss": 0.31, "accuracy": 0.92}'
+            ) from error
+        if wrong := wrong_with_reported_name(f"validation_{name}"):
+            raise ScriptError(f"the function of run.evaluate_every returned {str(name)[:100]!r}: {wrong}")
+    return numbers

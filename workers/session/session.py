@@ -13,7 +13,7 @@ import operator
 import os
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Real
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
+from torch.utils.data import Subset
 
 from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, TorchGroup, prepare_nccl
 from thinwire.comm.protocol import Group
@@ -34,13 +35,14 @@ from thinwire.contract.spec import Checkpoint, TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, StreamFeed, feed_of
+from thinwire.workers.data.order import share
 from thinwire.workers.error_words import in_words
 from thinwire.workers.membership import MembershipError
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import FixedRanks, RunEnded
 from thinwire.workers.replicas import ReplicasDiffer
 from thinwire.workers.session.body import Bodies
-from thinwire.workers.session.course import Course
+from thinwire.workers.session.course import Course, Found
 from thinwire.workers.session.own_loop import OwnLoop
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.session.training import Left, Run, ScriptError, SessionFeed, Surroundings, Training
@@ -64,7 +66,7 @@ class Session:
         self._batches: Generator[Any, None, None] | None = None
         self._own: OwnLoop | None = None
         self._broken: BaseException | None = None
-        self._evaluation: tuple[int, Callable[[], float]] | None = None
+        self._evaluation: tuple[int, Callable[[], Found], Callable[[], float]] | None = None
         self.summary: Summary | None = None
         self.has_finished = self.failure_reported = False
         self._pid = os.getpid()
@@ -218,19 +220,36 @@ class Session:
 
         optimizer.register_step_pre_hook(refuse)
 
-    def evaluate_every(self, steps: int, evaluate: Callable[[], float]) -> None:
+    def evaluate_every(self, steps: int, evaluate: Callable[..., Found], data: Sized | None = None) -> None:
         """Call it on every rank after each so many steps, before the first and after the last.
 
-        What the ranks return is averaged and reported as the validation loss. A peer that is lost in it is not the
-        script's affair: it is called again. Raises: ValueError for less than one step; TypeError for no function.
+        It returns a number, the validation loss, or numbers by name: "loss" is that, and "accuracy", say, is reported
+        as validation_accuracy. What the ranks return is averaged. data: a dataset with a length; each rank calls
+        evaluate(part) with its share of it as a torch Subset, each sample is in one share, and the mean is over the
+        samples. A peer that is lost in it is not the script's affair: it is called again.
+        Raises: ValueError for less than one step or no sample; TypeError for no function, or data without a length.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"run.evaluate_every({steps!r}, ...): give a whole number of steps from 1")
         if not callable(evaluate):
-            raise TypeError(f"run.evaluate_every({steps}, {evaluate!r}): give a function of no arguments")
-        self._evaluation = steps, evaluate
+            raise TypeError(f"run.evaluate_every({steps}, {evaluate!r}): give a function")
+        self._evaluation = steps, evaluate, lambda: 1.0
+        if data is not None:
+            self._evaluation = steps, *self._over(data, evaluate)
         if self._course is not None:
-            self._course.evaluate_every, self._course.evaluate = steps, evaluate
+            self._course.evaluate_every, self._course.evaluate, self._course.weight = self._evaluation
+
+    def _over(self, data: Sized, evaluate: Callable[..., Found]) -> tuple[Callable[[], Found], Callable[[], float]]:
+        """What a rank evaluates of the data, and how much that is of the mean. Asked each time: ranks change."""
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise TypeError(f"run.evaluate_every(..., data={type(data).__name__}): give a dataset with len() and [i]")
+        if not len(data):
+            raise ValueError("run.evaluate_every(..., data=...): the dataset has no sample")
+
+        def mine() -> range:
+            return share(len(data), self.group.rank, self.group.size)
+
+        return lambda: evaluate(Subset(data, mine())) if mine() else {}, lambda: float(len(mine()))  # type: ignore[arg-type]
 
     def save(self) -> None:
         """Write a checkpoint, on whichever ranks call it: alone after this step, else within the next 6.
@@ -324,7 +343,7 @@ class Session:
         training = Training(around.group, around.device, optimizer, registered, feed, refuses_nan=refuses_nan)
         self._course = course = Course(around, training, Bodies(optimizer, registered))
         if self._evaluation is not None:
-            course.evaluate_every, course.evaluate = self._evaluation
+            course.evaluate_every, course.evaluate, course.weight = self._evaluation
         self._batches = self._loop(course)
         return self._batches
 

@@ -17,7 +17,7 @@ import torch
 
 from thinwire.comm.calls import calls_of
 from thinwire.comm.exchange.exchange import gather_flags
-from thinwire.comm.groups.texts import gather_texts
+from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample, wrong_with_reported_name
 from thinwire.workers.data.order import share
@@ -32,6 +32,8 @@ from thinwire.workers.telemetry.step_parts import PartSeconds, StepClock, StepTi
 logger = logging.getLogger(__name__)
 
 
+LOSSES = {"loss", "validation_loss"}
+"""What a loop reports by these names has fields of its own."""
 MOST_LEFT_OUT_LOGGED = 100
 """Names in the log that are not taken: a script that makes one of each step would fill it."""
 
@@ -92,20 +94,22 @@ class StepLog:
         self._left_out: set[str] = set()
         self.prediction: Prediction | None = None
 
-    def before_training(self, validation_loss: float | None, numbers: Mapping[str, torch.Tensor] | None = None) -> None:
+    def before_training(
+        self, evaluation: Mapping[str, float], numbers: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Report the state at step 0. numbers: what the loop has reported of it on this rank; None: it never does.
 
         Collective where they are given, {} too, as by all ranks. Raises: PeerLost.
         """
         phase, size = self.training.optimizer.phase.value, self.training.group.size
-        sample = Sample(step=0, phase=phase, validation_loss=validation_loss, world_size=size, time=time.time())
+        sample = Sample(step=0, phase=phase, world_size=size, time=time.time(), last_step=self.training.feed.last)
         if numbers is not None:
             with (
                 self._meter.part("control"),
                 calls_of(self.training.group).within("the report before the first step"),
             ):
                 sample = sample.model_copy(update=self._means_before(sample, numbers))
-        self._report([sample])
+        self._report([_evaluated(sample, evaluation)])
 
     def _means_before(self, sample: Sample, numbers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """What all ranks together say of step 0. Collective. Raises: PeerLost."""
@@ -137,6 +141,7 @@ class StepLog:
         dense_bytes = report.ring_bytes(training.optimizer.space.layout.num_live, group.size, 4)
         sample = Sample(
             step=step,
+            last_step=training.feed.last,
             phase=phase,
             lr=training.lr(step),
             step_seconds=seconds,
@@ -154,10 +159,11 @@ class StepLog:
         self._steps[step] = _Part(sample, weight, numbers or {}, self.waits, waited_s, times)
 
     def flush(
-        self, step: int, validation_loss: float | None, health: Health | None, *, asks_to_save: bool = False
+        self, step: int, evaluation: Mapping[str, float], health: Health | None, *, asks_to_save: bool = False
     ) -> bool:
         """Average the losses over ranks in one collective and report the steps up to `step`, which has what was found.
 
+        evaluation: by name, "loss" the validation loss; empty where none was due.
         Returns whether any rank asks for a checkpoint: a script may, on whichever of them.
         Raises: NonFiniteLoss where such losses end the run, alike on every rank, and nothing is reported; PeerLost, and
         then they are still to be.
@@ -179,9 +185,7 @@ class StepLog:
             if self.training.refuses_nan and means_of["loss"] is not None:
                 refuse_non_finite(f"training loss of step {number}", means_of["loss"], group, finite)
             samples.append(sample.model_copy(update=means_of))
-        if validation_loss is not None:
-            samples[-1] = samples[-1].model_copy(update={"validation_loss": validation_loss})
-        samples[-1] = samples[-1].model_copy(update={"health": health})
+        samples[-1] = _evaluated(samples[-1], evaluation).model_copy(update={"health": health})
         self.reported = step
         self._steps.clear()
         self._report(samples)
@@ -192,17 +196,21 @@ class StepLog:
         """The names that any rank has reported since the last time, and whether any asks for a checkpoint. Collective.
 
         A name that the run had keeps its place among the MOST_REPORTED, and one that is new takes a free one: that is
-        decided by what the ranks have sent one another alone, for a newcomer knows of none. Raises: PeerLost.
+        decided by what the ranks have sent one another alone, for a newcomer knows of none. Nothing is sent for a
+        built-in recipe, which reports its loss alone. Raises: PeerLost.
         """
+        if self.training.refuses_nan:
+            return ["loss"], False
         mine = sorted({name for part in self._steps.values() for name in part.numbers})
         wrong = {name: why for name in mine if (why := wrong_with_reported_name(name))}
         self._leave_out(wrong)
-        here = json.dumps([self._names, [name for name in mine if name not in wrong], asks_to_save]).encode()
-        all_said = [json.loads(text) for text in gather_texts(self.training.group, here, self.training.device)]
+        here = json.dumps([self._names, [name for name in mine if name not in wrong], asks_to_save])
+        differing = texts_if_they_differ(self.training.group, here, self.training.device)
+        all_said = [json.loads(text) for text in differing or [here]]
         said = {name for _, names, _ in all_said for name in names}
         known = {name for names, _, _ in all_said for name in names}
-        self._names = [*sorted(known), *sorted(said - known - {"loss"})][:MOST_REPORTED]
-        taken = said & {"loss", *self._names}
+        self._names = [*sorted(known), *sorted(said - known - LOSSES)][:MOST_REPORTED]
+        taken = said & {*LOSSES, *self._names}
         self._leave_out(dict.fromkeys(sorted(said - taken), f"a run has at most {MOST_REPORTED} names"))
         return sorted(taken), any(asked for _, _, asked in all_said)
 
@@ -294,7 +302,8 @@ class StepLog:
         training = self.training
         phase = training.optimizer.plan(number).phase.value
         lr, size = training.lr(number), training.group.size
-        return Sample(step=number, phase=phase, lr=lr, world_size=size, time=time.time())
+        last, now = training.feed.last, time.time()
+        return Sample(step=number, last_step=last, phase=phase, lr=lr, world_size=size, time=now)
 
     def _report(self, samples: list[Sample]) -> None:
         self._reporter.steps(samples, self._num_windows, self._meter.sent_by_this_process())
@@ -308,7 +317,18 @@ def _computed_s(part: _Part) -> float | None:
 def _reported(row: list[float], names: list[str]) -> dict[str, Any]:
     """What the samples say, by the means over ranks: of those ranks that are still here and have said it."""
     found = {name: row[2 * index] / row[2 * index + 1] for index, name in enumerate(names) if row[2 * index + 1] > 0}
-    return {"loss": found.pop("loss", None), "reported": {n: _in_json(x) for n, x in found.items()} or None}
+    losses = {"loss": None} | {name: found.pop(name) for name in LOSSES & found.keys()}
+    return {**losses, "reported": {n: _in_json(x) for n, x in found.items()} or None}
+
+
+def _evaluated(sample: Sample, evaluation: Mapping[str, float]) -> Sample:
+    """With what an evaluation found: its loss, and each other number as validation_NAME."""
+    found = dict(evaluation)
+    update: dict[str, Any] = {"validation_loss": found.pop("loss")} if "loss" in found else {}
+    if found:
+        others = {f"validation_{name}": _in_json(x) for name, x in found.items()}
+        update["reported"] = {**(sample.reported or {}), **others}
+    return sample.model_copy(update=update)
 
 
 def _in_json(value: float) -> float | str:

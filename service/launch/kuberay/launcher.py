@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from thinwire.contract.files import read_plain
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_accepted
@@ -56,6 +57,8 @@ KEPT_S: Final = 3600.0
 KEPT_UNASKED_S: Final = 86400.0
 """And for so long after its end where nobody has asked for that, as of jobs that were over before this service started;
 yet KEPT_S at least from when it was first seen: what ended while no service ran is asked for soon."""
+MOST_FILE_BYTES: Final = 4 << 20
+"""Of job.json and workers.json."""
 RETRY_S, MOST_RETRY_S = 1.0, 15.0
 """Between two lists or watches that fail: at first, and at most."""
 _POD_CLUSTER: Final = "ray.io/cluster"
@@ -161,8 +164,8 @@ class KubeRayLauncher(Launcher):
         assert self._template is not None, "read when it started"
         folder = RunFolder(run_dir)
         try:
-            spec = read_accepted(json.loads(folder.job.read_text())["spec"])
-            wanted = WantedWorkers.model_validate_json(folder.workers.read_text())
+            spec = read_accepted(json.loads(read_plain(folder.job, MOST_FILE_BYTES))["spec"])
+            wanted = WantedWorkers.model_validate_json(read_plain(folder.workers, MOST_FILE_BYTES))
         except (OSError, ValueError, KeyError) as error:
             raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
         return rayjob(

@@ -32,9 +32,10 @@ class Rank:
         step = self.optimizer.num_steps + 1
         x = torch.randn(24, 7, generator=torch.Generator().manual_seed(step))
         mine = slice(24 * rank // size, 24 * (rank + 1) // size)
-        x = x[mine]
+        like = next(self.net.parameters())
+        x = x[mine].to(like.device)
         self.optimizer.zero_grad()
-        out = self.net(x.to(next(self.net.parameters()).dtype))
+        out = self.net(x.to(like.dtype))
         loss = (out.float() - torch.sin(x[:, :3] * 2)).square().sum() * size / 24
         loss.backward()
         self.optimizer.step()

@@ -143,6 +143,52 @@ def test_what_an_evaluation_reports_is_told_with_its_step_the_one_before_the_fir
         assert [of_step[2]["perplexity"], of_step[3]["perplexity"]] == [2.5, 3.5]
 
 
+def test_an_evaluation_gives_numbers_by_name_and_each_sample_of_its_data_is_in_one_share(tmp_path):
+    """Five samples over two ranks: shares of three and two, and the mean is over the samples."""
+
+    def work(group):
+        reporter = Recording()
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+        seen = []
+        with placed(place), session() as run:
+            model = torch.nn.Linear(4, 1)
+            run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+
+            def evaluate(part):
+                values = [part[i] for i in range(len(part))]
+                seen.extend(values)
+                return {"loss": sum(values) / len(values), "accuracy": torch.tensor(len(values) / 10)}
+
+            run.evaluate_every(3, evaluate, data=[1.0, 2.0, 4.0, 8.0, 16.0])
+            for x, y in run.batches(DATA, global_batch=4, steps=3):
+                run.step((model(x) - y).square().mean())
+        return sorted(seen), reporter.samples
+
+    (first, told), (second, _) = run_threads(2, work)
+    assert sorted({*first, *second}) == [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert not {*first} & {*second}
+    for sample in (told[0], told[-1]):
+        assert sample.validation_loss == pytest.approx(31 / 5)
+        assert sample.reported["validation_accuracy"] == pytest.approx((3 * 0.3 + 2 * 0.2) / 5)
+    assert [sample.last_step for sample in told] == [3] * 4
+
+
+def test_a_rank_without_a_sample_of_the_evaluation_has_no_part_in_it(tmp_path):
+    def work(group):
+        reporter = Recording()
+        place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+        with placed(place), session() as run:
+            model = torch.nn.Linear(4, 1)
+            run.register(model=model, optimizer=Adam(model.parameters(), group=run.group))
+            run.evaluate_every(3, lambda part: {"accuracy": part[0]}, data=[0.5])
+            for x, y in run.batches(DATA, global_batch=4, steps=3):
+                run.step((model(x) - y).square().mean())
+        return reporter.samples
+
+    for told in run_threads(2, work):
+        assert [told[0].reported, told[0].validation_loss] == [{"validation_accuracy": 0.5}, None]
+
+
 def test_an_evaluation_that_takes_long_may_look_whether_workers_have_changed(tmp_path):
     looks = []
 

@@ -71,7 +71,7 @@ def read(log: str, state: LaunchState, what: str, hint: str) -> Examination:
 
 
 def examine_cluster(
-    address: str, token: str, order: Order, python: str | None = None, transport: httpx.BaseTransport | None = None
+    address: str, token: str, order: Order, python: str | None = None, transport: httpx.AsyncBaseTransport | None = None
 ) -> Examination:
     """Run the doctor on every node. python: the head's, with thinwire; None: that on its path. transport: for tests.
 

@@ -1,0 +1,217 @@
+"""What is asked of a body before its route sees it: who sends it, how long it is, what it holds.
+
+How long it is, is asked before it is read, and the number of its values before anything is built of it, for building is
+what costs: a million unknown fields are a million errors. A text that holds half a surrogate pair or a NUL is taken by
+Python and by JSON, and by neither UTF-8 nor PostgreSQL: stored once, it would break every answer that carries it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from thinwire.contract.jobs import BODY_LIMIT_BYTES, Problem
+from thinwire.service.auth import Caller
+from thinwire.service.budget import BodyBudget
+from thinwire.service.errors import BodyTooLarge, InvalidRequest, ServiceError, error_response
+from thinwire.service.problems import shown
+
+TELEMETRY_LIMIT_BYTES = 8 << 20
+MOST_VALUES = 5_000
+"""In a body; the largest job has about 100."""
+MOST_TELEMETRY_VALUES = 200_000
+"""A batch of 2000 samples with all that a sample can hold has 50,000."""
+MOST_FIELDS = 1_000
+"""Of one mapping."""
+DEEPEST = 32
+"""Mappings and lists inside one another."""
+LEAST_COST = 16 << 10
+"""Bytes that a report of a job counts for at least: each is a transaction."""
+SILENT_S, WITHIN_S = 10.0, 60.0
+"""How long a body may be without progress, and take to arrive."""
+STREAMED = "/v1/packages/"
+"""Below it bodies are not read here: the route takes them in parts, with limits of its own."""
+STREAMED_BYTES, STREAMED_SILENT_S = 1 << 20, 60.0
+"""What such a body takes of the memory, and how long it may be without progress."""
+_REPORT: Final = re.compile(r"/v1/jobs/(?P<job_id>[^/]+)/(telemetry|log|files/[^/]+)")
+"""Paths of what a job says and leaves."""
+_PLAIN_BYTES: Final = re.compile(r"/v1/jobs/[^/]+/(log|files/[^/]+)")
+"""Paths that take any bytes, and no JSON."""
+_TOO_DEEP: Final = f"nested too deeply: at most {DEEPEST} mappings and lists inside one another"
+
+
+class Bodies:
+    """ASGI middleware behind the guard: reads the body and hands it on, or answers 408, 413, 422, 429 or 503.
+
+    Before any of it is read its length is counted, against what its job may send and what the service holds. The length
+    header is believed; a chunked body, which has none, counts as the largest of its path. Where strangers may ask, no
+    body is read.
+
+    charge: counts so many bytes against a job, or raises TooMuch.
+    """
+
+    def __init__(self, app: ASGIApp, charge: Callable[[str, int], None]) -> None:
+        self.app = app
+        self._charge, self._budget = charge, BodyBudget()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on whose body is within the limits."""
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        if scope["type"] != "http" or caller is None or not (size := _length(scope)):
+            await self.app(scope, receive, send)
+            return
+        try:
+            await self._with_body(scope, receive, send, caller, size)
+        except ServiceError as refused:  # here: what a route refuses is answered behind this
+            await error_response(refused)(scope, receive, send)
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: Send, caller: Caller, size: int) -> None:
+        path: str = scope["path"]
+        who = f"job {caller.job_id}" if caller.person is None else f"the token {caller.person.name!r}"
+        if path.startswith(STREAMED):
+            size = min(size, STREAMED_BYTES)
+            with self._budget.hold(who, size, receive, silent_s=STREAMED_SILENT_S) as arriving:
+                await self.app(scope, arriving, send)
+            return
+        if size > _limit(path):
+            raise _too_large(path, size)
+        report = _REPORT.fullmatch(path)
+        if (job_id := caller.job_id or (report and report["job_id"])) is not None:
+            self._charge(job_id, max(size, LEAST_COST) if report else size)
+        with self._budget.hold(who, size, receive, silent_s=SILENT_S, within_s=WITHIN_S) as arriving:
+            held = await _read(path, arriving)
+            if not _PLAIN_BYTES.fullmatch(path):
+                most_values = MOST_TELEMETRY_VALUES if path.endswith("/telemetry") else MOST_VALUES
+                body = b"".join(message.get("body", b"") for message in held)
+                await run_in_threadpool(refuse_unfit, body, most_values=most_values)
+                del body
+            waiting = iter(held)
+
+            async def replay() -> Message:
+                return next(waiting, None) or await receive()
+
+            await self.app(scope, replay, send)
+
+
+def _length(scope: Scope) -> int:
+    """Of the body: as declared; where it is not, the most that its path takes."""
+    headers = Headers(scope=scope)
+    if (declared := headers.get("content-length", "")).isdecimal():
+        return int(declared)
+    return _limit(scope["path"]) if "transfer-encoding" in headers else 0
+
+
+def _limit(path: str) -> int:
+    return TELEMETRY_LIMIT_BYTES if path.endswith("/telemetry") else BODY_LIMIT_BYTES
+
+
+def _too_large(path: str, size: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has at least {size} bytes; {path} takes at most {_limit(path)}")
+
+
+async def _read(path: str, receive: Receive) -> list[Message]:
+    """All messages of the body. Raises: BodyTooLarge, BodyTooSlow, Busy."""
+    held: list[Message] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        held.append(message)
+        size += len(message.get("body", b""))
+        if size > _limit(path):
+            raise _too_large(path, size)
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    return held
+
+
+def refuse_unfit(body: bytes, *, most_values: int) -> None:
+    """Look at a body as JSON in UTF-8. One that is UTF-8 and no JSON passes: who reads it says that better.
+
+    Raises: BodyTooLarge for more values than that, or for a mapping of more than MOST_FIELDS; InvalidRequest for what
+    cannot be shown, stored or understood.
+    """
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise _invalid(f"the body is not UTF-8, at byte {error.start}: write it as JSON in UTF-8") from error
+    # As its reader would: UTF-16 of ASCII is UTF-8 too, of another text.
+    if (encoding := json.detect_encoding(body)) != "utf-8":
+        raise _invalid(f"the body looks like {encoding}, not UTF-8: write JSON in UTF-8, without a byte order mark")
+    values = 1 + sum(text.count(sign) for sign in ",[{")
+    if values > most_values:
+        raise BodyTooLarge(f"the body holds about {values} values; at most {most_values} are read")
+    try:
+        parsed = json.loads(text, object_pairs_hook=_pairs)
+    except json.JSONDecodeError:
+        return
+    except RecursionError as error:
+        raise _invalid(_TOO_DEEP) from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise _invalid(f"the body holds a number that cannot be read: {error}") from error
+    if (fault := _fault([parsed], DEEPEST + 1)) is not None:
+        path, value, message = fault
+        raise InvalidRequest.of([_problem(path[-2::-1], value, message)])
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A mapping as it was written, with what was given twice."""
+
+
+def _pairs(found: list[tuple[str, Any]]) -> _Pairs:
+    if len(found) > MOST_FIELDS:
+        raise BodyTooLarge(f"the body holds a mapping of {len(found)} fields; at most {MOST_FIELDS} are read")
+    return _Pairs(found)
+
+
+_Fault = tuple[list[str], object, str]
+"""The path to it, the innermost name first; the value to show; what is wrong."""
+
+
+def _fault(value: list[Any], left: int) -> _Fault | None:
+    """The first one inside. left: of depth. Every body is looked through, so nothing is built for what is right."""
+    if left == 0:
+        return [], None, _TOO_DEEP
+    named = isinstance(value, _Pairs)
+    members: Iterable[tuple[Any, Any]] = value if named else enumerate(value)
+    seen: set[str] = set()
+    for name, member in members:
+        if named:
+            if wrong := _unshowable(name):
+                return [name], name, f"the name of this field {wrong}"
+            if name in seen:
+                return [name], None, "this field is given twice: give it once"
+            seen.add(name)
+        if isinstance(member, str):
+            if wrong := _unshowable(member):
+                return [str(name)], member, wrong
+        elif isinstance(member, list) and (fault := _fault(member, left - 1)) is not None:
+            fault[0].append(str(name))
+            return fault
+    return None
+
+
+def _unshowable(text: str) -> str | None:
+    """Why it cannot be written as UTF-8 into a database; None where it can."""
+    if "\0" in text:
+        return "must be text without the character NUL (\\u0000)"
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"must be text that UTF-8 can write: character {error.start} is half of a surrogate pair"
+    return None
+
+
+def _problem(path: Iterable[str], value: object, message: str) -> Problem:
+    where = ".".join(path).encode(errors="backslashreplace").decode().replace("\0", "\\0")
+    return Problem(path=where[:200], value=None if value is None else shown(value), message=message)
+
+
+def _invalid(message: str) -> InvalidRequest:
+    return InvalidRequest.of([_problem((), None, message)])

@@ -1,0 +1,217 @@
+"""The queue in the database: which jobs have places (queue.py), who waits for what, and what is told to people.
+
+A job's places stand in its row, `granted`, so that a service that starts again knows them, and its run is told to take
+no more (worker_numbers.limits_now). Where the launcher names no room there is no queue, and every job is handed over
+at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thinwire.contract.jobs import JobState
+from thinwire.contract.places import Room, never_fits, uses_gpus
+from thinwire.service.db import Database
+from thinwire.service.jobs.job_folder import RunFolders
+from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Waits, grant
+from thinwire.service.jobs.repository import JobRepository, JobRow, transition_all
+from thinwire.service.jobs.worker_numbers import (
+    membership_now,
+    submitted_workers,
+    takes_effect,
+    wanted_workers,
+    write_wanted,
+)
+from thinwire.service.launch.protocol import Launcher, LauncherError
+
+logger = logging.getLogger(__name__)
+
+A_TRANSACTION = 100
+"""Jobs that are written in one: requests that write wait for it."""
+NEW = (JobState.SUBMITTING.value, JobState.QUEUED.value)
+"""States of a job that is to be handed to the launcher."""
+
+
+class Admission:
+    """Says which jobs may be handed to the launcher. `look` may block; `turn` asks the database alone."""
+
+    def __init__(self, db: Database, launcher: Launcher, folders: RunFolders, clock: Callable[[], float]) -> None:
+        self._db, self._launcher, self._folders, self._clock = db, launcher, folders, clock
+        self._unknown: str | None = "it has not said yet what its cluster has"
+        self.room: Room | None = None
+        """As of the last look that said it; None where there is no queue, or nothing is known yet."""
+
+    def look(self) -> None:
+        """Ask the launcher what its cluster has."""
+        try:
+            self.room, self._unknown = self._launcher.room(), None
+        except LauncherError as error:
+            self._unknown = str(error)
+
+    def turn(self, rows: Sequence[JobRow]) -> tuple[list[JobRow], str | None]:
+        """Of these jobs, all that are not over, those that the launcher may be asked about, or be given, now; and why
+        the others wait that are not QUEUED. The rows are as they then are.
+        """
+        if self._unknown is not None:
+            return [row for row in rows if row.state not in NEW or row.granted is not None], self._unknown
+        if self.room is None:
+            no_places = {"granted": None, "queue": None}
+            had = {row: no_places for row in rows if row.granted is not None or row.queue is not None}
+            left = self._write(had, []) if had else set()
+            return [row for row in rows if row.id not in left], None
+        now = self._clock()
+        with self._db.read() as session:
+            begun = [row.id for row in rows if row.state not in NEW]
+            living = JobRepository(session).count_live_leases(begun, now)
+        claims = [claim for row in rows if (claim := _claim(row, self.room, living.get(row.id, 0))) is not None]
+        found = grant(self.room, claims, now)
+        by_id, claimed = {row.id: row for row in rows}, {claim.id for claim in claims}
+        waiting = {one.claim.id: (place, one) for place, one in enumerate(found.waiting, 1)}
+        holders = _holders(found, by_id) if waiting else []
+        notes: dict[JobRow, dict[str, Any]] = {}
+        moves: list[tuple[JobRow, JobState, str | None]] = []
+        for row in rows:
+            if found.back is not None and found.back.id == row.id:
+                words = (
+                    f"attempt {row.attempt} has had fewer workers than its minimum for {PATIENCE_S:.0f} s, since the "
+                    "cluster has fewer places than its jobs, and others wait for those that it holds"
+                )
+                notes[row] = {"queue": {RECALLED: words}}
+                logger.warning("places_recalled job_id=%s places=%s", row.id, row.granted)
+            elif recalled(row) or row.id not in claimed:
+                continue
+            elif row.id not in waiting:
+                if row.granted != found.places.get(row.id) or row.queue is not None:
+                    notes[row] = {"granted": found.places.get(row.id), "queue": None}
+                    if row.state == JobState.QUEUED.value:
+                        notes[row]["reason"] = None
+            elif (one := waiting[row.id][1]).never and self._launcher.own_cluster:  # it has what it has
+                moves.append((row, JobState.FAILED, self._too_large(row)))
+            else:
+                queue = _queue(one, waiting[row.id][0], len(waiting), holders, self.room, now)
+                if queue != row.queue:
+                    notes[row] = {"queue": queue, "reason": _words(queue, self._too_large(row) if one.never else None)}
+                if row.state != JobState.QUEUED.value:
+                    moves.append((row, JobState.QUEUED, notes[row]["reason"] if row in notes else row.reason))
+        changed = [*dict.fromkeys([*notes, *(row for row, _, _ in moves)])]
+        lost: set[str] = set()
+        for first in range(0, len(changed), A_TRANSACTION):
+            some = set(changed[first : first + A_TRANSACTION])
+            lost |= self._write({row: notes[row] for row in some & notes.keys()}, [m for m in moves if m[0] in some])
+        out = waiting.keys() | lost | {row.id for row in rows if row.id not in claimed}
+        return [row for row in rows if row.id not in out or row.state not in NEW], None
+
+    def _too_large(self, row: JobRow) -> str:
+        assert self.room is not None
+        wanted = wanted_workers(row)
+        workers = submitted_workers(row).model_copy(update={"min": wanted.min, "max": wanted.max})
+        path, value, allowed = never_fits(workers, self.room) or ("workers.min", wanted.min, "less")
+        return f"{path} = {value} must be {allowed}"
+
+    def _write(self, notes: dict[JobRow, dict[str, Any]], moves: list[tuple[JobRow, JobState, str | None]]) -> set[str]:
+        """Write what has changed of rows, and bring some to other states. The ids of those that have moved meanwhile:
+        nothing is written of them.
+        """
+        with self._db.write() as session:
+            jobs = JobRepository(session)
+            rows = {*notes, *(row for row, _, _ in moves)}
+            now = jobs.lock_all([row.id for row in rows])
+            left = {row.id for row in rows if row.id not in now or now[row.id].version != row.version}
+            for row, values in notes.items():
+                if row.id not in left:
+                    jobs.note([row.id], **values)
+            unmoved = [move for move in moves if move[0].id not in left]
+            transition_all(session, [(now[row.id], state, reason) for row, state, reason in unmoved], self._clock())
+        for row, values in notes.items():
+            if row.id in left:
+                continue
+            for name, value in values.items():
+                setattr(row, name, value)
+            if "granted" in values:
+                logger.info("places_granted job_id=%s places=%s", row.id, values["granted"])
+                self._tell(row.id)
+        for row, state, reason in unmoved:
+            logger.info("job_moved job_id=%s from=%s to=%s reason=%r", row.id, row.state, state, reason)
+        return left
+
+    def _tell(self, job_id: str) -> None:
+        try:
+            write_wanted(self._db, self._folders, job_id)
+        except OSError:  # the reconciler writes it again, and submits no job whose file is older than its row
+            logger.exception("wanted_workers_not_written job_id=%s", job_id)
+
+
+RECALLED = "recalled"
+"""In a row's `queue`, of a job that has been started: why its run is ended, so that it gives its places back."""
+
+
+def recalled(row: JobRow) -> str | None:
+    """Why the job's run is to give its places back; None where it keeps them."""
+    is_started = row.state in (JobState.PENDING.value, JobState.RUNNING.value)
+    return row.queue.get(RECALLED) if is_started and row.queue is not None else None
+
+
+def _claim(row: JobRow, room: Room, living: int) -> Claim | None:
+    """None where the row cannot be read, which is logged."""
+    try:
+        return _read_claim(row, room, living)
+    except (ValueError, LookupError, TypeError):
+        logger.exception("reconcile_failed job_id=%s", row.id)
+        return None
+
+
+def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
+    wanted, workers = wanted_workers(row), submitted_workers(row)
+    granted, goes_on = row.granted, row.state != JobState.CANCELLING.value and not recalled(row)
+    stalled = row.newest_membership is not None and membership_now(row)[1] is not None
+    if granted is None and row.state in (JobState.PENDING.value, JobState.RUNNING.value):
+        granted = min(wanted.max, max(wanted.min, living))  # a version without a queue has started it
+    return Claim(
+        id=row.id,
+        least=wanted.min,
+        most=wanted.max,
+        priority=int(row.spec.get("priority", 0)),
+        created_at=row.created_at,
+        gpus=uses_gpus(workers.model_copy(update={"min": wanted.min, "max": wanted.max}), room.gpus),
+        granted=granted,
+        living=living,
+        grows=goes_on and takes_effect(row) != "at_restart",
+        queued_at=None if row.queue is None else row.queue.get("since"),
+        stalled_at=row.newest_membership["time"] if stalled and row.newest_membership is not None else None,
+        waits=goes_on,
+    )
+
+
+def _holders(found: Grants, rows: dict[str, JobRow]) -> list[dict[str, Any]]:
+    """A contract.jobs.Holder each."""
+    largest = sorted(found.places.items(), key=lambda held: (-held[1], held[0]))[:MOST_HOLDERS]
+    return [
+        {"job": job, "workers": places, "min": min(places, wanted_workers(rows[job]).min)} for job, places in largest
+    ]
+
+
+def _queue(one: Waits, position: int, of: int, holders: list[dict[str, Any]], room: Room, now: float) -> dict[str, Any]:
+    """What is kept of one who waits: a contract.jobs.Queued, with its time in unix seconds."""
+    return {
+        "position": position,
+        "of": of,
+        "since": now if one.claim.queued_at is None else one.claim.queued_at,
+        "needs": one.claim.least,
+        "free": one.free,
+        "total": one.total,
+        "holders": holders,
+        "others": room.others_gpus if one.claim.gpus else room.others_cpus,
+    }
+
+
+def _words(queue: dict[str, Any], never: str | None) -> str:
+    """The same for a person."""
+    where = f"position {queue['position']} of {queue['of']} in the queue"
+    if never is not None:
+        return f"{where}: {never}"
+    held = [f"{one['job']} has {one['workers']}" for one in queue["holders"]]
+    held += [f"others than this service have {queue['others']}"] if queue["others"] else []
+    free = f"it needs {queue['needs']} places at once, and {queue['free']} of {queue['total']} are free"
+    return f"{where}: {free}" + (f" ({', '.join(held)})" if held else "")

@@ -1,0 +1,137 @@
+"""Which jobs may start, and with how many workers: pure, no clock, no effects.
+
+A job is granted places, one for each worker, and is told to take no more. It is started with all of workers.min
+granted or not at all, so none holds a part of them while it waits for the rest.
+
+* By priority, then by age. A job keeps its places until it is over; none that trains is stopped for another.
+* A job behind one that waits may start where that one does not fit. After PATIENCE_S of waiting nobody starts any more
+  behind it, so that small jobs do not keep a large one waiting for ever.
+* More than workers.min is granted only while nobody waits: one place after another, to all that want more in turn.
+* A minimum that was raised while the job runs is granted before those who wait are looked at. Till then the job trains
+  with what it has.
+* Where machines were lost, so that there are fewer places than were granted, a job that has stood still below its
+  minimum for PATIENCE_S gives back what it holds, if another waits that could use it: the last of them in the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.contract.places import Room
+
+PATIENCE_S = 300.0
+MOST_HOLDERS = 20
+"""Named to one who waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job that is not over, as the queue sees it.
+
+    gpus: its workers take one each. granted: None where it has not been started. living: workers that are there, which
+    after a resize may be more. grows: it would follow a larger grant. queued_at: since when it waits. stalled_at: since
+    when it has had fewer workers than its minimum.
+    """
+
+    id: str
+    least: int
+    most: int
+    priority: int = 0
+    created_at: float = 0.0
+    gpus: bool = False
+    granted: int | None = None
+    living: int = 0
+    grows: bool = True
+    queued_at: float | None = None
+    stalled_at: float | None = None
+    waits: bool = True
+    """To be started; else it can only hold places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """A job that waits. free, total: places of its kind. never: the cluster, as it is, has too few."""
+
+    claim: Claim
+    free: int
+    total: int
+    never: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grants:
+    """The places of each job that has some, and who waits, the next first. back: who is to give its places back."""
+
+    places: dict[str, int]
+    waiting: tuple[Waits, ...]
+    back: Claim | None = None
+
+
+class _Free:
+    def __init__(self, room: Room) -> None:
+        self.cpus, self.gpus = room.cpus - room.others_cpus, room.gpus - room.others_gpus
+
+    def of(self, claim: Claim) -> int:
+        return max(0, min(self.cpus, self.gpus) if claim.gpus else self.cpus)
+
+    def take(self, claim: Claim, places: int) -> None:
+        self.cpus -= places
+        self.gpus -= places if claim.gpus else 0
+
+
+def grant(room: Room, claims: Sequence[Claim], now: float) -> Grants:
+    """What each job may have now. room: what the cluster has. now: unix seconds, as in the claims."""
+    free = _Free(room)
+    places: dict[str, int] = {}
+    for claim in claims:
+        if claim.granted is not None:
+            places[claim.id] = min(claim.granted, claim.most)
+            free.take(claim, max(places[claim.id], claim.living))
+    back = _back(room, free, claims, now)
+    in_order = sorted(claims, key=lambda claim: (claim.id not in places, -claim.priority, claim.created_at, claim.id))
+    waiting: list[Waits] = []
+    closed = wanted = False
+    for claim in in_order:
+        missing = claim.least - places.get(claim.id, 0)
+        if missing <= 0 or not claim.waits:
+            continue
+        if missing <= free.of(claim) and not closed:
+            places[claim.id] = claim.least
+            free.take(claim, missing)
+            continue
+        total = _total(room, claim)
+        never = claim.least > total
+        wanted |= not never
+        if claim.id not in places:
+            waiting.append(Waits(claim, 0, total, never))
+            waited_s = 0.0 if claim.queued_at is None else now - claim.queued_at
+            closed |= not never and waited_s >= PATIENCE_S
+    if not wanted:
+        _grow(free, [claim for claim in in_order if claim.id in places and claim.grows], places)
+    return Grants(places, tuple(Waits(one.claim, free.of(one.claim), one.total, one.never) for one in waiting), back)
+
+
+def _total(room: Room, claim: Claim) -> int:
+    return min(room.cpus, room.gpus) if claim.gpus else room.cpus
+
+
+def _back(room: Room, free: _Free, claims: Sequence[Claim], now: float) -> Claim | None:
+    """Who gives its places back. free: what is left of the room, less than nothing where machines were lost."""
+    stalled = [one for one in claims if one.waits and one.granted is not None and one.stalled_at is not None]
+    if not stalled or min(free.cpus, free.gpus) >= 0:
+        return None
+    last = max(stalled, key=lambda claim: (-claim.priority, claim.created_at, claim.id))
+    if last.stalled_at is None or now - last.stalled_at < PATIENCE_S:
+        return None
+    others = [one for one in claims if one.waits and one is not last and (one in stalled or one.granted is None)]
+    return last if any(one.least <= _total(room, one) for one in others) else None
+
+
+def _grow(free: _Free, claims: list[Claim], places: dict[str, int]) -> None:
+    """Give out what is free, a place at a time."""
+    while claims := [claim for claim in claims if places[claim.id] < claim.most and free.of(claim)]:
+        for claim in claims:
+            if free.of(claim):
+                places[claim.id] += 1
+                free.take(claim, 1)

@@ -1,0 +1,43 @@
+"""An evaluation of transformers.Trainer inside of a session is one of the run: loss and accuracy are in its history."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests.conftest import missing
+from tests.integrations.hugging_face import sequences, small_gpt
+from tests.workers.small_job import Recording
+from thinwire.comm import SoloGroup
+from thinwire.optim import OneBitAdam
+from thinwire.train import session
+from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.session import placed
+from thinwire.workers.session.training import Run, Surroundings
+
+
+def test_what_trainer_finds_in_an_evaluation_is_in_the_history(tmp_path):
+    if importlib.util.find_spec("transformers") is None:
+        missing("transformers")
+    from transformers import Trainer, TrainingArguments
+
+    from thinwire.integrations.transformers import with_thinwire
+
+    group, reporter = SoloGroup(), Recording()
+    place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+    how = {"per_device_train_batch_size": 2, "max_steps": 5, "eval_strategy": "steps", "eval_steps": 2}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, **how)
+    with placed(place), session() as run:
+        given = {"train_dataset": sequences(16), "eval_dataset": sequences(4)}
+        plain = Trainer(small_gpt(0), args, compute_metrics=lambda found: {"accuracy": 0.25}, **given)
+        trainer = with_thinwire(plain, OneBitAdam, run=run)
+        trainer.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    found = {sample.step: sample for sample in reporter.samples if sample.validation_loss is not None}
+    assert [*found] == [*losses] == [2, 4, 5]
+    for step, sample in found.items():
+        assert sample.validation_loss == pytest.approx(losses[step])
+        assert sample.reported == {"validation_accuracy": 0.25}
+    assert {sample.last_step for sample in reporter.samples} == {5}

@@ -1,0 +1,154 @@
+"""Who may start, and with how many workers: a minimum at once, in order, and nobody for ever behind small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from thinwire.contract.places import Room
+from thinwire.service.jobs.queue import PATIENCE_S, Claim, Grants, grant
+
+EIGHT = Room(cpus=8, gpus=0)
+
+
+def claim(name: str, least: int, most: int | None = None, **more: Any) -> Claim:
+    return Claim(id=name, least=least, most=most or least, created_at=float(ord(name[0])), **more)
+
+
+def granted(room: Room, *claims: Claim, now: float = 1000.0) -> tuple[dict[str, int], list[str]]:
+    found = grant(room, claims, now)
+    return found.places, [one.claim.id for one in found.waiting]
+
+
+def test_a_minimum_is_granted_whole_or_not_at_all() -> None:
+    assert granted(EIGHT, claim("a", 5), claim("b", 5)) == ({"a": 5}, ["b"])
+    assert granted(EIGHT, claim("a", 5, granted=5), claim("b", 3)) == ({"a": 5, "b": 3}, [])
+
+
+def test_the_order_is_by_priority_then_by_age() -> None:
+    waiting = [claim("c", 8), claim("b", 8), claim("a", 8, priority=-1), claim("d", 8, priority=5)]
+    assert granted(EIGHT, *waiting) == ({"d": 8}, ["b", "c", "a"])
+
+
+def test_a_small_one_starts_behind_a_large_one_that_does_not_fit_until_that_has_waited_long() -> None:
+    running, large, small = claim("a", 4, granted=4), claim("b", 8, queued_at=1000.0), claim("c", 2)
+    assert granted(EIGHT, running, large, small, now=1000.0 + PATIENCE_S - 1) == ({"a": 4, "c": 2}, ["b"])
+    assert granted(EIGHT, running, large, small, now=1000.0 + PATIENCE_S) == ({"a": 4}, ["b", "c"])
+
+
+def test_one_that_can_never_fit_holds_nobody_up() -> None:
+    found = grant(EIGHT, [claim("a", 9, queued_at=0.0), claim("b", 2, 4)], now=10_000.0)
+    assert found.places == {"b": 4}
+    assert [(one.claim.id, one.never) for one in found.waiting] == [("a", True)]
+
+
+def test_what_is_left_goes_to_those_that_want_more_only_while_nobody_waits() -> None:
+    assert granted(EIGHT, claim("a", 1, 8), claim("b", 1, 3)) == ({"a": 5, "b": 3}, [])
+    assert granted(EIGHT, claim("a", 1, 8, granted=2), claim("b", 7)) == ({"a": 2}, ["b"])
+    assert granted(EIGHT, claim("a", 1, 8, granted=2, grows=False)) == ({"a": 2}, [])
+
+
+def test_a_place_is_free_only_when_its_worker_has_gone() -> None:
+    shrunk = claim("a", 1, 2, granted=8, living=8)
+    assert granted(EIGHT, shrunk, claim("b", 6)) == ({"a": 2}, ["b"])
+    assert granted(EIGHT, claim("a", 1, 2, granted=2, living=2), claim("b", 6)) == ({"a": 2, "b": 6}, [])
+
+
+def test_a_minimum_that_was_raised_is_granted_before_those_who_wait() -> None:
+    raised = claim("z", 6, 6, granted=4)
+    assert granted(EIGHT, raised, claim("a", 3)) == ({"z": 6}, ["a"])
+    assert granted(EIGHT, raised, claim("b", 3, granted=3), claim("c", 1, 2)) == ({"z": 4, "b": 3, "c": 1}, [])
+
+
+def test_what_others_hold_is_not_given_away() -> None:
+    assert granted(Room(cpus=8, gpus=0, others_cpus=3), claim("a", 6), claim("b", 5)) == ({"b": 5}, ["a"])
+
+
+def test_jobs_with_gpus_and_without_share_the_cpus() -> None:
+    room = Room(cpus=8, gpus=4)
+    on_gpus = claim("a", 4, gpus=True)
+    assert granted(room, on_gpus, claim("b", 1, gpus=True), claim("c", 4)) == ({"a": 4, "c": 4}, ["b"])
+    [waits] = grant(room, [claim("a", 6, granted=6), claim("b", 3, gpus=True)], 0.0).waiting
+    assert (waits.free, waits.total) == (2, 4)
+
+
+def test_a_cancelled_job_holds_what_it_has_and_asks_for_nothing() -> None:
+    going = claim("a", 5, granted=5, waits=False, grows=False)
+    assert granted(EIGHT, going, claim("b", 5, waits=False, grows=False)) == ({"a": 5}, [])
+
+
+def test_an_endless_row_of_small_jobs_keeps_no_large_one_waiting() -> None:
+    jobs = [claim("a", 2, granted=2), claim("b", 2, granted=2), claim("c", 2, granted=2)]
+    large, began = Claim("large", 8, 8, created_at=0.0, queued_at=0.0), None
+    for turn in range(200):
+        now = 10.0 * turn
+        jobs = [*jobs[turn % 7 == 0 :], Claim(f"small-{turn}", 2, 2, created_at=now)]  # one ends now and then
+        found = grant(EIGHT, [large, *jobs], now)
+        if "large" in found.places:
+            began = now
+            break
+        jobs = [replace(one, granted=found.places.get(one.id)) for one in jobs]
+    assert began is not None
+    assert PATIENCE_S < began < PATIENCE_S + 4 * 70 + 10
+
+
+def test_whatever_comes_no_place_is_given_twice_no_minimum_in_part_and_everyone_gets_their_turn() -> None:
+    """Jobs of every size come, grow and end; each starts in the end."""
+    for seed in range(30):
+        random = Random(seed)
+        room = Room(cpus=random.randint(1, 12), gpus=random.randint(0, 6))
+        jobs: dict[str, Claim] = {}
+        for turn in range(400):
+            now = turn * 10.0
+            if turn < 300 and random.random() < 0.12:
+                gpus = room.gpus > 0 and random.random() < 0.4
+                total = min(room.cpus, room.gpus) if gpus else room.cpus
+                least = random.randint(1, total)
+                name = f"job-{turn}"
+                most = random.choice([least, least + random.randint(0, 4)])
+                jobs[name] = Claim(name, least, most, random.choice([0, 0, 1]), now, gpus)
+            for name, one in list(jobs.items()):
+                if one.granted is not None and random.random() < 0.15:
+                    del jobs[name]
+            found = grant(room, list(jobs.values()), now)
+            check(room, list(jobs.values()), found)
+            queued = {one.claim.id for one in found.waiting}
+            since = {name: now if one.queued_at is None else one.queued_at for name, one in jobs.items()}
+            jobs = {
+                name: replace(
+                    one,
+                    granted=found.places.get(name),
+                    queued_at=since[name] if name in queued else None,
+                )
+                for name, one in jobs.items()
+            }
+        assert not [one for one in jobs.values() if one.granted is None], f"seed {seed}"
+
+
+def check(room: Room, claims: Sequence[Claim], found: Grants) -> None:
+    by_id = {one.id: one for one in claims}
+    assert sum(found.places.values()) <= room.cpus
+    assert sum(places for name, places in found.places.items() if by_id[name].gpus) <= room.gpus
+    assert all(by_id[name].least <= places <= by_id[name].most for name, places in found.places.items())
+    assert found.places.keys() | {one.claim.id for one in found.waiting} == by_id.keys()
+
+
+def test_of_two_that_stand_still_below_their_minimum_the_younger_gives_back() -> None:
+    """Of six places four are left: two of three each, and neither can go on."""
+    four, since = Room(cpus=4, gpus=0), 1000.0
+    older, younger = (claim(name, 3, granted=3, living=2, stalled_at=since) for name in "ab")
+
+    def back(*claims: Claim, room: Room = four, now: float = since + PATIENCE_S) -> str | None:
+        found = grant(room, claims, now).back
+        return None if found is None else found.id
+
+    assert back(older, younger) == "b"
+    assert back(older, replace(younger, priority=1)) == "a"
+    assert back(older, younger, now=since + PATIENCE_S - 1) is None
+    assert back(older, younger, room=Room(cpus=6, gpus=0)) is None  # their machines are there
+    assert back(older, replace(younger, stalled_at=None)) is None  # nobody could use what it holds
+    assert back(older, claim("c", 2), claim("d", 2, granted=2)) == "a"
+    assert back(older, claim("c", 5), claim("d", 2, granted=2)) is None  # nor could one that never fits
+    assert back(older, replace(younger, waits=False)) is None  # it gives back already
