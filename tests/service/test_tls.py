@@ -204,3 +204,27 @@ def test_a_file_that_is_no_ca_is_refused_with_what_to_do(tmp_path: Path, monkeyp
     monkeypatch.setenv("THINWIRE_TLS_CA", str(tmp_path / "none"))
     with pytest.raises(WrongEnvironment, match=r"THINWIRE_TLS_CA is .*none"):
         Client()
+
+
+@pytest.mark.slow
+def test_who_reads_no_answer_is_ended_over_tls_too(server: TlsServer) -> None:
+    context = ssl.create_default_context(cafile=str(server.ca))
+    host, port = server.url.removeprefix("https://").split(":")
+    with (
+        socket.create_connection((host, int(port)), 10) as plain,
+        context.wrap_socket(plain, server_hostname=host) as silent,
+    ):
+        silent.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n" * 200)  # megabytes of answers
+        began = time.monotonic()
+        wait_until(lambda: ended(silent), "the end of the connection", timeout_s=60)
+        assert time.monotonic() - began > 5
+
+
+def ended(connection: ssl.SSLSocket) -> bool:
+    """Has the other side ended it? Nothing is read."""
+    try:
+        connection.sendall(b" ")
+    except OSError:
+        return True
+    time.sleep(0.5)
+    return False
