@@ -50,6 +50,11 @@ class Settings(BaseSettings):
     kuberay_namespace: str | None = Field(
         None, description="launcher kuberay: of the RayJobs; default: the service's own, or kubectl's"
     )
+    kuberay_shared_namespace: bool = Field(
+        False,
+        description="launcher kuberay: the RayJobs may be in the namespace of the service's own pod, whose pods the "
+        "autoscaler of each job can change",
+    )
     kuberay_template: Path | None = Field(
         None, description="launcher kuberay: a file with a RayJob; default: the service's own template"
     )
@@ -60,6 +65,15 @@ class Settings(BaseSettings):
         (), description="launchers ray and kuberay: folders that all machines of the cluster share, as a JSON list"
     )
     public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
+    tls_certificate: Path | None = Field(
+        None, description="the service speaks TLS, with this certificate and those that lead to its CA, as PEM"
+    )
+    tls_key: Path | None = Field(None, description="the key of tls_certificate, as PEM")
+    tls_ca: Path | None = Field(
+        None,
+        description="the CA of the certificate, as PEM, for jobs and for the command line; default: those that every "
+        "machine trusts",
+    )
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
     owner_lease_s: float = Field(
         10.0,
@@ -102,7 +116,9 @@ class Settings(BaseSettings):
     )
     worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
 
-    @field_validator("home", "packages_folder", "ray_token_file", "kuberay_template")
+    @field_validator(
+        *("home", "packages_folder", "ray_token_file", "kuberay_template", "tls_certificate", "tls_key", "tls_ca")
+    )
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return path and path.expanduser().absolute()
@@ -154,6 +170,18 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"launcher = {self.launcher} needs THINWIRE_PUBLIC_URL: the service as the machines of the cluster "
                 "reach it, such as http://10.0.0.5:8400 (and --host and --port to listen there)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Settings:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            missing = "THINWIRE_TLS_KEY" if self.tls_key is None else "THINWIRE_TLS_CERTIFICATE"
+            raise ValueError(f"{missing} is missing: TLS takes a certificate and its key")
+        if self.tls_certificate is not None and (self.public_url or "https:").startswith("http:"):
+            raise ValueError(
+                f"THINWIRE_PUBLIC_URL is {self.public_url}, and the service speaks TLS: jobs would send their tokens "
+                "in clear to a port that does not take them; begin it with https://"
             )
         return self
 

@@ -42,6 +42,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from thinwire.contract.jobs import ErrorBody, JobState, Problem
+from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.service.problems import describe_problems
 
 logger = logging.getLogger(__name__)
@@ -357,7 +358,11 @@ class ShowableJSON(JSONResponse):
 
 def error_response(error: ServiceError) -> JSONResponse:
     """The answer that a client gets for this error."""
-    body = ErrorBody(code=error.code, message=error.message, problems=error.problems)
+    problems = [
+        one.model_copy(update={"value": redacted_json(one.value, one.path), "message": redacted(one.message)})
+        for one in error.problems
+    ]
+    body = ErrorBody(code=error.code, message=redacted(error.message), problems=problems)
     return ShowableJSON(body.model_dump(mode="json"), status_code=error.status, headers=dict(error.headers))
 
 

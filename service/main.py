@@ -18,13 +18,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from thinwire.contract.files import private_folder
+from thinwire.contract.tls import read_ca
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, Guard, person
 from thinwire.service.bodies import Bodies
 from thinwire.service.config import Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
-from thinwire.service.jobs.job_folder import RunFolders
+from thinwire.service.jobs.job_folder import RunFolders, ServiceAt
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository
@@ -78,7 +79,8 @@ class ControlPlane:
         self.metrics = ServiceMetrics()
         self.large_answers = Slots(settings.large_answers, settings.large_answers_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
-        folders = RunFolders(settings.runs, service_url)
+        ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
+        folders = RunFolders(settings.runs, ServiceAt(service_url, ca))
         self.packages = Packages(
             settings.packages,
             max_bytes=settings.package_max_bytes,

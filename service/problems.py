@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from thinwire.contract.jobs import Problem
+from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE, ScriptRecipe
 from thinwire.contract.spec import LABEL, fitting_name
 
@@ -45,8 +46,11 @@ def describe_problems(errors: Sequence[Mapping[str, Any]], body: Schema, documen
     return list(found.values())
 
 
-def shown(value: Any) -> JsonValue:
-    """The value as it can stand in an answer: itself if it is short JSON, else the beginning of its text."""
+def shown(value: Any, name: str = "") -> JsonValue:
+    """The value of a field as it can stand in an answer: itself if it is short JSON, else the beginning of its text;
+    in both without secrets.
+    """
+    value = redacted_json(value, name)
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()  # a lone surrogate cannot be sent
@@ -71,7 +75,8 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
         yield Problem(path="", message=f"the body is not JSON: {context.get('error', error['msg'])}{at}")
         return
     if where != "body":
-        yield Problem(path=".".join(map(str, loc)), value=shown(error["input"]), message=error["msg"])
+        name = ".".join(map(str, loc))
+        yield Problem(path=name, value=shown(error["input"], name), message=error["msg"])
         return
     alternatives = _alternatives(body)
     if loc and loc[0] in alternatives:
@@ -82,7 +87,7 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
         yield Problem(path=".".join(path), value=shown(error["input"]), message=f"must have a name {named(names)}")
         return
     path, node, parent = _walk(loc, body, document)
-    value = None if kind == "missing" else shown(error["input"])
+    value = None if kind == "missing" else shown(error["input"], path[-1] if path else "")
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = str(context["discriminator"]).strip("'")
         tags = _tags(node, tag, document)
@@ -178,7 +183,7 @@ def _impossible(path: str, value: JsonValue, words: str, body: object) -> Proble
     message = "must be " + _EQUATION.sub(marked, words)
     if not _written(path, body):
         message += f"; {value} is the default"
-    return Problem(path=path, value=shown(value), message=message)
+    return Problem(path=path, value=shown(value, path), message=message)
 
 
 def _written(path: str, body: object) -> bool:

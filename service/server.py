@@ -15,14 +15,17 @@ import os
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 
 from thinwire.contract.files import private_folder, unusable_home, write_private
+from thinwire.contract.tls import WrongCa
 from thinwire.service.config import IPNetwork, Settings
 from thinwire.service.connections import ACCEPTED_AT_ONCE, MOST, Bounds, bounded
 from thinwire.service.db import DatabaseUnusable
@@ -34,6 +37,10 @@ from thinwire.service.people.tokens import TokenFileError
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CERTIFICATE_TICKS = 100
+"""Between two looks whether the certificate was renewed, in tenths of a second."""
+HANDSHAKE_S = 10.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OPEN_REQUESTS_S = 5
 """How long requests that are under way at the end may still take."""
 
@@ -54,13 +61,15 @@ def serve(
     with _signals() as asked_to_end, _only_server(settings):
         listener = _bind(settings.host, settings.port)
         try:
-            url = settings.public_url or _url(listener)
+            tls = _tls(settings)
+            here = _url(listener, "http" if tls is None else "https")
+            url = settings.public_url or here
             launcher = launcher or make_launcher(settings)
             try:
                 app = create_app(settings, launcher, service_url=url)
                 plane: ControlPlane = app.state.plane
                 plane.own()
-            except (DatabaseUnusable, DatabaseOwned) as error:
+            except (DatabaseUnusable, DatabaseOwned, WrongCa) as error:
                 raise ServeRefused(str(error)) from error
             except TokenFileError as error:
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
@@ -78,8 +87,10 @@ def serve(
                 # By default none: a job on this machine could say that it comes from anywhere.
                 proxy_headers=bool(settings.trusted_proxies),
                 forwarded_allow_ips=_proxies(settings.trusted_proxies),
+                ssl_context_factory=None if tls is None else lambda *_: tls,
             )
-            server = _Server(config, settings, _url(listener), on_started)
+            # What is on this machine checks the certificate too: it is of the name in the public URL.
+            server = _Server(config, settings, here if tls is None else url, on_started)
             asked_to_end.append(server)
             plane.on_lost = server.end
             try:
@@ -108,12 +119,29 @@ class _Server(uvicorn.Server):
         self._url = url
         self._on_started = on_started
 
+        self._certificate = _seen(settings)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second. New connections get a certificate that was renewed; who has one keeps it."""
+        if counter % CERTIFICATE_TICKS == 0 and (now := _seen(self._settings)) != self._certificate:
+            self._certificate = now
+            try:
+                assert self.config.ssl is not None, "only with TLS is there anything to see"
+                _load(self.config.ssl, self._settings)
+                logger.info("certificate_renewed path=%s", self._settings.tls_certificate)
+            except ServeRefused as error:  # half written: it changes once more
+                logger.error("certificate_not_renewed reason=%s", error)
+        return await super().on_tick(counter)
+
     def end(self) -> None:
         """Answer what is under way, then end. From any thread."""
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer, then say so."""
+        if self.config.ssl is not None:  # who says nothing holds a connection for as long as asyncio lets them: 60 s
+            loop = asyncio.get_running_loop()
+            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HANDSHAKE_S)  # type: ignore[method-assign]
         await super().startup(sockets)
         if not self.started or self.should_exit:
             return
@@ -204,13 +232,56 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    """The context of the service's certificate; None where it speaks plain HTTP. Raises ServeRefused."""
+    if settings.tls_certificate is None:
+        if settings.host not in LOOPBACK:
+            logger.warning(
+                "tokens_in_clear host=%s: set THINWIRE_TLS_CERTIFICATE and THINWIRE_TLS_KEY, or put a TLS proxy before "
+                "the service and let it listen on loopback",
+                settings.host,
+            )
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load(context, settings)
+    return context
+
+
+def _load(context: ssl.SSLContext, settings: Settings) -> None:
+    certificate, key = settings.tls_certificate, settings.tls_key
+    assert certificate is not None
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ServeRefused(
+            f"THINWIRE_TLS_CERTIFICATE = {certificate} and THINWIRE_TLS_KEY = {key} cannot be used ({error}): name a "
+            "certificate and its own key, both as PEM, that the service's user can read; the key without a password"
+        ) from error
+
+
+def _no_password() -> str:
+    """Or OpenSSL would ask the terminal."""
+    raise ValueError("the key has a password")
+
+
+def _seen(settings: Settings) -> tuple[tuple[int, int], ...]:
+    """What tells a file of the certificate from another one in its place."""
+    found = []
+    for path in filter(None, (settings.tls_certificate, settings.tls_key)):
+        with suppress(OSError):
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_ino))
+    return tuple(found)
+
+
+def _url(listener: socket.socket, scheme: str = "http") -> str:
     """How a process of this machine reaches the listener."""
     host, port = listener.getsockname()[:2]
     address = ip_address(host)
     if address.is_unspecified:  # 0.0.0.0 and :: are not addresses that one can connect to
         address = ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
+    return f"{scheme}://[{address}]:{port}" if address.version == 6 else f"{scheme}://{address}:{port}"
 
 
 def _proxies(networks: Sequence[IPNetwork]) -> list[str]:
@@ -234,6 +305,7 @@ def _ray(settings: Settings) -> Launcher:
 
 def _kuberay(settings: Settings) -> Launcher:
     try:
+        from thinwire.service.launch.kuberay.kube import own_namespace
         from thinwire.service.launch.kuberay.launcher import KubeRayLauncher
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "kubernetes":
@@ -241,6 +313,13 @@ def _kuberay(settings: Settings) -> Launcher:
         raise ServeRefused(
             "launcher = kuberay needs the Kubernetes client, which is not installed: pip install 'thinwire[kubernetes]'"
         ) from error
+    own = None if settings.kuberay_shared_namespace else own_namespace()
+    if own is not None and settings.kuberay_namespace in (None, own):
+        raise ServeRefused(
+            f"THINWIRE_KUBERAY_NAMESPACE is {settings.kuberay_namespace or 'not set'}, and the service's own pod is in "
+            f"{own}: KubeRay lets the autoscaler of each job change all pods of the jobs' namespace. Name another "
+            "namespace, or set THINWIRE_KUBERAY_SHARED_NAMESPACE=true"
+        )
     return KubeRayLauncher(settings.kuberay_namespace, settings.kuberay_template, settings.kuberay_image)
 
 

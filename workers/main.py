@@ -29,7 +29,9 @@ from pydantic import JsonValue, ValidationError
 from thinwire.contract.places import Room, never_fits, uses_gpus
 from thinwire.contract.reports import Event, EventKind, Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import JobSpec, Workers, read_spec
+from thinwire.contract.script import ScriptRecipe, runtime_environment
+from thinwire.contract.spec import JobSpec, ScriptSpec, Workers, read_accepted
+from thinwire.contract.tls import from_word
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.elastic.worker_side import Failed
 from thinwire.workers.nodes import interface_variables, refuse_unfit_nodes
@@ -48,6 +50,8 @@ MEMBERSHIP_LOOK_S = 0.5
 """Between two questions to the membership."""
 START_S = 20.0
 """A job that starts is said to wait only after so long: its workers are being started."""
+KEPT_PACKAGE_S = 10 * 365 * 86400
+"""A script's package is there for as long as its Ray."""
 LAST_WORDS_S = 10.0
 """At the end of a job the service has so long to take what it has not heard yet; the run folder has it."""
 
@@ -59,7 +63,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--service", help="the service's URL, where it shares no folder with this machine")
     parser.add_argument("--job", help="with --service: the job's ID")
     parser.add_argument("--ticket", help="with --service: of this attempt; it is worth nothing afterwards")
+    parser.add_argument(
+        "--service-ca", default="", help="with --service: the CA that it is trusted by, as base64 of PEM"
+    )
     parser.add_argument("--package", help="with --service: sha256 of the script's package, which is fetched there")
+    parser.add_argument(
+        "--script-of-workers",
+        action="store_true",
+        help="what the script needs is given to the job's workers alone: the cluster has not been told of it",
+    )
     parser.add_argument("--attempt", type=int, default=1, help="which submission of the job this is")
     options = parser.parse_args(arguments)
     if (options.run_dir is None) == (options.service is None) or (options.service and not options.ticket):
@@ -71,27 +83,45 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place(options.run_dir.resolve(), attempt)
     else:
         try:
-            claimed = claim(options.service, options.job, options.ticket)
+            ca = from_word(options.service_ca)
+            claimed = claim(options.service, options.job, options.ticket, ca=ca)
         except ClaimRefused as error:
             logger.error("claim_refused reason=%s", error)
             return NO_REASON
         attempt, name = claimed.attempt, claimed.unique_name
-        place = Place.of_its_own(Credentials(claimed.job, claimed.token, options.service), attempt)
+        place = Place.of_its_own(Credentials(claimed.job, claimed.token, options.service, ca), attempt)
     with place:
         place.send_log()
-        return _run(place, attempt, name, options.package)
+        brings = Brought(options.package) if options.script_of_workers or options.package else None
+        return _run(place, attempt, name, brings)
 
 
-def _run(place: Place, attempt: int, name: str | None, package: str | None) -> int:
-    """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id.
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A script that comes to the job's workers alone: on a head no code of a user runs. package: its sha256."""
 
-    package: sha256 of what the cluster does not have yet, and the service has.
-    """
+    package: str | None = None
+
+    def environment(self, recipe: ScriptRecipe, place: Place) -> dict[str, Any]:
+        """Ray's runtime environment of a worker; Ray is up. Raises: ServiceError, PackageDiffers, OSError."""
+        from ray._private.runtime_env.packaging import pin_runtime_env_uri
+        from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+
+        found = runtime_environment(recipe.working_dir, recipe.pip, recipe.env_vars)
+        if self.package is not None:
+            zipped = {"working_dir": str(place.package(self.package))}
+            found |= upload_working_dir_if_needed(zipped, include_gitignore=False)
+            # Ray drops it with the last worker that has it, and the next one would not find it.
+            pin_runtime_env_uri(found["working_dir"], expiration_s=KEPT_PACKAGE_S)
+        return found
+
+
+def _run(place: Place, attempt: int, name: str | None, brought: Brought | None) -> int:
+    """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id."""
     try:
         job: dict[str, Any] = json.loads(place.folder.job.read_text())
-        spec = read_spec(job["spec"])
-        zipped = None if package is None else place.package(package)
-        fit(spec, name or job["job_id"], place, attempt, zipped)
+        spec = read_accepted(job["spec"])
+        fit(spec, name or job["job_id"], place, attempt, brought)
     except Exception as error:
         logger.exception("job_failed")
         failure = _in_short(error)
@@ -107,10 +137,10 @@ def _run(place: Place, attempt: int, name: str | None, package: str | None) -> i
     return 0
 
 
-def fit(spec: JobSpec, name: str, place: Place, attempt: int, package: Path | None = None) -> None:
+def fit(spec: JobSpec, name: str, place: Place, attempt: int, brought: Brought | None = None) -> None:
     """Run the Ray Train job to its end: in place, or with restarts of all workers from the checkpoint.
 
-    name: of the job in Ray. package: a zip that its workers are to run in.
+    name: of the job in Ray. brought: the script, where the cluster has not been told of it.
     Raises: what Ray Train raises once spec.workers.max_restarts is used up.
     """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a lost worker is noticed sooner
@@ -126,11 +156,14 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int, package: Path | No
         address = os.environ.get("RAY_ADDRESS", "local")
         # Ray Train's own actors look for their cluster again; where the machine runs another Ray they must not guess.
         environment: dict[str, Any] = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
-        if package is not None:
-            environment["working_dir"] = str(package)
         ray.init(address=address, runtime_env=environment)
     interface = spec.network.interface
-    refuse_unfit_nodes(interface)
+    of_worker: dict[str, Any] = {}
+    if brought is not None and isinstance(spec, ScriptSpec):
+        of_worker = brought.environment(spec.recipe, place)
+    refuse_unfit_nodes(interface, of_worker)
+    if interface is not None:
+        of_worker["env_vars"] = {**of_worker.get("env_vars", {}), **interface_variables(interface)}
     wanted, resources = wanted_workers(place, spec.workers), ray.cluster_resources()
     workers = spec.workers.model_copy(update={"min": wanted.min, "max": wanted.max})
     room = Room(cpus=int(resources.get("CPU", 0)), gpus=int(resources.get("GPU", 0)))
@@ -155,7 +188,7 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int, package: Path | No
             name=name,
             storage_path=str(place.folder.ray),
             failure_config=FailureConfig(max_failures=spec.workers.max_restarts),
-            worker_runtime_env={"env_vars": interface_variables(interface)} if interface else None,
+            worker_runtime_env=of_worker or None,
         ),
     )
 

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -63,11 +63,11 @@ def facts(address: str) -> NodeFacts:
     return NodeFacts(address, socket.gethostname(), versions, interfaces())
 
 
-def refuse_unfit_nodes(interface: str | None) -> None:
-    """Ask every node that can have workers. interface: what the job names. Raises: NodesDiffer, NoEnvironment,
-    InterfaceMissing.
+def refuse_unfit_nodes(interface: str | None, environment: Mapping[str, Any] | None = None) -> None:
+    """Ask every node that can have workers. interface: what the job names. environment: of its workers, where Ray has
+    not made it for all of the job. Raises: NodesDiffer, NoEnvironment, InterfaceMissing.
     """
-    known = _ask_all()
+    known = _ask_all(environment or {})
     refuse_mixed(known)
     if interface is not None:
         refuse_missing(known, interface)
@@ -127,17 +127,17 @@ def use_interface_of(address: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
-def _ask_all() -> list[NodeFacts]:
+def _ask_all(environment: Mapping[str, Any]) -> list[NodeFacts]:
     """Every living node that offers CPUs or GPUs. One that does not answer in time is logged, and left out."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"] and {"CPU", "GPU"} & set(node["Resources"])]
-    if len(nodes) <= 1:
+    if not nodes or (len(nodes) == 1 and not environment):
         return [facts(str(ray.util.get_node_ip_address()))]
     # The job's environment names a log of the driver's box, in which Ray is to log how it was made (head_environment()
     # of the service). A box whose Ray lies elsewhere has no such folder, and could not make the environment at all.
-    here: dict[str, Any] = {"config": {"log_files": []}}
+    here: dict[str, Any] = {**environment, "config": {"log_files": []}}
     ask: Any = ray.remote(num_cpus=0, max_retries=0, runtime_env=here)(facts)
     asked = {}
     for node in nodes:

@@ -38,6 +38,7 @@ from thinwire.contract.files import private_folder, write_first, write_private, 
 from thinwire.contract.remote_run import KEPT_FILES, LOG_PART_BYTES, Claim, Claimed, KeptFile
 from thinwire.contract.reports import Failure, Sample, Telemetry, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.tls import trusting
 from thinwire.workers.telemetry.service_client import ServiceClient, ServiceError, ServiceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,15 @@ class ClaimRefused(Exception):
     """The service does not let this driver begin; the message says why. Holds no secret."""
 
 
-def claim(service_url: str, job_id: str, ticket: str, patience_s: float = CLAIM_S) -> Claimed:
-    """Exchange the ticket, trying for so long where the service does not answer. Raises ClaimRefused."""
+def claim(service_url: str, job_id: str, ticket: str, patience_s: float = CLAIM_S, *, ca: str = "") -> Claimed:
+    """Exchange the ticket, trying for so long where the service does not answer. ca: which it is trusted by, as PEM.
+
+    Raises ClaimRefused.
+    """
     body = Claim(claimant=secrets.token_urlsafe(32)).model_dump_json()
     headers = {"Authorization": f"Bearer {ticket}", "Content-Type": "application/json"}
     until, url = time.monotonic() + patience_s, f"{service_url.rstrip('/')}/v1/jobs/{job_id}/claim"
-    with httpx.Client(timeout=15.0, trust_env=False) as http:
+    with httpx.Client(timeout=15.0, trust_env=False, verify=trusting(ca) if ca else True) as http:
         while True:
             try:
                 answer = http.post(url, content=body, headers=headers)
@@ -79,6 +83,11 @@ def claim(service_url: str, job_id: str, ticket: str, patience_s: float = CLAIM_
                     raise ClaimRefused(f"{service_url} {why}")
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 why = f"cannot be reached from this machine ({type(error).__name__}: {error})"
+                if "CERTIFICATE_VERIFY_FAILED" in why:
+                    raise ClaimRefused(
+                        f"the service at {service_url} is not trusted ({error}): its certificate must be of that name, "
+                        "and THINWIRE_TLS_CA of the service its CA, unless every machine trusts that"
+                    ) from error
             if time.monotonic() + RETRY_S > until:
                 raise ClaimRefused(
                     f"the service at {service_url} {why}, tried for {patience_s:g} s: set THINWIRE_PUBLIC_URL to an "
@@ -95,6 +104,7 @@ class Credentials:
     job: dict[str, Any] = field(repr=False)
     token: str = field(repr=False)
     service_url: str
+    service_ca: str = field(default="", repr=False)
 
     def new_folder(self) -> Path:
         """A new run folder of this process's own, with these in it, mode 0700. Raises OSError.
@@ -108,6 +118,8 @@ class Credentials:
         )
         write_private(folder.token, self.token + "\n")
         write_private(folder.service_url, self.service_url + "\n")
+        if self.service_ca:
+            write_private(folder.service_ca, self.service_ca)
         write_private(folder.job, json.dumps(self.job, indent=1) + "\n")
         return folder.path
 

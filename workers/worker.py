@@ -19,7 +19,7 @@ from uuid import uuid4
 from pydantic import ValidationError
 
 from thinwire.contract.reports import Failure
-from thinwire.contract.spec import JobSpec, ScriptSpec, read_spec
+from thinwire.contract.spec import JobSpec, ScriptSpec, read_accepted
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
 from thinwire.workers.error_words import as_failure, let_stderr_take_any_text, words_of
 from thinwire.workers.nodes import own_address, use_interface_of
@@ -77,7 +77,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
         return None
     place.begin()
     job = json.loads(place.folder.job.read_text())
-    spec = read_spec(job["spec"])
+    spec = read_accepted(job["spec"])
     run = Run(place.run_dir, job["created_at"], own_attempt, adopted_by, shared=place.is_shared)
     address = own_address(spec.network.interface)
     use_interface_of(address)

@@ -1,7 +1,7 @@
-#!/bin/sh
+#!/bin/bash
 # install.sh service|worker FOLDER [cpu|cuda]
-# Make a virtual environment in FOLDER, with what is locked for this image and thinwire itself: all that a Dockerfile
-# here does, so that it can be tried without Docker. TORCH_INDEX: where the CPU build of torch comes from.
+# Make a virtual environment in FOLDER, with what is locked for this image, by its hashes, and thinwire itself: all that
+# a Dockerfile here does, so that it can be tried without Docker. TORCH_INDEX: where the CPU build of torch comes from.
 set -eu
 image=$1 folder=$2 device=${3:-cpu}
 images=$(cd "$(dirname "$0")" && pwd)
@@ -12,16 +12,20 @@ case $device in
   *) echo "install.sh: the device is $device, it must be cpu or cuda" >&2; exit 2 ;;
 esac
 python3 -m venv "$folder"
-pip() { "$folder/bin/python" -m pip --disable-pip-version-check --no-cache-dir "$@"; }
-if [ "$image $device" = "worker cpu" ]; then  # PyPI's build is for CUDA
-  pip install --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$images/worker.lock")"
-fi
-pip install --requirement "$images/$image.lock"
-pip install --no-deps "$images/../.."
-pip check
+tools=$(mktemp -d)
+python3 -m venv "$tools"
+into() { "$1/bin/python" -m pip --disable-pip-version-check --no-cache-dir install --no-deps "${@:2}"; }
+locked() { into "$1" --require-hashes --requirement "$images/$2.lock"; }
+case "$image $device" in
+  "worker cpu") into "$folder" --index-url "$TORCH_INDEX" --requirement "$images/torch-cpu.lock" ;;  # PyPI's build is for CUDA
+  "worker cuda") locked "$folder" torch-cuda ;;
+esac
+locked "$folder" "$image"
+# Built by what is locked too: pip would fetch the newest setuptools by itself.
+locked "$tools" tools
+"$tools/bin/python" -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation --wheel-dir "$tools/dist" "$images/../.."
+into "$folder" --no-index "$tools"/dist/thinwire-*.whl
+"$folder/bin/python" -m pip check
 # What is in the image, for whoever has to know (CycloneDX); the tool itself stays outside of it.
-tool=$(mktemp -d)
-python3 -m venv "$tool"
-"$tool/bin/python" -m pip --disable-pip-version-check --no-cache-dir install --quiet --requirement "$images/sbom.lock"
-"$tool/bin/cyclonedx-py" environment --output-reproducible --output-file "$folder/sbom.cdx.json" "$folder/bin/python"
-rm -rf "$tool"
+"$tools/bin/cyclonedx-py" environment --output-reproducible --output-file "$folder/sbom.cdx.json" "$folder/bin/python"
+rm -rf "$tools"

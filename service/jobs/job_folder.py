@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,22 +35,34 @@ Report = TypeVar("Report")
 _WANTED, _SUMMARY, _FAILURE = TypeAdapter(WantedWorkers), TypeAdapter(dict[str, JsonValue]), TypeAdapter(Failure)
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceAt:
+    """How runs reach the service. ca: PEM; "" where every machine trusts its certificate, or it speaks plain HTTP."""
+
+    url: str
+    ca: str = ""
+
+
 class JobFolder(RunFolder):
     """What the service does with a run folder."""
 
-    def write(self, job: dict[str, Any], wanted: WantedWorkers, token: str, service_url: str) -> None:
-        """Write job.json, workers.json, token and service_url, replacing what is there. Raises OSError."""
+    def write(self, job: dict[str, Any], wanted: WantedWorkers, token: str, service: ServiceAt) -> None:
+        """Write job.json, workers.json, token and where the service is, replacing what is there. Raises OSError."""
         private_folder(self.path.parent)
         private_folder(self.path)
         write_private(self.token, token + "\n")
-        write_private(self.service_url, service_url + "\n")
+        self.write_service(service)
         self.write_wanted(wanted)
         write_private(self.job, json.dumps(job, indent=1) + "\n")
 
-    def write_service_url(self, service_url: str) -> None:
+    def write_service(self, service: ServiceAt) -> None:
         """Say where the service listens now. Does nothing where there is no folder yet. Raises OSError."""
         if self.path.is_dir():
-            write_private(self.service_url, service_url + "\n")
+            if service.ca:
+                write_private(self.service_ca, service.ca)
+            else:
+                self.service_ca.unlink(missing_ok=True)
+            write_private(self.service_url, service.url + "\n")
 
     def write_wanted(self, wanted: WantedWorkers) -> None:
         """Say how many workers are wanted now. Does nothing where there is no folder yet. Raises OSError."""
@@ -138,15 +151,15 @@ def _remove_tree(path: Path) -> None:
 
 
 class RunFolders:
-    """All run folders of a home, and the url that the runs report to.
+    """All run folders of a home, and the service that the runs report to.
 
     `lock` keeps the writers of a folder apart: a request that has just made or resized the job, and the reconciler
     that completes what a request could not. The home belongs to one process, so a lock of threads is enough.
     """
 
-    def __init__(self, root: Path, service_url: str) -> None:
+    def __init__(self, root: Path, service: ServiceAt) -> None:
         self.root = root
-        self.service_url = service_url
+        self.service = service
         self.lock = threading.Lock()
 
     def of(self, job_id: str) -> JobFolder:

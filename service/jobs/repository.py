@@ -28,6 +28,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, defer, mapped_column
 
 from thinwire.contract.jobs import TERMINAL, JobState
+from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.contract.reports import EventKind
 from thinwire.service.db import Base
 from thinwire.service.errors import JobNotFound
@@ -321,7 +322,8 @@ class JobRepository:
             index_elements=["job_id", "attempt", "kind", "step", "time"]
         )
         size = json_bytes(EventRow.fields) + EVENT_BYTES
-        return sum(self.session.scalars(statement.returning(size), events))
+        shown = [{**event, "fields": redacted_json(event["fields"])} for event in events]
+        return sum(self.session.scalars(statement.returning(size), shown))
 
     def samples(self, job_id: str, after_step: int, limit: int, most_bytes: int) -> tuple[list[SampleRow], bool]:
         """The first `limit` samples with a step above `after_step`, in order of step, and whether there are more.
@@ -415,8 +417,10 @@ class JobRepository:
 
 
 def storable(reason: str) -> str:
-    """As every database takes it: in a cluster's or a run's words there may be NUL, or half of a surrogate pair."""
-    return reason.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    """As every database takes it, and without secrets: in a cluster's or a run's words there may be NUL, half of a
+    surrogate pair, or the URL that could not be opened.
+    """
+    return redacted(reason.replace("\0", "\ufffd").encode("utf-8", "replace").decode())
 
 
 def transition(session: Session, row: JobRow, to: JobState, now: float, reason: str | None = None) -> None:

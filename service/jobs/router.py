@@ -27,6 +27,7 @@ from thinwire.service.errors import (
     BodyTooLarge,
     CheckpointNotFound,
     FileNotKept,
+    Forbidden,
     IdempotencyKeyReused,
     InvalidRequest,
     JobFull,
@@ -241,9 +242,9 @@ def targets(reports: Reports) -> list[TargetGroup]:
 )
 def register(job_id: str, rank: Rank, worker: WorkerRegistration, reports: Reports, request: Request) -> None:
     """Say where a worker can be scraped, on the host that says it. Repeat it: the registration runs out."""
-    by_person = request.state.caller.person is not None
-    came_from = request.client.host if request.client else ""
-    reports.register(job_id, rank, worker, None if by_person else came_from)
+    if request.state.caller.person is not None:
+        raise Forbidden("a worker registers itself, with its job's token: Prometheus would ask what a person names")
+    reports.register(job_id, rank, worker, request.client.host if request.client else "")
 
 
 @workers.delete("/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound))

@@ -12,13 +12,15 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from sqlalchemy.exc import IntegrityError
 
-from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs
+from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs, Problem
 from thinwire.contract.places import Room
+from thinwire.contract.redaction import HIDDEN, hidden_in, redacted
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
@@ -40,7 +42,7 @@ from thinwire.service.jobs.repository import JobRepository, JobRow, key_of, reco
 from thinwire.service.jobs.starts import Starts, heirs_of, unshared
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resize, write_wanted
-from thinwire.service.launch.protocol import Launcher, LauncherError, NoLog, read_part
+from thinwire.service.launch.protocol import Launcher, LauncherError, LogChunk, NoLog, read_part
 from thinwire.service.packages.store import Packages
 from thinwire.service.people.audit import Change, deleted_jobs
 
@@ -53,6 +55,8 @@ MOST_SPEC_BYTES = 64 << 20
 """Of the jobs of one person that are not over: each turn of the reconciler reads them."""
 LOG_OFFSET_BITS = 40
 """A log offset is (attempt - 1) << 40 plus bytes: each attempt has a log of its own."""
+LINE_BYTES = 4096
+"""Of a line that a part of a log begins in, so many are looked at."""
 DAY_S = 86_400.0
 DELETED_AT_ONCE = 20
 """Jobs deleted in one call: a folder of checkpoints may take a second to remove."""
@@ -112,6 +116,7 @@ class JobService:
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
         a start that is not there, more workers than the cluster can ever have), QuotaReached.
         """
+        _refuse_hidden(spec)
         # Of what was written: a default that a later version adds or changes leaves a request the same request.
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
         earlier = self._earlier(change.who, idempotency_key, digest, spec)
@@ -134,7 +139,7 @@ class JobService:
                 row = self._insert(spec, digest, idempotency_key, token, change)
             try:
                 folder = self._folders.of(row.id)
-                folder.write(job_json(row), limits_now(row), token, self._folders.service_url)
+                folder.write(job_json(row), limits_now(row), token, self._folders.service)
             except OSError:
                 # The job is accepted: its row is written. The reconciler completes the folder.
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
@@ -308,15 +313,17 @@ class JobService:
         if reason is not None:
             raise Unavailable(f"the launcher cannot be asked for the log now: {reason}")
         try:
-            chunk = self._launcher.logs(submission_id(row.id, row.attempt), max(0, offset - base), limit)
+            own = max(0, offset - base)
+            chunk = without_secrets(partial(self._launcher.logs, submission_id(row.id, row.attempt)), own, limit)
         except NoLog as error:
             if state.terminal:
                 raise LogGone(f"the log of job {job_id} is gone with its cluster, or it never ran: {error}") from error
             return Logs(text="", next_offset=offset, complete=False)
         except LauncherError as error:
             raise Unavailable(f"the launcher has no log to give: {error}") from error
-        # An empty chunk of a job that is over is the end: nobody writes any more.
-        return Logs(text=chunk.text, next_offset=base + chunk.next_offset, complete=state.terminal and not chunk.text)
+        # Where a job is over and nothing follows is the end: nobody writes any more.
+        complete = state.terminal and chunk.next_offset == own
+        return Logs(text=chunk.text, next_offset=base + chunk.next_offset, complete=complete)
 
     def _sent_log(self, row: JobRow, offset: int, limit: int) -> Logs:
         """What the driver has sent of its log. Raises LogGone, Unavailable."""
@@ -324,18 +331,18 @@ class JobService:
         try:
             if over and not path.exists():
                 raise LogGone(f"job {row.id} has sent no log, and its cluster has none")
-            chunk = read_part(path, offset, limit)
+            chunk = without_secrets(partial(read_part, path), offset, limit)
         except OSError as error:
             raise Unavailable(f"the log {path} cannot be read: {error.strerror or error}") from error
         next_offset = ((row.attempt - 1) << LOG_OFFSET_BITS) + chunk.next_offset
-        return Logs(text=chunk.text, next_offset=next_offset, complete=over and not chunk.text)
+        return Logs(text=chunk.text, next_offset=next_offset, complete=over and chunk.next_offset == offset)
 
     def checkpoints(self, job_id: str) -> CheckpointList:
         """What lies in the job's own folder. Raises: JobNotFound, Unavailable."""
         with self._db.read() as session:
             store = JobRepository(session).found(job_id).spec.get("checkpoint", {}).get("store")
         if store is not None:
-            return CheckpointList(store=store, checkpoints=[])
+            return CheckpointList(store=redacted(store), checkpoints=[])
         return CheckpointList(checkpoints=list_checkpoints(self._folders.of(job_id).checkpoints))
 
     def checkpoint_file(self, job_id: str, folder: str, file: str) -> tuple[BinaryIO, int]:
@@ -363,7 +370,7 @@ class JobService:
             ids = [row.id for row in JobRepository(session).unfinished()]
         for job_id in ids:
             try:
-                self._folders.of(job_id).write_service_url(self._folders.service_url)
+                self._folders.of(job_id).write_service(self._folders.service)
             except OSError:
                 logger.exception("service_url_not_written job_id=%s", job_id)
 
@@ -442,6 +449,37 @@ class JobService:
 
     def _view(self, row: JobRow, workers: int) -> Job:
         return job_view(row, workers, self._folders.of(row.id).path, self._page(row))
+
+
+def without_secrets(read: Callable[[int, int], LogChunk], offset: int, limit: int) -> LogChunk:
+    """A part of a log as it is shown: a secret stays hidden also where a part begins or ends in its line.
+
+    read: the log, from an offset on, up to so many bytes.
+    """
+    chunk = read(offset, limit)
+    if not chunk.text:
+        return chunk
+    before = min(offset, LINE_BYTES)
+    head = read(offset - before, before).text.rpartition("\n")[2] if before else ""
+    tail = read(chunk.next_offset, LINE_BYTES).text.partition("\n")[0]
+    whole = redacted(head + chunk.text + tail)
+    begin, end = (_shared(redacted(part), whole) for part in (head, head + chunk.text))
+    return LogChunk(whole[begin:end], chunk.next_offset)
+
+
+def _shared(begin: str, whole: str) -> int:
+    """How many characters both begin with."""
+    if whole.startswith(begin):
+        return len(begin)
+    return next(index for index, (one, other) in enumerate(zip(begin, f"{whole}\0", strict=False)) if one != other)
+
+
+def _refuse_hidden(spec: TrainSpec | ScriptSpec) -> None:
+    """A job as it was shown, sent again, would run with HIDDEN for its secret. Raises InvalidRequest."""
+    message = f"is {HIDDEN}, which is shown in the place of a secret: write the value itself, or take it from each box"
+    problems = [Problem(path=path, message=message) for path in hidden_in(spec.model_dump(mode="json"))]
+    if problems:
+        raise InvalidRequest.of(problems)
 
 
 def _limits(wanted: JobChange) -> str:

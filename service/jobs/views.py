@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from thinwire.contract.jobs import Job, JobItem, JobState, Queued, Wanted
+from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.contract.reports import Event, Sample
-from thinwire.contract.spec import read_spec
+from thinwire.contract.spec import read_accepted
 from thinwire.service.jobs.repository import EventRow, JobRow, SampleRow
 from thinwire.service.jobs.worker_numbers import membership_now, takes_effect, wanted_workers
 
@@ -33,8 +34,8 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     item = job_item(row, workers, run_dir, dashboard_url)
     shown = item.model_dump(exclude={"unreadable"})
     reading = Reading()
-    spec = reading.of("spec", lambda: read_spec(row.spec))
-    return Job(**shown, unreadable=item.unreadable or reading.wrong, spec=spec, summary=row.summary)
+    spec = reading.of("spec", lambda: read_accepted(redacted_json(row.spec)))
+    return Job(**shown, unreadable=item.unreadable or reading.wrong, spec=spec, summary=redacted_json(row.summary))
 
 
 def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> JobItem:
@@ -101,7 +102,8 @@ class Reading:
                 if isinstance(error, ValidationError)
                 else f"{type(error).__name__}: {error}"
             )
-            self.wrong = self.wrong or f"{part}: {known}; it was written by another version of thinwire"[:1000]
+            words = f"{part}: {known}; it was written by another version of thinwire"
+            self.wrong = self.wrong or redacted(words)[:1000]
             return None
 
 

@@ -1,9 +1,9 @@
 """What a running job says and asks: its workers' leases, its telemetry, what Prometheus may know of them; and the
 driver, files and log of a run that shares no folder with the service (contract/remote_run.py).
 
-A job may name its worker's own address for Prometheus, from where the registration came. Prometheus asks whatever it is
-given, from inside of the cluster's network: a job that could name any address would read through it what it cannot
-reach itself.
+A job may name its worker's own address for Prometheus, from where the registration came, with a port that workers use.
+Prometheus asks whatever it is given, from inside of the cluster's network: who could name any address would read
+through it what they cannot reach themselves.
 Every report names its attempt. One from another attempt than the current is refused, so that a process which
 outlives its cluster cannot write over the run that has replaced it.
 What a run leaves is kept in the run folder on the service's machine, where a run that shares it would write it.
@@ -25,6 +25,7 @@ from typing import Any
 from thinwire.contract.files import NotPlain, read_plain, write_whole
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
 from thinwire.contract.metric_names import MOST_SCRAPED
+from thinwire.contract.redaction import redacted
 from thinwire.contract.remote_run import (
     LARGEST_FILE_BYTES,
     LONGEST_LOG_BYTES,
@@ -35,6 +36,7 @@ from thinwire.contract.remote_run import (
     RunNow,
 )
 from thinwire.contract.reports import (
+    SCRAPE_PORTS,
     Event,
     EventKind,
     Failure,
@@ -108,8 +110,8 @@ class WorkerReports:
         self._leads: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def register(self, job_id: str, rank: int, worker: WorkerRegistration, came_from: str | None = None) -> None:
-        """Make or renew a worker's lease. came_from: the sender's address; None: who may name any.
+    def register(self, job_id: str, rank: int, worker: WorkerRegistration, came_from: str) -> None:
+        """Make or renew a worker's lease. came_from: the sender's address.
 
         Raises JobNotFound, JobOver, StaleAttempt, InvalidRequest.
         """
@@ -254,11 +256,12 @@ class WorkerReports:
             raise Unavailable(f"{name} cannot be written on the service's machine: {error.strerror}") from error
 
     def get_file(self, job_id: str, name: KeptFile) -> bytes:
-        """The file. Raises JobNotFound, FileNotKept, Unavailable."""
+        """The file, a text without secrets. Raises JobNotFound, FileNotKept, Unavailable."""
         with self._db.read() as session:
             JobRepository(session).found(job_id)
         try:
-            return read_plain(self._folders.of(job_id).path / name, LARGEST_FILE_BYTES)
+            content = read_plain(self._folders.of(job_id).path / name, LARGEST_FILE_BYTES)
+            return redacted(content.decode("utf-8", "replace")).encode() if name.endswith(".json") else content
         except (FileNotFoundError, NotPlain):
             raise FileNotKept(job_id, name) from None
         except OSError as error:
@@ -395,21 +398,24 @@ def _problem(path: str, value: str | None, message: str) -> Problem:
     return Problem(path=path, value=value, message=message)
 
 
-def refused(address: str, came_from: str | None, networks: Sequence[Network]) -> str | None:
+def refused(address: str, came_from: str, networks: Sequence[Network]) -> str | None:
     """Why this address is not asked, in words; None where it is.
 
-    address: host:port as the worker gives it. came_from: the address that the registration came from; None where who
-    registers may name any. networks: others that may be named, because a proxy stands before the service.
+    address: IP:port as the worker gives it. came_from: the address that the registration came from. networks: others
+    that may be named, because a proxy stands before the service.
     """
     found = _HOST_PORT.match(address)
-    if found is None or not 0 < int(found["port"]) <= 65535:
-        return "must be host:port, with a port from 1 to 65535"
-    if came_from is None:
-        return None
+    if found is None or int(found["port"]) not in SCRAPE_PORTS:
+        return f"must be IP:port, with a port from {SCRAPE_PORTS[0]} to {SCRAPE_PORTS[-1]}, where workers have theirs"
     host = _ip(found["name"] or found["six"])
     if host is None:
         return "must name its host by an IP address"
-    if host == _ip(came_from) or any(host.version == network.version and host in network for network in networks):
+    if host == _ip(came_from):
+        return None
+    # Addresses of a machine itself, of a cloud's metadata: no network of workers, however wide it was written.
+    if host.is_loopback or host.is_link_local or host.is_multicast or host.is_unspecified:
+        return "must be an address of a network of workers, which is neither of a machine itself nor link-local"
+    if any(host.version == network.version and host in network for network in networks):
         return None
     return (
         f"must be on the host that registers it, {came_from}; where workers reach the service through a proxy, the "

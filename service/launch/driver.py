@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from thinwire.contract.files import read_plain
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.tls import LONGEST_CA, as_word
 from thinwire.service.launch.protocol import Code, LauncherError
 
 PYTHON: Final = '"${THINWIRE_PYTHON:-python}"'
@@ -26,28 +27,38 @@ MOST_BYTES: Final = 4096
 
 
 def driver_command(
-    run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None, *, fetch: bool = False
+    run_dir: Path, attempt: int, metadata: Mapping[str, str], words: Sequence[str] = (), python: str = PYTHON
 ) -> str:
-    """The shell command line of this attempt's driver. fetch: it brings the job's package to the cluster itself.
+    """The shell command line of this attempt's driver. words: what else it is told.
 
     Raises: LauncherError where the run folder cannot be read.
     """
     folder = RunFolder(run_dir)
     try:
         token, url = (read_plain(file, MOST_BYTES).decode().strip() for file in (folder.token, folder.service_url))
+        ca = read_plain(folder.service_ca, LONGEST_CA).decode() if folder.service_ca.exists() else None
     except (OSError, UnicodeDecodeError) as error:
         raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
-    package = code.sha256 if fetch and code is not None else None
-    return command_line(url, metadata["job_id"], attempt, ticket_of(token, attempt), code, package)
+    if ca is not None:
+        words = [*words, "--service-ca", as_word(ca)]
+    return command_line(url, metadata["job_id"], attempt, ticket_of(token, attempt), words, python)
 
 
-def command_line(url: str, job_id: str, attempt: int, ticket: str, code: Code | None, package: str | None) -> str:
-    """The same of words that are known. package: the sha256 of the zip that it is to fetch."""
-    words = ["--service", url, "--job", job_id, "--attempt", str(attempt), "--ticket", ticket]
-    if package is not None:
-        words += ["--package", package]
-    python = "python" if code is not None and code.pip else PYTHON  # the one with its packages comes first
+def command_line(
+    url: str, job_id: str, attempt: int, ticket: str, words: Sequence[str] = (), python: str = PYTHON
+) -> str:
+    """The same of words that are known."""
+    words = ["--service", url, "--job", job_id, "--attempt", str(attempt), "--ticket", ticket, *words]
     return f"{python} -m thinwire.workers.main {shlex.join(words)}"
+
+
+def script_of_workers(code: Code | None) -> list[str]:
+    """What tells a driver to bring a script to the job's workers alone: nothing of it comes to where the driver runs,
+    neither its package nor its requirements nor its variables.
+    """
+    if code is None:
+        return []
+    return ["--script-of-workers", *([] if code.sha256 is None else ["--package", code.sha256])]
 
 
 def ticket_of(token: str, attempt: int) -> str:

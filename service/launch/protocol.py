@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from thinwire.contract.files import open_plain
 from thinwire.contract.places import Room
+from thinwire.contract.script import runtime_environment
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +82,10 @@ class Code:
     pip: tuple[str, ...]
     env_vars: Mapping[str, str]
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, object]:
         """A runtime environment of Ray's with all of it but the package, which each launcher brings in its own way."""
-        found: dict[str, Any] = {}
-        if self.package is None and self.working_dir is not None:
-            found["working_dir"] = f"local://{self.working_dir}"
-        if self.pip:
-            found["pip"] = list(self.pip)
-        if self.env_vars:
-            found["env_vars"] = dict(self.env_vars)
-        return found
+        working_dir = self.working_dir if self.package is None else None
+        return runtime_environment(working_dir, self.pip, self.env_vars)
 
 
 def read_part(path: Path, offset: int, limit: int) -> LogChunk:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from thinwire.contract.places import Room
-from thinwire.service.launch.driver import driver_command
+from thinwire.service.launch.driver import PYTHON, driver_command
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
     Code,
@@ -74,7 +74,9 @@ class RayLauncher(Launcher):
         self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None
     ) -> None:
         """Start the job under our id, with this attempt's ticket; a known id is a success. Raises LauncherError."""
-        entrypoint = driver_command(run_dir, attempt, metadata, code)
+        # Of several on the path, Ray puts the one with the job's requirements first.
+        python = "python" if code is not None and code.pip else PYTHON
+        entrypoint = driver_command(run_dir, attempt, metadata, python=python)
         self._cluster().submit(self.named(submission_id), entrypoint, metadata, code)
 
     def status(self, submission_id: str) -> LaunchStatus:

@@ -21,6 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.people import AuditLine, AuditList, Role
+from thinwire.contract.redaction import redacted
 from thinwire.service.auth import Caller
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import NotOwner, TooMuch, error_response
@@ -271,4 +272,5 @@ def _plain(given: object, longest: int) -> str | None:
     """As one word of a line, whatever a path held."""
     if not isinstance(given, str) or not given:
         return None
+    given = redacted(given)
     return "".join(sign if sign.isascii() and sign.isprintable() and sign != " " else "?" for sign in given)[:longest]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from thinwire.contract.spec import ScriptSpec, TrainSpec, read_spec
+from thinwire.contract.spec import ScriptSpec, TrainSpec, read_accepted, read_spec
 
 PACKAGE = "0" * 64
 
@@ -56,12 +56,17 @@ def test_what_the_script_makes_itself_is_refused(field: str) -> None:
         ({"env_vars": {"HF_TOKEN": "hf_x"}}, "recipe.env_vars.HF_TOKEN", "secrets: {HF_TOKEN: {env: HF_TOKEN}}"),
         ({"env_vars": {"db_password": "x"}}, "recipe.env_vars.db_password", "it is a secret"),
         ({"env_vars": {"AWS_ACCESS_KEY_ID": "x"}}, "recipe.env_vars.AWS_ACCESS_KEY_ID", "it is a secret"),
+        ({"env_vars": {"PGPASSWORD": "hf_x"}}, "recipe.env_vars.PGPASSWORD", "it is a secret"),
+        ({"env_vars": {"GITHUB_PAT": "hf_x"}}, "recipe.env_vars.GITHUB_PAT", "it is a secret"),
+        ({"env_vars": {"DATABASE_URL": "postgres://me:hf_x@db/a"}}, "recipe.env_vars.DATABASE_URL", "a secret in it"),
+        ({"env_vars": {"WEIGHTS": "https://b/k?X-Amz-Signature=hf_x"}}, "recipe.env_vars.WEIGHTS", "a secret in it"),
         ({"env_vars": {"RAY_ADDRESS": "x"}}, "recipe.env_vars.RAY_ADDRESS", "belong to Ray"),
         ({"env_vars": {"A": "x\0y"}}, "recipe.env_vars.A", "without the character NUL"),
         ({"secrets": {"A": {}}}, "recipe.secrets.A", "one of both"),
         ({"secrets": {"A": {"env": "A", "file": "/a"}}}, "recipe.secrets.A", "one of both"),
         ({"secrets": {"THINWIRE_TOKEN": {"env": "A"}}}, "recipe.secrets.THINWIRE_TOKEN", "belong to Thinwire"),
         ({"env_vars": {"A": "1"}, "secrets": {"A": {"env": "A"}}}, "recipe.secrets.A", "recipe.env_vars has A too"),
+        ({"pip": ["a @ https://b/a.whl?token=hf_x"]}, "recipe.pip.0", "pip.conf"),
         ({"pip": ["a", "git+https://me:hf_x@git.example.com/r"]}, "recipe.pip.1", "~/.netrc"),
     ],
 )
@@ -70,6 +75,12 @@ def test_what_cannot_stand_together_is_refused_with_its_path(changes: dict[str, 
     assert where == path
     assert words in said
     assert "hf_x" not in f"{value}{said}"
+
+
+def test_a_job_that_was_accepted_is_read_though_it_holds_a_secret() -> None:
+    made = read_accepted({**script(env_vars={"PGPASSWORD": "x"}), "checkpoint": {"store": "s3://K:AB/CD@bucket/m"}})
+    assert isinstance(made, ScriptSpec)
+    assert (made.recipe.env_vars["PGPASSWORD"], made.checkpoint.store) == ("x", "s3://K:AB/CD@bucket/m")
 
 
 def test_words_that_only_look_like_a_secret_are_no_secrets() -> None:

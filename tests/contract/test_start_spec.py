@@ -64,11 +64,12 @@ def test_what_cannot_stand_together_is_refused_with_its_path(start: dict[str, An
     assert "verysecret" not in str(problem)
 
 
-def test_a_store_of_checkpoints_names_no_credentials_either() -> None:
+@pytest.mark.parametrize("secret", ["AKIAX:verysecret@bucket/m", "AKIAX:very/secret+@bucket/m"])
+def test_a_store_of_checkpoints_names_no_credentials_either(secret: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        read_spec({**TRAIN, "checkpoint": {"store": "s3://AKIAX:verysecret@bucket/m"}})
+        read_spec({**TRAIN, "checkpoint": {"store": f"s3://{secret}"}})
     ((problem,),) = [error["ctx"]["problems"] for error in caught.value.errors()]
-    assert (problem["path"], problem["value"]) == ("checkpoint.store", "s3://***")
+    assert (problem["path"], problem["value"]) == ("checkpoint.store", "s3://***@bucket/m")
     read_spec({**TRAIN, "checkpoint": {"store": "sftp://me@host/a"}})
 
 

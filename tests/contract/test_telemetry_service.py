@@ -121,11 +121,11 @@ def test_another_attempt_is_superseded(job: dict[str, Any]) -> None:
     poster.samples([sample(0)])
     wait_until(lambda: poster.superseded, "the telemetry")
     with pytest.raises(Superseded):
-        client.register("127.0.0.1:9000")
+        client.register("127.0.0.1:40000")
     client.close()
 
 
 def test_unknown_token_is_an_outage_not_an_end(job: dict[str, Any], client: ServiceClient) -> None:
     (Path(job["run_dir"]) / "token").write_text("some-other-token-of-nobody")
     with pytest.raises(ServiceUnavailable, match="401"):
-        client.register("127.0.0.1:9000")
+        client.register("127.0.0.1:40000")

@@ -27,6 +27,7 @@ from tests.workers.small_job import SMALL, small_spec
 from thinwire.comm import PeerLost, run_threads
 from thinwire.contract.metric_names import most_series
 from thinwire.service.config import Settings
+from thinwire.service.jobs.job_folder import ServiceAt
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app
 from thinwire.workers.ranks import FixedRanks
@@ -92,7 +93,7 @@ class WithRay(Listening):
         self.home = home
         app = create_app(Settings(home=home, launcher="fake"), FakeLauncher(), service_url="http://127.0.0.1:1")
         super().__init__(app, lifespan="on", timeout_graceful_shutdown=1)
-        app.state.plane.jobs._folders.service_url = self.url
+        app.state.plane.jobs._folders.service = ServiceAt(self.url)
         (home / "ray").mkdir()
         (home / "ray" / "auth_token").write_text("of no Ray")
 

@@ -208,6 +208,31 @@ def rights_are_few(found: list[Object]) -> Iterator[str]:
             yield f"{name} has a token of the Kubernetes API without a role, or a role without the token"
 
 
+def tokens_are_the_autoscalers(found: list[Object]) -> Iterator[str]:
+    """No container of Ray that runs what a user sends has a token of the Kubernetes API."""
+    for name, pod in pods(found):
+        if name.startswith("Deployment"):
+            continue
+        if pod.get("automountServiceAccountToken") is not False:
+            yield f"{name} has the token of its account in every container"
+        tokens = {
+            volume["name"]
+            for volume in pod.get("volumes", ())
+            if any("serviceAccountToken" in source for source in volume.get("projected", {}).get("sources", ()))
+        }
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            if any(mount["name"] in tokens for mount in container.get("volumeMounts", ())):
+                yield f"{name}: {container['name']} has a token of the Kubernetes API"
+
+
+def jobs_live_apart(found: list[Object]) -> Iterator[str]:
+    """The pods of jobs are not where the service, its Secrets and its database are."""
+    own = {each["metadata"]["namespace"] for each in found if each["kind"] == "Deployment"}
+    for each in found:
+        if each["kind"] == "Role" and each["metadata"]["namespace"] in own:
+            yield f"jobs run in the namespace of the service, {each['metadata']['namespace']}"
+
+
 def drains_go_on(found: list[Object]) -> Iterator[str]:
     """No budget ever keeps a node from being drained: of several replicas, one alone is ready."""
     for each in found:
@@ -248,6 +273,8 @@ POLICIES: tuple[Policy, ...] = (
     ray_is_exposed_nowhere,
     networks_are_closed,
     rights_are_few,
+    tokens_are_the_autoscalers,
+    jobs_live_apart,
     drains_go_on,
     users_reach_who_answers,
     versions_do_not_meet,

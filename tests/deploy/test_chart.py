@@ -15,6 +15,7 @@ from tests.covering import parametrize
 from tests.deploy.rendering import CHART, HELM, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
+from thinwire.contract.metric_names import most_series
 from thinwire.service.config import Settings
 from thinwire.service.launch.kuberay.kube import NEEDED
 
@@ -53,6 +54,8 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "launcher=ray"], "launcher: ray needs ray.address"),
         (["--set", "ray.address=http://head:8265"], "launcher is kuberay"),
         (["--set", "kuberay.template=kind: Pod"], "its kind is Pod"),
+        (["--set", "kuberay.namespace=thinwire"], "namespace: thinwire is that of the release, where the autoscaler"),
+        (["--set", "tls.secret=a,publicUrl=http://a.b"], "begin it with https://"),
         (["--set", "checkpoints.claim=a"], "must have a volume with claimName: a"),
         (["--set", "ingress.enabled=true,ingress.host=a.b"], "ingress.tlsSecret"),
         (["--set", "ingress.enabled=true,ingress.host=a.b,ingress.tlsSecret=c"], "ingress.controllerNamespace"),
@@ -64,14 +67,18 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "env.HOME=/root"], "HOME is set by the chart"),
         (["--set", "checkpoints.claim=a", "--set-file", f"kuberay.template={CLAIMS}"], "claimName: a"),
         (["--set", "checkpoints.claim=thinwire-home,launcher=ray,ray.address=http://a:1"], "name another"),
-        (["--set", "monitoring.serviceMonitor=true"], "needs tokenSecret.name"),
-        (["--set", "monitoring.scrapeConfig=true"], "needs tokenSecret.name"),
+        (["--set", "monitoring.serviceMonitor=true"], r"needs monitoring\.tokenSecret.name: .*--role viewer"),
+        (["--set", "monitoring.scrapeConfig=true,tokenSecret.name=a"], r"needs monitoring\.tokenSecret"),
+        (
+            ["--set", "monitoring.serviceMonitor=true,tokenSecret.name=a,monitoring.tokenSecret.name=a"],
+            "a is the operator's token",
+        ),
         (["--set", "monitoring.runbooks=here"], "monitoring.runbooks"),
         (["--set", "env.THINWIRE_PORT=80"], "must be a string|Invalid type"),
         (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
         (["--kube-version", "1.28.0"], "kubeVersion"),
     ],
-    usual=[0, 3, 8, 14, 16, 21, 29, 33],
+    usual=[0, 3, 8, 14, 16, 21, 22, 23, 31, 35],
 )
 def test_values_that_cannot_work_are_refused_with_the_reason(arguments, reason):
     with pytest.raises(RenderRefused, match=reason):
@@ -217,6 +224,41 @@ def test_the_longest_name_of_a_release_and_odd_values_make_objects_that_fit(tmp_
     assert environment["THINWIRE_PUBLIC_URL"] == f"http://{service}.other:8400"
 
 
+def test_with_tls_the_service_and_all_who_call_it_speak_it():
+    found = objects(rendered("tls"))
+    (pod,) = (each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment")
+    box = pod["containers"][0]
+    env = {one["name"]: one.get("value") for one in box["env"]}
+    assert env["THINWIRE_PUBLIC_URL"] == "https://thinwire.thinwire:8400"
+    (mount,) = (one for one in box["volumeMounts"] if one["name"] == "tls")
+    (volume,) = (one["secret"] for one in pod["volumes"] if one["name"] == "tls")
+    files = {f"{mount['mountPath']}/{item['path']}" for item in volume["items"]}
+    assert files == {env[f"THINWIRE_TLS_{name}"] for name in ("CERTIFICATE", "KEY", "CA")}
+    assert {item["key"] for item in volume["items"]} == {"tls.crt", "tls.key", "ca.crt"}  # as cert-manager writes them
+    assert {box[f"{probe}Probe"]["httpGet"]["scheme"] for probe in ("startup", "liveness", "readiness")} == {"HTTPS"}
+    asked = next(each for each in found if each["kind"] == "ScrapeConfig")["spec"]["httpSDConfigs"][0]
+    assert asked["url"].startswith("https://thinwire.thinwire:8400/")
+    (endpoint,) = next(each for each in found if each["kind"] == "ServiceMonitor")["spec"]["endpoints"]
+    trusted = {"serverName": "thinwire.thinwire", "ca": {"secret": {"name": "thinwire-tls", "key": "ca.crt"}}}
+    assert (endpoint["scheme"], endpoint["tlsConfig"], asked["tlsConfig"]) == ("https", trusted, trusted)
+    public = render(["--set", "tls.secret=a,tls.ca=,publicUrl=https://a.example"])  # a CA that every machine trusts
+    assert "THINWIRE_TLS_CA" not in public
+    assert "ca.crt" not in public
+
+
+def test_jobs_run_in_the_namespace_of_the_release_only_where_that_is_asked_for():
+    def namespaces(*arguments):
+        return {each["metadata"]["namespace"] for each in objects(render(arguments)) if each["kind"] == "Role"}
+
+    assert namespaces() == {"thinwire-jobs"}
+    assert namespaces("--set", "kuberay.sharedNamespace=true") == {"thinwire"}
+    assert namespaces("--set", "kuberay.sharedNamespace=true,kuberay.namespace=thinwire") == {"thinwire"}
+    shared = objects(render(["--set", "kuberay.sharedNamespace=true"]))
+    (deployment,) = (each for each in shared if each["kind"] == "Deployment")
+    env = {one["name"]: one.get("value") for one in deployment["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert (env["THINWIRE_KUBERAY_NAMESPACE"], env["THINWIRE_KUBERAY_SHARED_NAMESPACE"]) == ("thinwire", "true")
+
+
 def test_the_plain_manifests_are_what_the_chart_renders():
     manifest = ROOT / "deploy/manifests/thinwire.yaml"
     assert manifest.read_text() == render(), "make manifests"
@@ -243,8 +285,27 @@ def test_the_scrape_configuration_asks_the_service_for_the_workers():
     assert discovery["url"] == f"http://{name}.thinwire:{port}/v1/metrics/targets"
     assert discovery["authorization"] == {
         "type": "Bearer",
-        "credentials": {"name": "thinwire-token", "key": "operator"},
+        "credentials": {"name": "prometheus-token", "key": "viewer"},
     }
+
+
+def test_the_scrape_configuration_takes_from_workers_what_the_plain_one_takes():
+    (scraped,) = (each["spec"] for each in objects(rendered("ingress")) if each["kind"] == "ScrapeConfig")
+    plain = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"][0]
+
+    def camel(found):
+        """As the operator's objects write it."""
+        if isinstance(found, list):
+            return [camel(one) for one in found]
+        if not isinstance(found, dict):
+            return found
+        return {re.sub("_([a-z])", lambda match: match[1].upper(), key): camel(value) for key, value in found.items()}
+
+    same = {"sample_limit", "label_limit", "label_name_length_limit", "label_value_length_limit", "honor_timestamps"}
+    assert camel({key: plain[key] for key in same}).items() <= scraped.items()
+    assert scraped["relabelings"] == camel(plain["relabel_configs"])
+    assert scraped["metricRelabelings"] == camel(plain["metric_relabel_configs"])
+    assert plain["sample_limit"] >= most_series(1)  # of the one that leads
 
 
 def test_the_dashboards_of_the_chart_are_those_that_are_tested():

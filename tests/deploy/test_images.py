@@ -8,50 +8,94 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from importlib.metadata import version
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.images.lock import EXTRAS, SBOM_TOOL
+from deploy.images.lock import CONSTRAINTS, EXTRAS, LINE, TOOLS, entries
 from tests.deploy.rendering import ROOT
 from tests.extras import asked as requirements
 
 IMAGES = ROOT / "deploy/images"
 
 
-def pins(text: str) -> dict[str, str]:
-    """Name and version of each package of a lock."""
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+LOCKS = {
+    "service": ("service",),
+    "worker": ("worker", "torch-cpu"),
+    "cuda": ("worker", "torch-cuda"),
+}
+"""Of each image, by its device where it has one."""
+
+
+def pins(*locks: str) -> dict[str, str]:
+    """Name and version of each package of these locks."""
+    lines = [line for lock in locks for line in entries((IMAGES / f"{lock}.lock").read_text())]
+    return dict(pinned(line) for line in lines)
+
+
+def pinned(line: str) -> tuple[str, str]:
+    found = Requirement(line.split()[0])
+    (specifier,) = found.specifier
+    assert specifier.operator == "=="
+    return canonicalize_name(found.name), specifier.version
+
+
+def constraints() -> tuple[list[Requirement], dict[str, str]]:
+    """The bounds that a person has written, and the versions that follow from them."""
+    bounds, _, written = CONSTRAINTS.read_text().partition(LINE)
+    return [Requirement(line.strip()) for line in entries(bounds)], dict(map(pinned, entries(written)))
 
 
 def outdated(image: str, locked: dict[str, str]) -> Iterator[str]:
     """What pyproject.toml and constraints.txt ask for, and the lock does not give."""
-    asked = requirements(*EXTRAS[image].split(","))
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    asked = requirements(*EXTRAS["worker" if image == "cuda" else image])
     names = {requirement.name for requirement in asked}
-    asked += [requirement for requirement in map(Requirement, lines) if requirement.name in names]
+    asked += [requirement for requirement in constraints()[0] if requirement.name in names]
     for requirement in asked:
         version = locked.get(canonicalize_name(requirement.name))
         if version is None or version not in requirement.specifier:
             yield f"{requirement}: {version}"
 
 
-@pytest.mark.parametrize("image", EXTRAS)
+def test_the_images_have_the_versions_that_the_tests_run_with():
+    """The packages installed here are those of constraints.txt, and those of the locks."""
+    _, tested = constraints()
+    in_images = {name: version for locks in LOCKS.values() for name, version in pins(*locks).items()}
+    of_device = {name for name in pins("torch-cuda") if name != "torch"}
+    assert {name: version for name, version in in_images.items() if name not in of_device} == tested
+    here = {name: version(name).partition("+")[0] for name in tested if name != "thinwire"}
+    other = [f"{name} is {here[name]}, locked is {tested[name]}" for name in tested if here[name] != tested[name]]
+    assert other == [], "pip install -c constraints.txt -e '.[all,vision,dev]', or python deploy/images/lock.py"
+
+
+def test_every_file_that_an_image_installs_is_known_by_its_hash():
+    """Of torch for CPUs alone it is not: PyPI, from which the locks are made, does not have that build."""
+    for file in sorted(IMAGES.glob("*.lock")):
+        found = entries(file.read_text())
+        assert found, file.name
+        without = [line for line in found if "--hash=sha256:" not in line]
+        assert without == ([f"torch=={pins('torch-cpu')['torch']}\n"] if file.stem == "torch-cpu" else [])
+    steps = (IMAGES / "install.sh").read_text()
+    assert "--require-hashes" in steps
+    assert "--no-build-isolation" in steps
+
+
+@pytest.mark.parametrize("image", LOCKS)
 def test_the_lock_gives_what_the_project_asks_for(image):
-    locked = pins((IMAGES / f"{image}.lock").read_text())
+    locked = pins(*LOCKS[image])
     assert list(outdated(image, locked)) == [], "python deploy/images/lock.py"
     assert list(outdated(image, locked | {"httpx": "0.1"})) == ["httpx>=0.28: 0.1"]
     assert list(outdated(image, {name: locked[name] for name in locked if name != "typer"})) == ["typer>=0.15: None"]
 
 
-def test_the_tool_that_lists_an_image_is_locked_too():
-    assert canonicalize_name(SBOM_TOOL) in pins((IMAGES / "sbom.lock").read_text())
+def test_the_tools_that_make_an_image_are_locked_too():
+    assert {canonicalize_name(Requirement(tool).name) for tool in TOOLS} <= pins("tools").keys()
 
 
 def test_the_service_has_neither_torch_nor_ray_and_workers_no_web_framework():
-    service, workers = (set(pins((IMAGES / f"{image}.lock").read_text())) for image in ("service", "worker"))
+    service, workers = (set(pins(*LOCKS[image])) for image in ("service", "worker"))
     training, serving = {"torch", "ray", "numpy"}, {"fastapi", "sqlalchemy", "uvicorn"}
     assert (training & service, training - workers) == (set(), set())
     assert (serving & workers, serving - service) == (set(), set())
@@ -103,7 +147,7 @@ def test_the_steps_of_an_image_install_what_its_command_needs(image, says, tmp_p
             canonicalize_name(one["name"]): one["version"].partition("+")[0]
             for one in json.loads((at / "sbom.cdx.json").read_text())["components"]
         }
-        assert pins((IMAGES / f"{image}.lock").read_text()).items() <= listed.items()
+        assert pins(*LOCKS[image]).items() <= listed.items()
         assert "thinwire" in listed
     finally:
         shutil.rmtree(at, ignore_errors=True)  # a GB and a half

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +21,7 @@ import yaml
 
 from benchmarks.lab_boxes import OVER, STORE_ENV, THINWIRE, Host, keep_store
 from tests.conftest import missing
+from tests.e2e.test_two_boxes import FILES
 from tests.job_file import small_job
 from tests.kubeapi.client import kubeconfig
 from tests.kubeapi.kuberay import KubeRay
@@ -230,3 +233,26 @@ def test_a_job_loses_pods_is_resized_and_cancelled(kubernetes: Kubernetes) -> No
     assert job_id not in [one["metadata"]["name"] for one in kubernetes.store.all(RAYJOBS)]
     for pid in kubernetes.lab.host_pids()[1:]:
         assert list(processes_in(pid)) == []
+
+
+def test_a_script_comes_to_the_workers_and_not_to_the_head(kubernetes: Kubernetes) -> None:
+    for name, text in FILES.items():
+        kubernetes.plane.write(f"/tmp/mine/{name}", text)
+    options = f"--min 1 --max 2 --checkpoint-store '{kubernetes.kept_at}' --env A_VARIABLE=its-value"
+    said = kubernetes.plane.run(f"{THINWIRE} submit /tmp/mine/train.py {options} -- 100000 0.1 /dev/null")
+    job_id = next(word for word in said.split() if word.startswith("train-"))
+    kubernetes.trains(job_id, 2, after_step=5)
+    inside: dict[str, set[bool]] = {"head": set(), "worker": set()}
+    for pod in kubernetes.store.all(PODS):
+        for pid in kubernetes.kubelet.processes(pod, "ray::"):
+            folder = os.readlink(f"/proc/{pid}/cwd")
+            variables = Path(f"/proc/{pid}/environ").read_bytes()
+            is_of_script = "_ray_pkg_" in folder or b"A_VARIABLE" in variables or b"_ray_pkg_" in variables
+            inside[pod["metadata"]["labels"][NODE_TYPE]].add(is_of_script)
+    assert inside["head"] == {False}
+    assert True in inside["worker"]
+    [rayjob] = [one for one in kubernetes.store.all(RAYJOBS) if one["spec"]["metadata"]["job_id"] == job_id]
+    assert "its-value" not in json.dumps(rayjob)
+    assert kubernetes.ask("POST", f"/v1/jobs/{job_id}/cancel")
+    kubernetes.until_job(job_id, lambda job: job["state"] == "CANCELLED", "is cancelled")
+    kubernetes.until(lambda: not kubernetes.store.all(PODS), "the pods go", 180.0)

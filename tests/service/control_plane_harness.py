@@ -107,7 +107,7 @@ class Service:
         self.home = home
         self.clock = Clock()
         self.launcher = launcher or FakeLauncher()
-        self.settings = Settings(home=home, launcher="fake", scrape_networks=("::1/128",), **settings)
+        self.settings = Settings(home=home, launcher="fake", scrape_networks=("2001:db8::/32", "0.0.0.0/0"), **settings)
         database = home / "thinwire.db"
         if self.settings.database == f"sqlite:///{database}" and not database.exists():
             private_folder(home)
@@ -196,5 +196,5 @@ class Service:
 
     def register(self, job_id: str, rank: int, **changes: Any) -> Any:
         """Register a worker as the job does."""
-        body = {"address": f"127.0.0.1:{9000 + rank}", "attempt": 1, "pid": 100 + rank, "node": "box-a", **changes}
+        body = {"address": f"127.0.0.1:{39000 + rank}", "attempt": 1, "pid": 100 + rank, "node": "box-a", **changes}
         return self.client.put(f"/v1/jobs/{job_id}/workers/{rank}", json=body, headers=self.job_headers(job_id))

@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from tests.service.control_plane_harness import Service, wait_until
+from thinwire.service.jobs.job_folder import ServiceAt
 from thinwire.service.launch.protocol import LaunchState
 
 SUMMARY: dict[str, Any] = {
@@ -79,7 +80,7 @@ class LiveService:
         found = self._listening = Listening(self.service.app, timeout_graceful_shutdown=1)
         self.port = found.port
         (self.home / "server.json").write_text(json.dumps({"url": found.url, "pid": os.getpid()}))
-        self.service.plane.jobs._folders.service_url = found.url
+        self.service.plane.jobs._folders.service = ServiceAt(found.url)
         self.service.plane.jobs.rewrite_service_urls()
 
     def vanish(self) -> None:

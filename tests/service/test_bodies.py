@@ -255,9 +255,23 @@ def test_a_job_names_its_own_hosts_to_prometheus_and_no_others(service: Service)
     job, headers = submitted(service)
     worker = {"attempt": 1, "pid": 1, "node": "n"}
     url = f"/v1/jobs/{job}/workers/0"
-    for address in ("169.254.169.254:80", "10.0.0.1:9000", "localhost:9000", "metadata.internal:80", "[::2]:9000"):
+    for address in (
+        *("169.254.169.254:80", "169.254.169.254:40000", "localhost:40000", "metadata.internal:40000", "[::1]:40000"),
+        *("0.0.0.0:40000", "[fe80::1]:40000", "[2001:db9::1]:40000", "224.0.0.1:40000"),
+        *("127.0.0.1:22", "127.0.0.1:8265", "127.0.0.1:10250", "127.0.0.1:32767", "127.0.0.1:61000"),
+    ):
         answer = service.client.put(url, json={"address": address, **worker}, headers=headers)
         assert answer.status_code == 422, address
         assert answer.json()["problems"][0]["path"] == "address"
-    for address in ("127.0.0.1:9000", "[::ffff:127.0.0.1]:9000", "[::1]:9000"):  # its own; a network that is allowed
+    # Its own; networks that are allowed.
+    for address in ("127.0.0.1:32768", "[::ffff:127.0.0.1]:60999", "[2001:db8::1]:40000", "10.0.0.1:40000"):
         assert service.client.put(url, json={"address": address, **worker}, headers=headers).status_code == 204
+
+
+def test_no_person_names_an_address_to_prometheus(service: Service) -> None:
+    job, _ = submitted(service)
+    worker = {"address": "127.0.0.1:40000", "attempt": 1, "pid": 1, "node": "n"}
+    for who in (service.person("anna"), dict(service.client.headers)):
+        answer = service.client.put(f"/v1/jobs/{job}/workers/0", json=worker, headers=who)
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+    assert service.client.get("/v1/metrics/targets").json() == []

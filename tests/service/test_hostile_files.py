@@ -100,7 +100,7 @@ def test_no_reader_of_a_run_folder_waits_for_what_lies_there(tmp_path: Path, kin
     assert within(lambda: folder.complete("hash")) is False
     assert isinstance(within(lambda: folder.append_log(1, 0, b"x", 100)), OSError)
     assert isinstance(within(lambda: read_part(folder.log_of(1), 0, 100)), OSError)
-    assert isinstance(within(lambda: driver_command(folder.path, 1, {"job_id": "a"}, None)), LauncherError)
+    assert isinstance(within(lambda: driver_command(folder.path, 1, {"job_id": "a"})), LauncherError)
 
 
 def _status(service: Service, path: str, headers: dict[str, str]) -> int:

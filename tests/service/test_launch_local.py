@@ -22,6 +22,8 @@ from thinwire.service.launch import processes, ray_head
 from thinwire.service.launch.local import LocalLauncher
 from thinwire.service.launch.protocol import Code, LaunchState
 
+ROOT = Path(__file__).parents[2]
+
 
 def fresh_id() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
@@ -89,6 +91,44 @@ def test_a_job_of_a_script_runs_in_its_package_with_its_environment(local_launch
     zipped.write_bytes(b"Ray has it: it is not read again")
     local_launcher.submit(second, tiny_job("cat", "src/words.txt"), 1, {}, code)
     wait_until(lambda: state(local_launcher, second) is LaunchState.SUCCEEDED, "the launcher", LIMIT_S)
+
+
+OF_WORKERS = """
+import os, sys
+from pathlib import Path
+import ray
+from thinwire.contract.script import ScriptRecipe
+from thinwire.workers.main import Brought
+
+class Place:
+    def package(self, sha256):
+        return Path(sys.argv[1])
+
+def seen():
+    return Path("src/words.txt").exists(), os.environ.get("A_VARIABLE"), "A_VARIABLE" in os.environ
+
+ray.init()
+recipe = ScriptRecipe(name="script", entry="src/a.py", package="ab" * 32, env_vars={"A_VARIABLE": "its value"})
+of_worker = Brought(recipe.package).environment(recipe, Place())
+print("worker", ray.get(ray.remote(runtime_env=of_worker)(seen).remote()))
+print("driver", seen())
+print("another", ray.get(ray.remote(seen).remote()))
+"""
+
+
+@pytest.mark.ray
+def test_a_script_that_is_of_the_workers_alone_comes_to_no_other_process_of_the_job(local_launcher, tiny_job, tmp_path):
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        archive.writestr("src/words.txt", "words of the package")
+    job = tiny_job("env", f"PYTHONPATH={ROOT}", sys.executable, "-c", OF_WORKERS, str(tmp_path / "package.zip"))
+    submission_id = fresh_id()
+    local_launcher.submit(submission_id, job, 1, {})
+    over = (LaunchState.SUCCEEDED, LaunchState.FAILED)
+    wait_until(lambda: state(local_launcher, submission_id) in over, "the launcher", LIMIT_S)
+    text = local_launcher.logs(submission_id, 0).text
+    assert "worker (True, 'its value', True)" in text, text
+    assert "driver (False, None, False)" in text
+    assert "another (False, None, False)" in text
 
 
 @pytest.mark.ray

@@ -211,7 +211,6 @@ def test_a_service_that_stands_by_reads_and_does_not_write(new_database: Callabl
         ("PATCH", f"/{jobs[0]}", {"workers": {"max": 2}}),
         ("DELETE", f"/{over}", None),
         ("POST", f"/{jobs[0]}/telemetry", {"attempt": 1}),
-        ("PUT", f"/{jobs[0]}/workers/0", {"address": "127.0.0.1:1", "attempt": 1, "pid": 1, "node": "n"}),
         ("DELETE", f"/{jobs[0]}/workers/0", None),
     ):
         answer = second.client.request(method, f"/v1/jobs{path}", json=body)

@@ -150,9 +150,9 @@ def test_a_large_batch_is_stored(service: Service) -> None:
 def test_a_registered_worker_is_a_target_whose_labels_cannot_clash(service: Service) -> None:
     job_id = service.running()
     assert service.register(job_id, 0).status_code == 204
-    assert service.register(job_id, 1, address="[::1]:9001", node="box-b").status_code == 204
+    assert service.register(job_id, 1, address="[2001:db8::1]:39001", node="box-b").status_code == 204
     targets = service.client.get("/v1/metrics/targets").json()
-    assert [group["targets"] for group in targets] == [["127.0.0.1:9000"], ["[::1]:9001"]]
+    assert [group["targets"] for group in targets] == [["127.0.0.1:39000"], ["[2001:db8::1]:39001"]]
     assert targets[1]["labels"] == {
         "__meta_thinwire_job_id": job_id,
         "__meta_thinwire_rank": "1",
@@ -169,7 +169,7 @@ def test_a_lease_runs_out_unless_it_is_renewed(service: Service) -> None:
     service.clock.pass_(LEASE_S - 1)
     service.register(job_id, 1)
     service.clock.pass_(1)
-    assert [group["targets"] for group in service.client.get("/v1/metrics/targets").json()] == [["127.0.0.1:9001"]]
+    assert [group["targets"] for group in service.client.get("/v1/metrics/targets").json()] == [["127.0.0.1:39001"]]
     assert service.job(job_id)["workers"] == 1
     service.clock.pass_(LEASE_S)
     assert service.client.get("/v1/metrics/targets").json() == []
@@ -201,9 +201,9 @@ def test_of_many_workers_the_leading_one_and_the_first_others_are_targets(servic
 
 def test_a_replaced_worker_has_one_target(service: Service) -> None:
     job_id = service.running()
-    service.register(job_id, 0, address="127.0.0.1:1000")
-    service.register(job_id, 0, address="127.0.0.1:2000", pid=7)
-    assert [group["targets"] for group in service.client.get("/v1/metrics/targets").json()] == [["127.0.0.1:2000"]]
+    service.register(job_id, 0, address="127.0.0.1:41000")
+    service.register(job_id, 0, address="127.0.0.1:42000", pid=7)
+    assert [group["targets"] for group in service.client.get("/v1/metrics/targets").json()] == [["127.0.0.1:42000"]]
 
 
 def test_a_worker_that_leaves_is_no_target_and_may_leave_twice(service: Service) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,9 @@ from thinwire.contract.files import unusable_home
 from thinwire.contract.jobs import CheckpointList, ErrorBody, History, Job, JobItem, JobList, Logs, Problem
 from thinwire.contract.packages import Package
 from thinwire.contract.people import AuditLine, AuditList, MadeToken, NewToken, RotatedToken, TokenItem, TokenList
+from thinwire.contract.redaction import redacted_json
 from thinwire.contract.reports import Event
+from thinwire.contract.tls import WrongCa, read_ca, trusting
 from thinwire.service.config import Settings
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -121,6 +124,17 @@ def find_server() -> Server:
     return Server(url.rstrip("/"), token)
 
 
+def _trusted() -> ssl.SSLContext | bool:
+    """The CA that THINWIRE_TLS_CA names, else those of the machine, or of SSL_CERT_FILE. Raises WrongEnvironment."""
+    named = os.environ.get("THINWIRE_TLS_CA", "")
+    if not named:
+        return True
+    try:
+        return trusting(read_ca(Path(named)))
+    except WrongCa as error:
+        raise WrongEnvironment(str(error)) from error
+
+
 def home() -> Path:
     """The folder of the service's state: THINWIRE_HOME, else the user's data folder. Raises WrongEnvironment."""
     try:
@@ -128,7 +142,8 @@ def home() -> Path:
     except ValidationError as error:
         first = error.errors()[0]
         name = "THINWIRE_" + "_".join(map(str, first["loc"])).upper()
-        raise WrongEnvironment(f"the environment variable {name} is {first['input']!r}: {first['msg']}") from error
+        given = redacted_json(first["input"], name)
+        raise WrongEnvironment(f"the environment variable {name} is {given!r}: {first['msg']}") from error
 
 
 def server_of(home: Path) -> Server:
@@ -168,7 +183,7 @@ class Client:
         self._find = find
         # A proxy set for the machine must not stand between us and a server on this very machine.
         mounts = None if transport else dict.fromkeys(_LOOPBACK)
-        self._http = httpx.Client(transport=transport, timeout=timeout_s, mounts=mounts)
+        self._http = httpx.Client(transport=transport, timeout=timeout_s, mounts=mounts, verify=_trusted())
 
     def __enter__(self) -> Self:
         return self
@@ -411,9 +426,10 @@ class Client:
         except httpx.TimeoutException as error:
             raise Unreachable(f"{server.url} did not answer {method} {path} in time") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unreachable(
-                f"the control plane at {server.url} cannot be reached ({error}): start it with `thinwire serve`"
-            ) from error
+            what = "start it with `thinwire serve`"
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                what = "name the CA of its certificate in THINWIRE_TLS_CA, and the service as the certificate does"
+            raise Unreachable(f"the control plane at {server.url} cannot be reached ({error}): {what}") from error
 
 
 def _path(job_id: str, *rest: str) -> str:

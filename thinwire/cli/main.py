@@ -46,6 +46,7 @@ from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, outcome, wait_for_workers
 from thinwire.contract.jobs import JobList
+from thinwire.contract.redaction import Redacting
 from thinwire.contract.reports import EventKind
 from thinwire.contract.spec import ScriptSpec
 from thinwire.service.config import Settings
@@ -125,7 +126,9 @@ def serve(
     except ValidationError as error:
         complain_of(error)
         raise typer.Exit(2) from None
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    to_stderr = logging.StreamHandler(sys.stderr)
+    to_stderr.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_stderr])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll of the launcher
     try:
         run_server(settings, on_started=lambda url: note(_welcome(settings, url)))

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from thinwire.cli.client import Client
 from thinwire.cli.watch import outcome, watch
 from thinwire.contract.jobs import Job, JobState
+from thinwire.contract.redaction import redacted_json
 
 
 def console() -> Console:
@@ -37,7 +38,8 @@ def complain(message: str) -> None:
 def complain_of(error: ValidationError) -> None:
     """A line for each option with a value that it cannot have."""
     for problem in error.errors():
-        complain(f"{'.'.join(map(str, problem['loc']))} = {problem['input']!r}: {problem['msg']}")
+        name = ".".join(map(str, problem["loc"]))
+        complain(f"{name} = {redacted_json(problem['input'], name)!r}: {problem['msg']}")
 
 
 @contextmanager

@@ -302,29 +302,28 @@ def manifest(
 
     Example: `thinwire manifest examples/quickstart.yaml | kubectl apply --dry-run=server -f -`
     """
-    from thinwire.service.launch.driver import command_line
+    from thinwire.service.launch.driver import command_line, script_of_workers
     from thinwire.service.launch.kuberay.manifest import Attempt, TemplateRefused, printed, rayjob, read_template
     from thinwire.service.launch.protocol import Code
 
     spec = read_job_spec(file)
-    code = package = None
+    words: list[str] = []
     job_id = f"{spec.name}-SUFFIX"
     if isinstance(spec, ScriptSpec):
-        code = Code(None, None, spec.recipe.working_dir, spec.recipe.pip, spec.recipe.env_vars)
-        if spec.recipe.package is not None or spec.recipe.working_dir is None:
-            package = spec.recipe.package or "SHA256"
+        recipe = spec.recipe
+        sha256 = recipe.package or ("SHA256" if recipe.working_dir is None else None)
+        words = script_of_workers(Code(None, sha256, recipe.working_dir, recipe.pip, recipe.env_vars))
     try:
         made = rayjob(
             read_template(template, image),
             Attempt(
                 service_id="SERVICE",
                 submission_id=job_id,
-                entrypoint=command_line("URL", job_id, 1, "TICKET", code, package),
+                entrypoint=command_line("URL", job_id, 1, "TICKET", words),
                 metadata={"job_id": job_id, "job_name": spec.name, "attempt": "1"},
                 spec=spec,
                 least=spec.workers.min,
                 most=spec.workers.max,
-                code=code,
                 namespace=namespace,
             ),
         )

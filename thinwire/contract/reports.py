@@ -31,6 +31,10 @@ LEASE_S = 30.0
 """A worker that has not renewed its registration for so long is no longer a scrape target."""
 HEARTBEAT_S = 10.0
 
+SCRAPE_PORTS = range(32768, 61000)
+"""Where workers serve their metrics, and nothing else is taken for one: the ports that Linux gives out by default,
+where no service of a machine or a cluster listens by its own choice. Network policies let Prometheus reach these."""
+
 MOST_REPORTED = 32
 """Names beside the loss that a script's reports may have."""
 LONGEST_REPORTED_NAME = 64
@@ -81,7 +85,7 @@ def wrong_with_reported(names: Iterable[str]) -> str | None:
 class WorkerRegistration(_Report):
     """Where one worker's metrics can be scraped."""
 
-    address: str = Field(max_length=255, description="host:port of the worker's /metrics")
+    address: str = Field(max_length=255, description="IP:port of the worker's /metrics")
     attempt: int = Field(ge=1, description="which submission of the job this worker belongs to")
     pid: int = Field(ge=1)
     node: str = Field(max_length=255)

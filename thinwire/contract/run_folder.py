@@ -4,6 +4,7 @@ job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    
 workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
 token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
 service_url    where the service listens now; rewritten when the service starts again
+service_ca     the certificates that it is trusted by, where they are not those of every machine; rewritten likewise
 checkpoints/   written by the workers
 script/        what a script keeps that draws no batch of the session: its own checkpoints
 buckets.json   the size of buckets that the run keeps, written by rank 0 at its first start
@@ -34,6 +35,7 @@ class RunFolder:
         self.workers = path / "workers.json"
         self.token = path / "token"
         self.service_url = path / "service_url"
+        self.service_ca = path / "service_ca"
         self.checkpoints = path / "checkpoints"
         self.script = path / "script"
         self.buckets = path / "buckets.json"

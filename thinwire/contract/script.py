@@ -7,11 +7,12 @@ who may look at a job. `secrets` names where each box finds one.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from thinwire.contract.redaction import HIDDEN, names_secret, redacted
 
 SHA256 = r"^[0-9a-f]{64}$"
 MOST_ARGS = 1000
@@ -80,6 +81,16 @@ class ScriptRecipe(BaseModel):
         return args
 
 
+def runtime_environment(working_dir: str | None, pip: Sequence[str], env_vars: Mapping[str, str]) -> dict[str, object]:
+    """What Ray is to make of it on each machine, without a package, which comes in a way of its own."""
+    found: dict[str, object] = {"working_dir": f"local://{working_dir}"} if working_dir is not None else {}
+    if pip:
+        found["pip"] = list(pip)
+    if env_vars:
+        found["env_vars"] = dict(env_vars)
+    return found
+
+
 def impossible(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:
     """What of a recipe cannot stand together, as (path, value, what is allowed)."""
     if (recipe.package is None) == (recipe.working_dir is None):
@@ -90,20 +101,9 @@ def impossible(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:
             f"given where recipe.working_dir is not, and only there; {given} given. `thinwire submit train.py` uploads "
             "the folder of a script and names the package",
         )
-    for index, requirement in enumerate(recipe.pip):
-        if _CREDENTIALS.search(requirement):
-            yield (
-                f"recipe.pip.{index}",
-                _CREDENTIALS.sub("://***@", requirement),
-                "without credentials, which everybody who sees the job would read: give them to pip on the boxes, in "
-                "~/.netrc or pip.conf",
-            )
     for name in recipe.env_vars:
         path = f"recipe.env_vars.{name}"
-        if _secret(name):
-            words = "under recipe.secrets, for by its name it is a secret, and everybody who sees the job sees env_vars"
-            yield path, "***", f"{words}: secrets: {{{name}: {{env: {name}}}}} takes it from each box"
-        elif reason := _taken(name):
+        if reason := _taken(name):
             yield path, recipe.env_vars[name], f"left out: {reason}"
         elif "\0" in recipe.env_vars[name]:
             yield path, recipe.env_vars[name], "text without the character NUL"
@@ -117,9 +117,29 @@ def impossible(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:
             yield path, source.model_dump(exclude_none=True), f"left out: {reason}"
 
 
-def _secret(name: str) -> bool:
-    """By words, so that TOKENIZERS_PARALLELISM and MONKEY are none."""
-    return not _SECRET_WORDS.isdisjoint(name.upper().split("_"))
+def secrets_in(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:
+    """Which secrets it holds that have a better place, as (path, value without them, what is allowed).
+
+    Those in args have none, where a script takes them in no other way: they are hidden where the job is shown.
+    """
+    for index, requirement in enumerate(recipe.pip):
+        if (shown := redacted(requirement)) != requirement:
+            yield (
+                f"recipe.pip.{index}",
+                shown,
+                "without credentials, which everybody who sees the job would read: give them to pip on the boxes, in "
+                "~/.netrc or pip.conf",
+            )
+    for name, value in recipe.env_vars.items():
+        path, where = f"recipe.env_vars.{name}", f"secrets: {{{name}: {{env: {name}}}}} takes it from each box"
+        if value == HIDDEN or _taken(name):
+            continue
+        if names_secret(name):
+            words = "under recipe.secrets, for by its name it is a secret, and everybody who sees the job sees env_vars"
+            yield path, HIDDEN, f"{words}: {where}"
+        elif (shown := redacted(value)) != value:
+            words = "under recipe.secrets, for there is a secret in it, and everybody who sees the job sees env_vars"
+            yield path, shown, f"{words}: {where}"
 
 
 def _taken(name: str) -> str | None:
@@ -128,10 +148,4 @@ def _taken(name: str) -> str | None:
     return owner and f"variables that begin so belong to {owner}, and it would not find its own"
 
 
-_CREDENTIALS = re.compile(r"://[^/\s@]+@(?!\s)")
-_SECRET_WORDS = frozenset(
-    word + plural
-    for word in ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "KEY", "APIKEY", "CREDENTIAL", "AUTHTOKEN")
-    for plural in ("", "S")
-)
 _OWNERS = {"RAY_": "Ray", "THINWIRE_": "Thinwire"}

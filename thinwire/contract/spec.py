@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     Tag,
     TypeAdapter,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -26,6 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from thinwire.contract import hyperparameters as declared
 from thinwire.contract import script, start, stores
+from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.start import Start
 
@@ -408,8 +410,8 @@ class TrainSpec(JobSpec):
         return steps_of(self.lr_schedule.warmup, self.steps)
 
     @model_validator(mode="after")
-    def _possible(self) -> TrainSpec:
-        _refuse(_impossible(self))
+    def _possible(self, info: ValidationInfo) -> TrainSpec:
+        _refuse([*_impossible(self), *_secrets_in(self, info)])
         return self
 
 
@@ -428,8 +430,8 @@ class ScriptSpec(JobSpec):
         return given
 
     @model_validator(mode="after")
-    def _possible(self) -> ScriptSpec:
-        _refuse([*_impossible_anywhere(self), *script.impossible(self.recipe)])
+    def _possible(self, info: ValidationInfo) -> ScriptSpec:
+        _refuse([*_impossible_anywhere(self), *script.impossible(self.recipe), *_secrets_in(self, info)])
         return self
 
 
@@ -466,13 +468,24 @@ def read_spec(given: object) -> TrainSpec | ScriptSpec:
     return _ANY.validate_python(given)
 
 
+def read_accepted(given: object) -> TrainSpec | ScriptSpec:
+    """The same of a job that a service has taken. What is a secret an earlier version may have seen otherwise: such a
+    job goes on. Raises pydantic.ValidationError.
+    """
+    return _ANY.validate_python(given, context=_ACCEPTED)
+
+
+_ACCEPTED = {"accepted": True}
+
+
 Impossible = tuple[str, Any, str]
 """A field that is in range and cannot stand beside another: its path, its value, what is allowed."""
 
 
 def _refuse(found: Sequence[Impossible]) -> None:
     if found:
-        path, value, allowed = found[0]
+        shown = [(path, redacted_json(value, path), allowed) for path, value, allowed in found]
+        path, value, allowed = shown[0]
         raise PydanticCustomError(
             "impossible",
             "{path} = {value} is not possible: {allowed}",
@@ -480,7 +493,7 @@ def _refuse(found: Sequence[Impossible]) -> None:
                 "path": path,
                 "value": value,
                 "allowed": allowed,
-                "problems": [{"path": p, "value": v, "allowed": a} for p, v, a in found],
+                "problems": [{"path": p, "value": v, "allowed": a} for p, v, a in shown],
             },
         )
 
@@ -523,9 +536,26 @@ def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
     found = _impossible_workers(spec)
     store = spec.checkpoint.store
     if store is not None and (words := stores.misplaced(store)):
-        found.append(("checkpoint.store", stores.shown(store), words))
+        found.append(("checkpoint.store", store, words))
     if spec.start is not None:
         found += start.impossible(spec.start)
+    return found
+
+
+def _secrets_in(spec: JobSpec, info: ValidationInfo) -> list[Impossible]:
+    """What everybody who may see the job would read of it; of a job that was accepted nothing is asked."""
+    if info.context is _ACCEPTED:
+        return []
+    found: list[Impossible] = []
+    store = spec.checkpoint.store
+    if store is not None and (words := stores.any_credentials(store)):
+        found.append(("checkpoint.store", store, words))
+    if spec.start is not None:
+        path, place = spec.start.place
+        if place is not None and (words := stores.credentials(place)):
+            found.append((path, place, words))
+    if isinstance(spec, ScriptSpec):
+        found += script.secrets_in(spec.recipe)
     return found
 
 

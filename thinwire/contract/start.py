@@ -71,6 +71,6 @@ def impossible(start: Start) -> Iterator[tuple[str, object, str]]:
     if place is None:
         return
     if words := stores.misplaced(place):
-        yield path, stores.shown(place), words
+        yield path, place, words
     elif place.startswith("memory://"):
         yield path, place, "a place that all workers reach: what is in the memory of one process no other sees"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+
+from thinwire.contract.redaction import redacted
 
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*")
@@ -38,25 +39,23 @@ def misplaced(place: str) -> str | None:
         return f"a URL with a bucket: {scheme}://bucket/folder"
     if not rest.strip("/"):
         return f"a URL that says where, such as {scheme}://place/folder"
-    if _has_password(place):
-        return (
-            "without credentials, which everybody who sees the job would read: give them to the boxes, in the "
-            "environment in which Ray is started"
-        )
     return None
 
 
-def shown(place: str) -> str:
-    """As an answer may show it."""
-    return f"{place.partition('://')[0]}://***" if _has_password(place) else place
+def credentials(place: str) -> str | None:
+    """What a place is to be, where it says a user and a password, which everybody who sees the job would read."""
+    return _NO_CREDENTIALS if redacted(path := place.partition("?")[0]) != path else None
 
 
-def _has_password(url: str) -> bool:
-    """Does a URL say user:password@? A user alone is no secret: Azure's containers stand there."""
-    try:
-        return urlsplit(url).password is not None
-    except ValueError:
-        return False
+def any_credentials(place: str) -> str | None:
+    """The same of a place that is asked for as long as a job runs: what its query says counts too."""
+    return _NO_CREDENTIALS if redacted(place) != place else None
+
+
+_NO_CREDENTIALS = (
+    "without credentials, which everybody who sees the job would read: give them to the boxes, in the environment in "
+    "which Ray is started"
+)
 
 
 def _no_path(place: str) -> str:

@@ -9,17 +9,19 @@ A run that nobody watches (a test, a benchmark, a loop under torchrun) has a rep
 
 from __future__ import annotations
 
+import errno
 import logging
+import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from pydantic import JsonValue
 
 from thinwire.contract.metric_names import METRICS, PHASES, Scope
-from thinwire.contract.reports import Event, EventKind, Failure, Health, Sample
+from thinwire.contract.reports import SCRAPE_PORTS, Event, EventKind, Failure, Health, Sample
 from thinwire.contract.summary import Summary
 from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry.history import RunFiles
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from thinwire.workers.telemetry.ledger import LinkBytes, WireMeter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PORTS_TRIED = 100
+"""For the metrics of one worker: others have few of them."""
 
 RECENT = 200
 """Samples that a worker remembers for the case that it becomes rank 0: many more than one can have kept to itself."""
@@ -207,7 +213,7 @@ class WorkerMetrics:
         # Its own registry: other libraries in the process use the global one.
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        server, thread = start_http_server(0, addr=addr, registry=registry)
+        server, thread = _on_free_port(lambda port: start_http_server(port, addr=addr, registry=registry))
 
         def stop() -> None:
             server.shutdown()
@@ -235,6 +241,18 @@ class WorkerMetrics:
         if self._stop is not None:
             self._stop()
             self._stop = None
+
+
+def _on_free_port(start: Callable[[int], T]) -> T:
+    """What it returns for a port of SCRAPE_PORTS that is free. Raises OSError."""
+    for port in random.Random().sample(SCRAPE_PORTS, PORTS_TRIED):  # not the seeded one: ranks would ask for the same
+        try:
+            return start(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            last = error
+    raise last
 
 
 class Reporter:

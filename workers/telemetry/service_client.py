@@ -32,6 +32,7 @@ from thinwire.contract.jobs import History
 from thinwire.contract.remote_run import KeptFile, LogKept, RunNow
 from thinwire.contract.reports import HEARTBEAT_S, Event, Failure, Sample, Telemetry, WorkerRegistration
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.tls import trusting
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +91,16 @@ class ServiceClient:
         self._folder = RunFolder(run_dir)
         self._silent_since: float | None = None
         self._lock = threading.Lock()
-        # Below the server's own limit of 5 s, or a call now and then would meet a connection that is being closed.
-        limits = httpx.Limits(keepalive_expiry=2.0)
-        # trust_env: the token must not travel through a proxy that the environment happens to name.
-        self._http = httpx.Client(
-            timeout=httpx.Timeout(timeout_s, connect=min(2.0, timeout_s)), limits=limits, trust_env=False
+        self._timeout = httpx.Timeout(timeout_s, connect=min(2.0, timeout_s))
+        self._ca, self._http = "", self._trusting("")
+
+    def _trusting(self, ca: str) -> httpx.Client:
+        return httpx.Client(
+            timeout=self._timeout,
+            # Below the server's own limit of 5 s, or a call now and then would meet a connection that is being closed.
+            limits=httpx.Limits(keepalive_expiry=2.0),
+            trust_env=False,  # the token must not travel through a proxy that the environment happens to name
+            verify=trusting(ca) if ca else True,
         )
 
     @property
@@ -171,7 +177,7 @@ class ServiceClient:
         try:
             url = f"{self._read(self._folder.service_url).rstrip('/')}/v1/jobs/{self._job_id()}/{path}"
             headers = {"Authorization": f"Bearer {self._token()}", "Content-Type": media}
-            answer = self._http.request(method, url, params=query or None, content=content, headers=headers)
+            answer = self._client().request(method, url, params=query or None, content=content, headers=headers)
             if or_none and answer.status_code == httpx.codes.NOT_FOUND:
                 answer = httpx.Response(200, request=answer.request)
             _judge(answer)
@@ -194,6 +200,18 @@ class ServiceClient:
         self._stale_since = math.inf
         self._note(None)
         return answer
+
+    def _client(self) -> httpx.Client:
+        """That trusts the service by what the run folder says now."""
+        file = self._folder.service_ca
+        ca = self._read(file) if file.exists() else ""
+        with self._lock:
+            if ca != self._ca:  # the calls of other threads end with the one before
+                try:
+                    self._ca, self._http = ca, self._trusting(ca)
+                except (OSError, ValueError) as error:
+                    raise ServiceUnavailable(f"{file} holds no certificate: {error}") from error
+            return self._http
 
     def _job_id(self) -> str:
         try:

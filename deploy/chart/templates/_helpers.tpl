@@ -22,8 +22,24 @@ app.kubernetes.io/part-of: thinwire
 {{- end -}}
 {{- end -}}
 
+{{/* KubeRay lets the autoscaler of each job change all pods of its namespace: by default not those of the service. */}}
 {{- define "thinwire.jobs.namespace" -}}
-{{ .Values.kuberay.namespace | default .Release.Namespace }}
+{{- $apart := and (eq .Values.launcher "kuberay") (not .Values.kuberay.sharedNamespace) -}}
+{{ .Values.kuberay.namespace | default (ternary (printf "%s-jobs" .Release.Namespace) .Release.Namespace $apart) }}
+{{- end -}}
+
+{{/* The service as pods reach it. */}}
+{{- define "thinwire.url" -}}
+{{ ternary "https" "http" (ne .Values.tls.secret "") }}://{{ include "thinwire.name" . }}.{{ .Release.Namespace }}:{{ .Values.service.port }}
+{{- end -}}
+
+{{/* Of the Prometheus operator: how it trusts the service. */}}
+{{- define "thinwire.tlsConfig" -}}
+serverName: {{ (urlParse (.Values.publicUrl | default (include "thinwire.url" .))).hostname | quote }}
+{{- with .Values.tls.ca }}
+ca:
+  secret: {name: {{ $.Values.tls.secret | quote }}, key: {{ . | quote }}}
+{{- end }}
 {{- end -}}
 
 {{- define "thinwire.claim" -}}
@@ -68,6 +84,9 @@ app.kubernetes.io/part-of: thinwire
 {{- if and (ne $v.launcher "ray") $v.ray.address -}}
 {{- fail (printf "ray.address: %s is of launcher: ray, and launcher is %s" $v.ray.address $v.launcher) -}}
 {{- end -}}
+{{- if and (eq $v.launcher "kuberay") (not $v.kuberay.sharedNamespace) (eq (include "thinwire.jobs.namespace" . | trim) .Release.Namespace) -}}
+{{- fail (printf "kuberay.namespace: %s is that of the release, where the autoscaler of any job could change the pods of the service: name another, or set kuberay.sharedNamespace: true" .Release.Namespace) -}}
+{{- end -}}
 {{- if $v.kuberay.template -}}
 {{- $job := fromYaml $v.kuberay.template -}}
 {{- if ne (get $job "kind" | toString) "RayJob" -}}
@@ -80,6 +99,9 @@ app.kubernetes.io/part-of: thinwire
 {{- if and $v.checkpoints.claim $v.checkpoints.create (not $v.home.existingClaim) (eq $v.checkpoints.claim (include "thinwire.claim" .)) -}}
 {{- fail (printf "checkpoints.claim: %s is the name of the claim of the service's home: jobs must not mount that; name another" $v.checkpoints.claim) -}}
 {{- end -}}
+{{- if and $v.tls.secret (hasPrefix "http:" $v.publicUrl) -}}
+{{- fail (printf "publicUrl: %s is plain HTTP, and tls.secret makes the service speak TLS: begin it with https://" $v.publicUrl) -}}
+{{- end -}}
 {{- if $v.ingress.enabled -}}
 {{- if or (not $v.ingress.host) (not $v.ingress.tlsSecret) -}}
 {{- fail "ingress.enabled needs ingress.host and ingress.tlsSecret: a token must not travel in clear" -}}
@@ -89,12 +111,15 @@ app.kubernetes.io/part-of: thinwire
 {{- end -}}
 {{- end -}}
 {{- range $name := list "serviceMonitor" "scrapeConfig" -}}
-{{- if and (get $v.monitoring $name) (not $v.tokenSecret.name) -}}
-{{- fail (printf "monitoring.%s needs tokenSecret.name: Prometheus sends the operator's token" $name) -}}
+{{- if and (get $v.monitoring $name) (not $v.monitoring.tokenSecret.name) -}}
+{{- fail (printf "monitoring.%s needs monitoring.tokenSecret.name: a Secret with a token of the role viewer, as `thinwire token create prometheus --role viewer` prints one" $name) -}}
+{{- end -}}
+{{- if and (get $v.monitoring $name) (eq $v.monitoring.tokenSecret.name $v.tokenSecret.name) (eq $v.monitoring.tokenSecret.key $v.tokenSecret.key) -}}
+{{- fail (printf "monitoring.tokenSecret: %s is the operator's token, which allows everything; make one of the role viewer for Prometheus" $v.tokenSecret.name) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $value := $v.env -}}
-{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE") -}}
+{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_SHARED_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE" "THINWIRE_TLS_CERTIFICATE" "THINWIRE_TLS_KEY" "THINWIRE_TLS_CA") -}}
 {{- fail (printf "env: %s is set by the chart, from a value of its own" $name) -}}
 {{- end -}}
 {{- end -}}

@@ -287,6 +287,16 @@ class _Configuration(kubernetes.client.Configuration):  # type: ignore[misc]  # 
         return None if found is None else found.strip()
 
 
+def own_namespace() -> str | None:
+    """Of the pod that this runs in; None outside of one."""
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        return None
+    try:
+        return _NAMESPACE.read_text(encoding="utf-8").strip()
+    except OSError:  # without an account there is no way to the API either: `connect` says so
+        return None
+
+
 def connect(namespace: str | None) -> Kube:
     """With the account of the pod that this runs in, else as kubectl would. namespace: None, of pod or context.
 

@@ -21,8 +21,8 @@ from typing import Final
 from thinwire.contract.files import read_plain
 from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import read_spec
-from thinwire.service.launch.driver import driver_command
+from thinwire.contract.spec import read_accepted
+from thinwire.service.launch.driver import driver_command, script_of_workers
 from thinwire.service.launch.kuberay.kube import WATCH_SILENT_S, Expired, Kube, KubeError, connect
 from thinwire.service.launch.kuberay.manifest import (
     LABEL_SERVICE,
@@ -164,7 +164,7 @@ class KubeRayLauncher(Launcher):
         assert self._template is not None, "read when it started"
         folder = RunFolder(run_dir)
         try:
-            spec = read_spec(json.loads(read_plain(folder.job, MOST_FILE_BYTES))["spec"])
+            spec = read_accepted(json.loads(read_plain(folder.job, MOST_FILE_BYTES))["spec"])
             wanted = WantedWorkers.model_validate_json(read_plain(folder.workers, MOST_FILE_BYTES))
         except (OSError, ValueError, KeyError) as error:
             raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
@@ -173,12 +173,11 @@ class KubeRayLauncher(Launcher):
             Attempt(
                 service_id=self._service_id,
                 submission_id=submission_id,
-                entrypoint=driver_command(run_dir, attempt, metadata, code, fetch=True),
+                entrypoint=driver_command(run_dir, attempt, metadata, script_of_workers(code)),
                 metadata=metadata,
                 spec=spec,
                 least=wanted.min,
                 most=wanted.max,
-                code=code,
                 namespace=kube.namespace,
             ),
         )

@@ -19,7 +19,6 @@ from typing import Any, Final
 import yaml
 
 from thinwire.contract.spec import JobSpec
-from thinwire.service.launch.protocol import Code
 
 Object = dict[str, Any]
 
@@ -35,6 +34,15 @@ END_OF_RAY_S: Final = 30
 """Beside workers.grace_s: the hand-over's own start, and Ray's end after it."""
 LONGEST_NAME: Final = 47
 """Of a RayJob: KubeRay makes the names of its RayCluster and Services of it."""
+TOKEN_VOLUME: Final = "autoscaler-token"
+TOKEN_FOLDER: Final = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where a client of the Kubernetes API looks for the account of its pod."""
+_TOKEN: Final = [
+    {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
+    {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+    {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}},
+]
+"""What Kubernetes itself mounts there."""
 _SLUG: Final = 20
 _NOT_A_STRING: Final = re.compile(r"[yYnN]|[-+]?(\d[\d_]*)?\.?[\d_]*([eE][-+]?\d+)|[-+]?0o[0-7_]+")
 """To Go's YAML a truth, or a number with an exponent or in base 8; PyYAML writes these strings without quotes."""
@@ -64,7 +72,6 @@ class Attempt:
     spec: JobSpec
     least: int
     most: int
-    code: Code | None = None
     namespace: str = "default"
 
 
@@ -104,10 +111,6 @@ def rayjob(template: Template, attempt: Attempt) -> Object:
     spec["entrypoint"] = attempt.entrypoint
     spec["jobId"] = f"{attempt.service_id}.{attempt.submission_id}"
     spec["metadata"] = dict(attempt.metadata)
-    environment = {} if attempt.code is None else attempt.code.environment()
-    if environment:  # without the package: the driver fetches that with the job's token
-        # All quoted: KubeRay's YAML takes 1e-3 and y for a number and a truth, and Ray wants strings.
-        spec["runtimeEnvYAML"] = yaml.safe_dump(environment, sort_keys=True, default_style='"')
     cluster = spec["rayClusterSpec"]
     head, group = cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]
     least = attempt.least
@@ -119,6 +122,7 @@ def rayjob(template: Template, attempt: Attempt) -> Object:
     pod = group["template"]["spec"]
     pod["terminationGracePeriodSeconds"] = round(attempt.spec.workers.grace_s) + END_OF_RAY_S
     _device(group, attempt.spec.workers.device)
+    _give_no_token(cluster)
     if template.image is not None:
         head["containers"][0]["image"] = pod["containers"][0]["image"] = template.image
     return made
@@ -195,6 +199,30 @@ def _device(group: Object, device: str) -> None:
         if device == "gpu":
             amounts[GPU] = "1"
     group["rayStartParams"].pop("num-gpus", None)
+
+
+def _give_no_token(cluster: Object) -> None:
+    """Leave the token of the Kubernetes API to the autoscaler's container alone.
+
+    KubeRay lets the account of a head's pod change pods and RayClusters of the namespace. Whoever runs code in a Ray
+    can run it on its head, whatever the head has to offer, so what runs Ray must not have that account's token.
+    """
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    for pod in (head, *(group["template"]["spec"] for group in cluster["workerGroupSpecs"])):
+        pod["automountServiceAccountToken"] = False
+    if not cluster.get("enableInTreeAutoscaling"):
+        return
+    mounts = _list(_mapping(cluster, "autoscalerOptions"), "volumeMounts")
+    if not any(mount.get("mountPath", "").rstrip("/") == TOKEN_FOLDER for mount in mounts):
+        mounts.append({"name": TOKEN_VOLUME, "mountPath": TOKEN_FOLDER, "readOnly": True})
+        _list(head, "volumes").append({"name": TOKEN_VOLUME, "projected": {"sources": copy.deepcopy(_TOKEN)}})
+
+
+def _list(parent: Object, name: str) -> list[Any]:
+    if parent.get(name) is None:
+        parent[name] = []
+    found: list[Any] = parent[name]
+    return found
 
 
 def _mapping(parent: Object, name: str) -> Object:

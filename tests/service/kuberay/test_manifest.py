@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.deploy.rendering import objects, rendered
 from tests.deploy.schemas import NEWEST, complaints
 from tests.service.control_plane_harness import spec
 from thinwire.contract.spec import read_spec
+from thinwire.service.launch.driver import command_line, script_of_workers
 from thinwire.service.launch.kuberay.manifest import (
     ELASTIC,
     GPU,
@@ -128,12 +131,47 @@ def test_what_kueue_admits_once_has_all_its_pods_and_no_autoscaler() -> None:
     assert group(elastic)["minReplicas"] == 2
 
 
-def test_a_script_brings_its_environment_and_the_driver_its_package() -> None:
-    given = attempt()
-    code = Code(None, "ab" * 32, None, ("tiktoken==0.12",), {"A": "b: c"})
-    found = rayjob(read_template(None), Attempt(*[getattr(given, name) for name in given.__slots__][:7], code))
-    assert yaml.safe_load(found["spec"]["runtimeEnvYAML"]) == {"pip": ["tiktoken==0.12"], "env_vars": {"A": "b: c"}}
-    assert "runtimeEnvYAML" not in made()["spec"]
+def test_the_cluster_is_told_nothing_of_a_script_so_that_none_of_it_comes_to_the_head() -> None:
+    """What Ray installs for a job it installs where the driver runs too, and its variables are the driver's."""
+    code = Code(Path("a.zip"), "ab" * 32, None, ("tiktoken==0.12",), {"LD_PRELOAD": "./a.so"})
+    words = script_of_workers(code)
+    assert words == ["--script-of-workers", "--package", "ab" * 32]
+    assert script_of_workers(replace(code, package=None, sha256=None, working_dir="/srv")) == words[:1]
+    assert script_of_workers(None) == []
+    found = rayjob(read_template(None), replace(attempt(), entrypoint=command_line("U", "j", 1, "T", words)))
+    assert "runtimeEnvYAML" not in found["spec"]
+    assert "tiktoken" not in printed(found)
+    assert "LD_PRELOAD" not in printed(found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_autoscaler_alone_has_a_token_of_the_kubernetes_api_whatever_the_template_says(case: str, tmp_path) -> None:
+    template: Any = copy.deepcopy(read_template(None).rayjob)
+    head = template["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    workers = group(template)["template"]["spec"]
+    head["automountServiceAccountToken"] = workers["automountServiceAccountToken"] = True
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(template))
+    found = rayjob(read_template(tmp_path / "a.yaml"), attempt(**CASES[case]))
+    cluster = found["spec"]["rayClusterSpec"]
+    head, workers = cluster["headGroupSpec"]["template"]["spec"], group(found)["template"]["spec"]
+    assert head["automountServiceAccountToken"] is workers["automountServiceAccountToken"] is False
+    volumes = [one["name"] for one in head.get("volumes", []) if "projected" in one]
+    mounted = [one for one in cluster.get("autoscalerOptions", {}).get("volumeMounts", []) if one["name"] in volumes]
+    if cluster["enableInTreeAutoscaling"]:  # what is mounted where clients of Kubernetes look for it
+        assert [one["mountPath"] for one in mounted] == ["/var/run/secrets/kubernetes.io/serviceaccount"]
+    else:
+        assert volumes == []
+    assert broken([*objects(rendered("as-it-is")), found]) == []
+
+
+def test_a_template_that_gives_the_autoscaler_its_token_itself_is_left_so(tmp_path) -> None:
+    template: Any = copy.deepcopy(read_template(None).rayjob)
+    options = template["spec"]["rayClusterSpec"]["autoscalerOptions"]
+    options["volumeMounts"] = [{"name": "mine", "mountPath": "/var/run/secrets/kubernetes.io/serviceaccount/"}]
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(template))
+    found = rayjob(read_template(tmp_path / "a.yaml"), attempt())
+    assert found["spec"]["rayClusterSpec"]["autoscalerOptions"] == options
+    assert found["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"].get("volumes") is None
 
 
 @pytest.mark.parametrize("submission", ["a", "x" * 63 + "-abcdef-attempt12", "1.2-a", "a.b--c-.d-attempt3"])
@@ -215,17 +253,12 @@ def test_what_kueue_has_admitted_is_not_resized_unless_it_is_elastic() -> None:
 
 GO_READS_OTHERWISE = ("1e-3", "1e3", ".5e3", "1.e+3", "+2E6", "y", "N", "0o17")
 """Strings to PyYAML, which writes them without quotes; numbers and truths to go.yaml.in/yaml/v2 (resolve.go), by which
-kubectl reads a file, and KubeRay a runtimeEnvYAML."""
+kubectl reads a file."""
 
 
 @pytest.mark.parametrize("text", GO_READS_OTHERWISE)
 def test_a_string_that_kubernetes_would_read_as_something_else_is_quoted(text: str) -> None:
-    given = attempt()
-    code = Code(None, "ab" * 32, None, (), {"VALUE": text, "LINES": "a\u2028b\n\U0001f600"})
-    found = rayjob(read_template(None), Attempt(*[getattr(given, name) for name in given.__slots__][:7], code))
-    environment = found["spec"]["runtimeEnvYAML"]
-    assert f'"VALUE": "{text}"' in environment
-    assert yaml.safe_load(environment) == {"env_vars": dict(code.env_vars)}
+    found = made()
     found["metadata"]["annotations"]["value"] = text
     assert f'value: "{text}"\n' in printed(found)
     assert yaml.safe_load(printed(found)) == found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import missing
+from tests.certificates import self_signed
 from tests.kubeapi.client import kubeconfig
 from tests.kubeapi.server import KubeApi
 from thinwire.service.launch.kuberay.kube import connect
@@ -24,13 +23,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three that sign themselves: the server's, one of another with the same names, and one for another host."""
     folder = tmp_path_factory.mktemp("tls")
     for name, names in (("server", "IP:127.0.0.1"), ("other", "IP:127.0.0.1"), ("elsewhere", "DNS:kube.example")):
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        command += ["-days", "2", "-subj", f"/CN={name}", "-addext", f"subjectAltName={names}"]
-        command += ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt")]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except FileNotFoundError:
-            missing("openssl")
+        self_signed(folder, name, names)
     (folder / "empty.crt").write_text("")
     return folder
 

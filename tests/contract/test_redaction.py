@@ -1,0 +1,149 @@
+"""What is shown of a text, of a command line, of a job: all but its secrets."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.contract.redaction import HIDDEN, Redacting, hidden_in, names_secret, redacted, redacted_json
+
+AWS = "AKIA" + "THINWIRETEST0000"
+GITHUB = "ghp_" + "0123456789abcdefABCDEF0123456789abcd"
+HIDES = [
+    ("s3://KEY:SECRET@bucket/a", "s3://***@bucket/a"),
+    ("s3://KEY:SE/CR+ET@bucket/a", "s3://***@bucket/a"),
+    ("redis://:hunter2@host/0", "redis://***@host/0"),
+    ("https://hunter2@git.example.com/r", "https://***@git.example.com/r"),
+    ("git+https://me:hunter2@git.example.com/r@main", "git+https://***@git.example.com/r@main"),
+    ("DATABASE_URL=postgresql+psycopg://me:hunter2@db/a", "DATABASE_URL=postgresql+psycopg://***@db/a"),
+    ("https://b.s3.amazonaws.com/k?X-Amz-Signature=0ab&x=1", "https://b.s3.amazonaws.com/k?X-Amz-Signature=***&x=1"),
+    ("https://h/x?a=1&token=hunter2#c", "https://h/x?a=1&token=***#c"),
+    ("https://a.blob.core.windows.net/c?sv=1&sig=hunter2", "https://a.blob.core.windows.net/c?sv=1&sig=***"),
+    ("AccountName=a;AccountKey=hunter2==;End=b", "AccountName=a;AccountKey=***;End=b"),
+    ("host=db password=hunter2 dbname=a", "host=db password=*** dbname=a"),
+    ("PGPASSWORD=hunter2 psql", "PGPASSWORD=*** psql"),
+    ('{"apiKey": "hunter2", "a": 1}', '{"apiKey": "***", "a": 1}'),
+    ("password: hunter2", "password: ***"),
+    ("train.py --api-key hunter2 --lr 1", "train.py --api-key *** --lr 1"),
+    ("Authorization: Bearer 0123456789abcdef", "Authorization: ***"),
+    (f"a {AWS} b", "a *** b"),
+    (f"a {GITHUB} b", "a *** b"),
+    ("a hf_0123456789abcdefABCD b", "a *** b"),
+    ("a eyJhbGciOiJI.eyJzdWIiOiIx.abc b", "a *** b"),
+    ("x\n-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\ny", "x\n***\ny"),
+]
+STAYS = [
+    "abfss://container@account.dfs.core.windows.net/a",
+    "sftp://me@host/a",
+    "http://[::1]:8400/a@b",
+    "https://host:8400/a@b",
+    "hdfs://host/a?replication=2",
+    "tokens=4096 max_tokens=5 pad_token=<pad> key=text sort_key=name",
+    "recipe.env_vars.HF_TOKEN: must be under recipe.secrets, secrets: {HF_TOKEN: {env: HF_TOKEN}}",
+    "token_type_ids monkey=banana tokenizer=gpt2 PWD=/root",
+    "recipe.pip = tokenizers==0.20 secrets==1.0",
+    "GOOGLE_APPLICATION_CREDENTIALS_FILE=/a/b TOKEN_PATH=/c",
+    "password=$PASSWORD token=${TOKEN} secret=<secret>",
+    "step=1 loss=5.0 Basic training of bearers",
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), HIDES)
+def test_secrets_are_hidden_wherever_they_stand(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+    assert redacted(f"say {text}, now" if "\n" not in text and ": " not in text else text).count(HIDDEN) == 1
+
+
+@pytest.mark.parametrize("text", STAYS)
+def test_what_is_no_secret_stays_as_it_is(text: str) -> None:
+    assert redacted(text) == text
+
+
+def test_a_secret_is_known_by_a_part_of_its_name() -> None:
+    names = {"PGPASSWORD", "GITHUB_PAT", "MYSQL_PWD", "HF_TOKEN", "HFTOKEN", "wandbApiKey", "X-Amz-Signature", "KEYS"}
+    names |= {"AWS_ACCESS_KEY_ID", "JWT2", "DB_PASSWD_1", "COOKIE", "SSH_PRIVATE_KEY", "--hub-token", "client_secret"}
+    assert [name for name in names if not names_secret(name)] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "MONKEY", "PATH", "PWD", "PGPASSFILE", "author", "patience"]
+)
+def test_a_name_that_only_looks_like_it_is_none(name: str) -> None:
+    assert not names_secret(name)
+
+
+def test_of_a_command_line_what_stands_behind_a_flag_is_hidden_and_numbers_of_tokens_are_not() -> None:
+    words = [
+        "--password",
+        "hunter2",
+        "--max-tokens",
+        "4096",
+        "--text-key",
+        "sentence1",
+        "--token",
+        "hunter2",
+        "-v",
+        "x",
+    ]
+    words += ["--api_key=hunter2", "db.password=hunter2", "s3://a:hunter2@b/c", "--auth", "0123456789abcdefX"]
+    shown = redacted_json({"args": words})["args"]
+    assert "hunter2" not in str(shown)
+    assert "0123456789abcdefX" not in shown
+    assert [word for word in shown if HIDDEN not in word] == [
+        *("--password", "--max-tokens", "4096", "--text-key", "sentence1", "--token", "-v", "x", "--auth")
+    ]
+
+
+def test_a_mapping_is_hidden_by_its_names_and_in_its_values() -> None:
+    found = redacted_json(
+        {"env": {"PGPASSWORD": "a", "URL": "x://u:p@h", "tokens": "512", "N": 3}, "list": [{"pw": "b"}]}
+    )
+    assert found == {
+        "env": {"PGPASSWORD": HIDDEN, "URL": "x://***@h", "tokens": "512", "N": 3},
+        "list": [{"pw": HIDDEN}],
+    }
+    assert list(hidden_in(found)) == ["env.PGPASSWORD", "env.URL", "list.0.pw"]
+    assert list(hidden_in({"glob": "**/***.py", "a": "b = c"})) == []
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["://", "@", ":", "/", "?", "=", "&", "token", "--", " ", "\n", "a", "pass", "Bearer ", '"', "ghp_"]
+        )
+    )
+)
+def test_what_was_hidden_stays_hidden_and_changes_no_more(parts: list[str]) -> None:
+    once = redacted("".join(parts))
+    assert redacted(once) == once
+
+
+def test_no_text_takes_long() -> None:
+    """A regular expression that goes back and forth would need minutes for one of these."""
+    for part in (
+        "://",
+        "a://",
+        "eyJ",
+        "-----BEGIN PRIVATE KEY",
+        "a=",
+        "--token ",
+        "ghp_",
+        "a",
+        "@:",
+        "?a",
+        "x.",
+        "key: ",
+    ):
+        text = "token " + part * ((1 << 18) // len(part))
+        began = time.process_time()
+        redacted(text)
+        assert time.process_time() - began < 5.0, part
+
+
+def test_a_log_has_no_secrets_whatever_was_written_into_it() -> None:
+    record = logging.LogRecord("a", logging.INFO, __file__, 1, "open %s", ("s3://k:hunter2@b/c",), None)
+    assert Redacting("%(message)s").format(record) == "open s3://***@b/c"
