@@ -238,7 +238,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         if self.steps_without_gradient in (1, 10, 100):
             logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self.group.rank}"))
         space.gather_gradients(overlap.taken)
-        refuse_orphans([space.tensors[i] for i in space.quiet], self.state)
+        refuse_orphans([space.tensors[i] for i in (*overlap.quiet, *space.quiet)], self.state)
         unscale_(space.g_N, self)
 
     def _tell_scaler(self, *, left_out: bool) -> None:

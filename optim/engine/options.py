@@ -42,13 +42,14 @@ class Options(TypedDict, total=False):
 class CheckedOptions:
     """The same with their defaults. Raises: ValueError naming the first that cannot be, its value and what is allowed.
 
-    group: the ranks; None: torch.distributed's default group, or this process alone.
+    group: the ranks; None: those of torch.distributed's default group, over a process group of the optimizers' own
+    (TorchGroup.apart), or this process alone.
     max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
     in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
-    overlap: gradients are sent while backward runs, wherever the step allows (exchanges.py). Then every backward but
-    the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
-    is skipped by zero_grad(), on every rank.
+    overlap: gradients are sent while backward runs, wherever the step allows (exchanges.py), and at its end as zero
+    where none came. Then every backward but the last before step() belongs inside no_sync(), gradients are not written
+    between backward and step(), and a batch is skipped by zero_grad(), on every rank.
     model: the module that is trained, itself and not a wrapper: its buffers become rank 0's, as under DDP, in every
     step that sends something (buffers.py), and a wrapper or another model is refused at once. None: it has no buffers,
     or they may differ between ranks.
