@@ -47,7 +47,7 @@ from thinwire.optim.engine.options import (
     refuse_wrapped,
 )
 from thinwire.optim.engine.orphans import listed, refuse_edited, refuse_orphans
-from thinwire.optim.engine.parameters import without_gradient
+from thinwire.optim.engine.parameters import digest, without_gradient
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
@@ -129,7 +129,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.equalise_buffers()
         if self.begins and self.group.size > 1:
             self.begins = False
-            refuse_apart(self.group, shares.digest(self.space.p_N), self.space.p_N.device)
+            refuse_apart(self.group, digest(self.space.p_N), self.space.p_N.device)
         self._replicas.compare(self)
 
     def prepare_to_save(self) -> None:

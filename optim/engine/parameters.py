@@ -217,8 +217,8 @@ def digest(x: Tensor) -> list[int]:
     """Two sums of its bits, of every element and of every second: equal vectors have equal ones. Read on its device."""
     bits = x.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     # In pieces: a sum in more bits than the values have makes a copy of them on CPUs.
-    sums = [(piece.sum(dtype=torch.int64), piece[::2].sum(dtype=torch.int64)) for piece in bits.split(1 << 20)]
-    return torch.stack([torch.stack(pair) for pair in sums]).sum(0).tolist()  # type: ignore[no-any-return]
+    sums = [(piece.sum(dtype=torch.int64), piece[::2].sum(dtype=torch.int64)) for piece in torch.split(bits, 1 << 20)]
+    return torch.stack([torch.stack(pair) for pair in sums]).sum(0).tolist()
 
 
 def _kind(param: Tensor) -> str:

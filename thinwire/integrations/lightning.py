@@ -284,7 +284,7 @@ def refuse_clipping(optimizer: Optimizer, trainer: Trainer) -> None:
 
 def refuse_averaging(optimizer: Optimizer, trainer: Trainer) -> None:
     """Raises: ValueError where callbacks average weights that 0/1 Adam lets differ between ranks."""
-    for callback in trainer.callbacks if isinstance(optimizer, ZeroOneAdam) else ():  # type: ignore[attr-defined]
+    for callback in trainer.callbacks if isinstance(optimizer, ZeroOneAdam) else ():
         if {"WeightAveraging", "StochasticWeightAveraging"} & {kind.__name__ for kind in type(callback).__mro__}:
             raise ValueError(
                 f"{type(callback).__name__} with {type(optimizer).__name__}: between two syncs each rank has weights "
