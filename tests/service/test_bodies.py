@@ -79,7 +79,11 @@ def test_another_encoding_hides_nothing(service: Service, encoding: str) -> None
 
 def test_text_of_all_languages_is_taken(service: Service) -> None:
     job, headers = submitted(service)
-    body = {"attempt": 1, "samples": [sample(1)], "events": [event(text="żółć 漢字 \U0001f600 \\u0000 \\ud800")]}
+    body: dict[str, Any] = {
+        "attempt": 1,
+        "samples": [sample(1)],
+        "events": [event(text="żółć 漢字 \U0001f600 \\u0000 \\ud800")],
+    }
     answer = service.client.post(f"/v1/jobs/{job}/telemetry", content=json.dumps(body), headers=headers)
     assert answer.status_code == 204, answer.text
     told = service.client.get(f"/v1/jobs/{job}/metrics?event_kind=regrouped").json()["events"]
