@@ -17,10 +17,10 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from thinwire.contract.job_names import LABEL, fitting_name
 from thinwire.contract.jobs import Problem
 from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE, ScriptRecipe
-from thinwire.contract.spec import LABEL, fitting_name
 
 Schema = Mapping[str, Any]
 

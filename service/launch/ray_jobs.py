@@ -62,7 +62,9 @@ OTHERS_S: Final = 15.0
 """What others hold is what they have held for so long: Ray counts what is taken every 5 s, and our jobs' too."""
 
 _NODES: Final = "/api/v0/nodes?limit=10000"
-_GROUPS: Final = "/api/v0/placement_groups?detail=1&limit=10000"
+_GROUPS: Final = (
+    "/api/v0/placement_groups?filter_keys=state&filter_predicates=%3D&filter_values=CREATED&detail=1&limit=10000"
+)
 _USAGE: Final = "/api/cluster_status"
 _NOT_AS_SEEN: Final = (ValueError, LookupError, TypeError, AttributeError)
 """What reading an answer raises that is not as Ray 2.60 was seen to give it."""

@@ -65,23 +65,36 @@ def test_what_cannot_be_is_told(box: BoxFolder, token_file: Path, arguments: lis
     assert not box.state_file.exists()
 
 
-def test_a_head_that_nobody_can_join_is_said_before_ray_looks_for_it(
-    box: BoxFolder, token_file: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["127.0.0.1:6379", "localhost:6379", "127.0.1.1:6379"])
+def test_a_head_on_loopback_is_refused_before_ray_panics(
+    box: BoxFolder, token_file: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """As one that listens on its loopback looks from another box; and with a port that there is none of."""
-    started: list[object] = []
-    monkeypatch.setattr(up, "_start", started.append)
+    """Even from its own machine; 127.0.1.1 is what Debian calls the machine's own name."""
+    monkeypatch.setattr(up, "_start", lambda _: pytest.fail("Ray was started"))
+    result = CliRunner().invoke(app, ["up", "--join", where, "--token-file", str(token_file)])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 1
+    assert f"--join {where}: a head on loopback" in said
+    assert "thinwire up --head --interface NAME" in said
+    assert "lo (127.0.0.1)" in said
+    assert box.box() is None
+
+
+def test_a_head_that_does_not_answer_is_said_before_ray_looks_for_it(box: BoxFolder, token_file: Path) -> None:
+    """As one that listens on its loopback looks from another box; and a port that there is none of."""
+
+    def joins(port: int) -> Box:
+        joined = Box(role="joined", address="127.0.0.1", head=f"127.0.0.1:{port}", num_cpus=1)
+        box.make(joined, token_file)
+        return joined
+
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        arguments = ["up", "--token-file", str(token_file), "--join"]
-        assert CliRunner().invoke(app, [*arguments, f"127.0.0.1:{port}"]).exit_code == 0
-    assert len(started) == 1
-    for where in (f"127.0.0.1:{port}", "127.0.0.1:99999"):
-        result = CliRunner().invoke(app, [*arguments, where])
-        said = " ".join(result.output.split())
-        assert (result.exit_code, len(started)) == (1, 1)
-        assert f"no head answers at {where} (this machine's own loopback" in said
-        assert "thinwire up --head --interface NAME" in said
+        up._see_head(box, joins(port))
+        assert box.box() is not None
+    for wrong in (port, 99999):
+        with pytest.raises(boxes.BoxError, match=rf"no head answers at 127.0.0.1:{wrong} .*--head --interface NAME"):
+            up._see_head(box, joins(wrong))
         assert box.box() is None
 
 

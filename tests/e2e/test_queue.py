@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import SMALL_JOB, Server, wait_for
+from tests.e2e.conftest import Server, wait_for
 from thinwire.service.launch.ray_jobs import RayJobs
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -35,19 +35,18 @@ def test_of_two_jobs_of_which_one_fits_the_second_holds_nothing_till_all_of_it_f
     ray = f"http://{server.ray()}"
     wait_for("another service sees it", lambda: RayJobs(ray, token).room("other.").others_cpus == most)
     assert RayJobs(ray, token).room(f"{first}/").others_cpus == 0
-    answer = server.call(
-        "POST", "/v1/jobs", json={**SMALL_JOB, "global_batch": 4000, "workers": {"min": 4000, "max": 4000}}
-    )
-    assert f"the cluster has {places}" in answer.json()["message"]
+    with pytest.raises(AssertionError, match=f"workers.min: must be at most {places}: .*the cluster has {places}"):
+        server.submit(**{**small, "global_batch": 4000}, workers={"min": 4000, "max": 4000})
     second = server.submit(**small, workers={"min": few, "max": few})
-    third = server.submit(**{**small, "steps": 4}, workers={"min": 1, "max": 1})
+    quick = {"steps": 4, "optimizer": {"name": "adam"}}
+    third = server.submit(**small | quick, workers={"min": 1, "max": 1})
     queue = wait_for("the second waits", lambda: server.job(second)["queue"])
     assert (queue["position"], queue["needs"], queue["total"]) == (1, few, places)
     assert queue["holders"][0] == {"job": first, "workers": most, "min": most}
     wait_for("the first trains", lambda: server.job(first)["world_size"] == most)
     assert server.wait_for_end(third)["state"] == "SUCCEEDED"  # it fits beside them
-    job = server.job(second)
-    assert (job["state"], job["queue"]["free"], units(server, second)) == ("QUEUED", 3, [])
+    wait_for("its place is free again", lambda: server.job(second)["queue"]["free"] == 3)
+    assert (server.job(second)["state"], units(server, second)) == ("QUEUED", [])
     server.call("POST", f"/v1/jobs/{first}/cancel")
     wait_for("the second has its places", lambda: units(server, second) == ["CREATED"] * few)
     assert server.job(first)["state"] == "CANCELLED"

@@ -11,8 +11,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from tests.service.control_plane_harness import spec
+from thinwire.contract.job_names import LABEL, fitting_name
 from thinwire.contract.jobs import Problem
-from thinwire.contract.spec import LABEL, AnySpec, ScriptSpec, TrainSpec, fitting_name
+from thinwire.contract.spec import AnySpec, ScriptSpec, TrainSpec
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import create_app

@@ -30,6 +30,9 @@ from thinwire.service.launch import processes
 from thinwire.service.launch.protocol import LauncherError
 
 START_S = 240.0
+HOW_TO_HEAD = (
+    "There, `thinwire down`, then `thinwire up --head --interface NAME`, which prints the line to type on other boxes"
+)
 REACH_S = 5.0
 """A head's port takes a connection in no time; one of a busy machine, in this."""
 END_S = 95.0
@@ -127,6 +130,7 @@ def _asked(
     assert join is not None
     if token_file is None:
         raise BoxError("--join needs --token-file: a copy of the head's token file, which `thinwire up --head` names")
+    boxes.read_token(token_file)  # before anything is asked of the network
     host, _, joined = join.rpartition(":")
     if not host or not joined.isdecimal():
         raise BoxError(f"--join {join}: must be HEAD:PORT, as `thinwire up --head` prints it")
@@ -135,8 +139,11 @@ def _asked(
         address = routes_to(head_address) if interface is None else address_of(interface)
     except OSError as error:
         raise BoxError(f"the head {host} cannot be reached from here: {error.strerror or error}") from error
-    if ipaddress.ip_address(head_address).is_loopback and address != head_address:
-        raise BoxError(f"the head listens on {head_address} alone: start it with --interface")
+    if ipaddress.ip_address(head_address).is_loopback:
+        raise BoxError(
+            f"--join {join}: a head on loopback ({head_address}) is a cluster of its own machine alone; Ray lets no "
+            f"box join it, not even one of that machine. {HOW_TO_HEAD}. This box: {listed(interfaces())}"
+        )
     return Box(role="joined", address=address, head=f"{head_address}:{joined}", num_cpus=cpus)
 
 
@@ -158,12 +165,10 @@ def _see_head(place: BoxFolder, box: Box) -> None:
         socket.create_connection((host, int(port)), REACH_S).close()
     except (OSError, OverflowError) as error:
         place.withdraw()
-        own = "this machine's own loopback, where it listens for no other; " if host.startswith("127.") else ""
         raise BoxError(
-            f"no head answers at {box.head} ({own}{getattr(error, 'strerror', None) or error}). A head that was "
-            "started without --interface listens on its loopback alone, and no other box can join it: there, "
-            "`thinwire down`, then `thinwire up --head --interface NAME`, which prints the line to type here. If it "
-            "has an interface, see that it is up and that no firewall is in between"
+            f"no head answers at {box.head} ({getattr(error, 'strerror', None) or error}). One that was started "
+            f"without --interface listens on its loopback alone. {HOW_TO_HEAD}. If it has an interface, see that it is "
+            "up and that no firewall is in between"
         ) from None
 
 

@@ -7,7 +7,6 @@ worker's share is derived from it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -27,6 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from thinwire.contract import hyperparameters as declared
 from thinwire.contract import script, start, stores
+from thinwire.contract.job_names import LABEL
 from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.start import Start
@@ -291,14 +291,6 @@ class Network(_Frozen):
         description="the network interface, of this name on every machine; null: the one of the machine's address in "
         "the cluster",
     )
-
-
-LABEL = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
-
-
-def fitting_name(text: str) -> str:
-    """The nearest that a job can be called: My_Model is my-model. Empty where nothing of it can stay."""
-    return re.sub(r"[^a-z0-9.-]+", "-", text.lower()).strip(".-")[:63].strip(".-")
 
 
 class Kueue(_Frozen):
