@@ -26,7 +26,6 @@ from thinwire.service.jobs import service as jobs_service
 from thinwire.service.jobs.repository import EventRow, SampleRow
 from thinwire.service.large_answers import PART_BYTES, Paced, Slots
 from thinwire.service.launch.protocol import LaunchState
-from thinwire.service.people import audit
 
 GRACE_S = 300.0
 BLOB = "x" * 15_000
@@ -349,28 +348,6 @@ def test_a_person_who_asks_for_changes_without_end_waits_and_leaves_no_line(serv
     assert len(service.client.get("/v1/audit", params={"who": "carl"}).json()["lines"]) == 5
     assert service.client.get("/v1/jobs", headers=carl).status_code == 200
     assert service.client.post("/v1/jobs", json=spec(), headers=anna).status_code == 202
-
-
-def test_nobody_pushes_out_what_others_did_nor_what_was_done(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    carl, anna = service.person("carl", "viewer"), service.person("anna")
-    job_id = service.client.post("/v1/jobs", json=spec(), headers=anna).json()["id"]
-    service.client.post(f"/v1/jobs/{job_id}/cancel", headers=carl)
-    for number in range(30):
-        service.client.post(f"/v1/jobs/{number}/cancel", headers=carl)
-    for number in range(20):
-        service.client.post(f"/v1/jobs/gone-{number}/cancel", headers=anna)
-    monkeypatch.setattr(audit, "MOST_LINES", 12)
-    for _ in range(4):
-        service.clock.pass_(audit.PAUSE_S)
-        service.turn()
-    lines = service.client.get("/v1/audit").json()["lines"]
-    assert len(lines) == 12
-    done = [(one["who"], one["what"]) for one in lines if one["status"] < 400][::-1]
-    assert done == [("operator", "create_token"), ("operator", "create_token"), ("anna", "submit")]
-    refused = [one["job_id"] for one in lines if one["status"] >= 400]
-    assert "29" in refused
-    assert "gone-19" in refused
-    assert job_id not in refused
 
 
 # after the end

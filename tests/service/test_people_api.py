@@ -13,7 +13,7 @@ from sqlalchemy import event, select
 from tests.service.control_plane_harness import STORE, Service, spec
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.people import tokens
-from thinwire.service.people.audit import AuditRow
+from thinwire.service.people.audit import PAUSE_S, AuditRow
 from thinwire.service.people.tokens import TokenRow
 
 DAY_S = 86_400.0
@@ -255,6 +255,28 @@ def test_old_lines_and_tokens_that_are_long_over_go(either: Service) -> None:
     either.turn()
     assert [line["about"] for line in audit(either)] == ["dora:user"]
     assert [one["name"] for one in either.client.get("/v1/tokens").json()["tokens"]] == ["dora"]
+
+
+def test_nobody_pushes_out_what_others_did_nor_what_was_done(either: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    carl, anna = either.person("carl", "viewer"), either.person("anna")
+    job_id = either.client.post("/v1/jobs", json=spec(), headers=anna).json()["id"]
+    either.client.post(f"/v1/jobs/{job_id}/cancel", headers=carl)
+    for number in range(30):
+        either.client.post(f"/v1/jobs/{number}/cancel", headers=carl)
+    for number in range(20):
+        either.client.post(f"/v1/jobs/gone-{number}/cancel", headers=anna)
+    monkeypatch.setattr("thinwire.service.people.audit.MOST_LINES", 12)
+    for _ in range(4):
+        either.clock.pass_(PAUSE_S)
+        either.turn()
+    lines = either.client.get("/v1/audit").json()["lines"]
+    assert len(lines) == 12
+    done = [(one["who"], one["what"]) for one in lines if one["status"] < 400][::-1]
+    assert done == [("operator", "create_token"), ("operator", "create_token"), ("anna", "submit")]
+    refused = [one["job_id"] for one in lines if one["status"] >= 400]
+    assert "29" in refused
+    assert "gone-19" in refused
+    assert job_id not in refused
 
 
 def test_reports_of_a_job_leave_no_line(service: Service) -> None:
