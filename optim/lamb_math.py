@@ -103,7 +103,7 @@ class TensorSegments:
 
     def rms(self, x_s: Tensor) -> Tensor:
         """||x_l||_2 / sqrt(elements), float[t]."""
-        counts = torch.tensor([stop - start for start, stop in self.live], dtype=x_s.dtype)
+        counts = torch.tensor([stop - start for start, stop in self.live], dtype=x_s.dtype, device="cpu")
         return self.norms(x_s).div_(on_device(counts, x_s.device).sqrt_())
 
     def maxima(self, x_s: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _segments(space: FlatSpace, inside: Sequence[int]) -> TensorSegments:
         span=span,
         tensors=slice(inside[0], inside[-1] + 1),
         live=live,
-        lengths_t=on_device(torch.tensor(lengths, dtype=torch.int64), space.p_N.device),
+        lengths_t=on_device(torch.tensor(lengths, dtype=torch.int64, device="cpu"), space.p_N.device),
         tiles=tiles_of(live, space.p_N),
     )
 
@@ -267,13 +267,13 @@ MOSTLY = 0.25
 def zeros_of(g_N: Tensor, live: Sequence[Span]) -> Tensor:
     """z of each tensor, float64[tensors], on the host. Waits for the device."""
     counts = [torch.count_nonzero(g_N[start:stop]) for start, stop in live]
-    lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64)
+    lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64, device="cpu")
     return 1 - torch.stack(counts).double().cpu() / lengths
 
 
 def are_most_zero(zeros_t: Tensor, live: Sequence[Span], most: float = MOSTLY) -> bool:
     """Is at least that part of all elements zero?"""
-    lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64)
+    lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64, device="cpu")
     return bool((zeros_t * lengths).sum() >= most * lengths.sum())
 
 

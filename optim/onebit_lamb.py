@@ -329,7 +329,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
                     u_s = lamb_math.adam_direction(s.m_N[part.span], s.v_N[part.span], h, None)
                     s.factor_T[part.tensors] = part.norms(u_s).square_()
         parts = [1.0 if t is None else 1 - self.bounds.coeff_beta**t for t in seen]
-        s.coeff_T.div_(on_device(torch.tensor(parts, dtype=s.coeff_T.dtype), s.coeff_T.device))
+        s.coeff_T.div_(on_device(torch.tensor(parts, dtype=s.coeff_T.dtype, device="cpu"), s.coeff_T.device))
         sizes_T = torch.empty_like(s.scaling_T)
         for part in self._parts():
             sizes_T[part.tensors] = part.rms(s.m_N[part.span])

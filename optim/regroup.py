@@ -33,7 +33,7 @@ from thinwire.comm.calls import calls_of
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
-from thinwire.optim.engine import changing, saving
+from thinwire.optim.engine import added, changing, saving
 from thinwire.optim.engine.giving import (
     GradientAsRoom,
     Room,
@@ -45,6 +45,7 @@ from thinwire.optim.engine.giving import (
     take,
 )
 from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.parameters import parts_of
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.engine.tensor_states import bring_together, of_peer
@@ -97,6 +98,7 @@ class _Standing:
     common: the last step at which all held the same. seat: rank and size in the old group. keeps: ranks of that group
     whose server error is here. rebuilds: whether it has rows of the last exchange. narrow: what it keeps in bf16.
     layout: of its vectors. in_rows: of those that it holds in received rows, Momentum.described().
+    of_others: what others keep in optimizer.state, as added.described().
     """
 
     has_state: bool
@@ -110,6 +112,7 @@ class _Standing:
     bucket_elements: int
     layout: int
     in_rows: dict[str, dict[str, Any]]
+    of_others: added.Described
     plain: dict[str, Any]
 
     @classmethod
@@ -128,6 +131,7 @@ class _Standing:
             optimizer.bucket_elements,
             optimizer.space.layout.fingerprint(),
             described_rows(optimizer) if has_state else {},
+            added.described(optimizer) if has_state else [],
             plain,
         )
 
@@ -189,6 +193,7 @@ def _regroup(
     buffers: Iterable[Tensor] | None,
     gradient: GradientAsRoom,
 ) -> Regrouped:
+    optimizer.refresh_master()
     device = optimizer.space.p_N.device
     own = _Standing.of(optimizer, has_state)
     all_n = [_Standing.from_text(text) for text in gather_texts(group, own.to_text(), device)]
@@ -198,6 +203,7 @@ def _regroup(
         optimizer.reduce.broadcast_(optimizer.space.p_N)
         optimizer.space.write_back()
         changing.send_frozen(optimizer, optimizer.param_groups)
+        changing.send_all(optimizer, changing.not_given(optimizer).values())
         optimizer.equalise_buffers()
         return Regrouped(0, None)
     _refuse_other_frozen(all_n)
@@ -211,6 +217,9 @@ def _regroup(
     takes_part = group.rank in level
     room = Room(optimizer.synced_vectors(group, taking_part=takes_part, num_ranks=len(level)))
     plain = all_n[source].plain
+    if received:
+        added.refuse_ungiven(all_n[source].of_others)
+    of_others = added.rooms(optimizer, all_n[source].of_others if received else [], gives=group.rank == source)
     states = of_peer(optimizer, plain["entries"], {} if group.rank in received else optimizer.frozen_states)
     in_rows = all_n[source].in_rows
     if any(all_n[rank].layout != all_n[source].layout for rank in received):
@@ -223,12 +232,15 @@ def _regroup(
             give_vectors(optimizer, room, group, (source, *received), in_rows)
             give_values(states.values(), group, (source, *received))
             kept = optimizer.buffers.all() if buffers is None else buffers
-            given = [*kept, *changing.others(optimizer)]  # frozen ones too
-            for buffer in filter(Tensor.numel, given):
-                passed = buffer.detach().contiguous()  # a copy only where it was not
+            beside = [*changing.others(optimizer), *changing.not_given(optimizer).values()]  # frozen ones too
+            for buffer in filter(Tensor.numel, [*kept, *(part for one in beside for part in parts_of(one))]):
+                passed = buffer.detach().to(device).contiguous()  # a copy only where it was not
                 give(group, passed.view(-1).view(torch.uint8), (source, *received))
                 if group.rank in received and passed.data_ptr() != buffer.data_ptr():
                     buffer.detach().copy_(passed)
+            for value in (x for one in of_others.values() for x in one.values()):
+                if isinstance(value, Tensor) and value.numel():
+                    give(group, value.view(-1).view(torch.uint8), (source, *received))
         # The gradient of who is behind is of a step that counts; and something else may lie in it.
         is_free = group.rank not in behind and not room.holds(optimizer.space.g_N)
         residuals, loss = _residuals(
@@ -251,6 +263,8 @@ def _regroup(
     take(optimizer, before, room)
     del before, room
     saving.go_on(optimizer, plain, states, residuals)
+    if group.rank in received:
+        added.replace(optimizer, of_others)
     optimizer.resumed()
     optimizer.loaded = None  # all of it has come from one rank
     gone = _gone([all_n[rank] for rank in holders])

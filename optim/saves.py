@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 IDENTITY = ("format", "optimizer", "shapes")
 NEEDED = (*IDENTITY, "num_steps", "frozen_at", "saved", "param_groups", "frozen", "vectors")
-OF_RANK = (KEY, "evidence", "names", "state")
+OF_RANK = (KEY, "evidence", "names", "state", "added")
 """What ranks may have saved otherwise. All else that is no tensor is alike."""
 
 

@@ -148,6 +148,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if marks is not None and step == self.num_steps and not self.at_sync:
             self.space.refuse_written(marks, WRITTEN_BETWEEN_SYNCS.format(step=step))
 
+    def _refuse_unlike(self) -> None:
+        """Raises: RuntimeError where low-precision parameters were written through `.data` between syncs."""
+        if self._marks[0] == self.num_steps:  # else they were loaded since
+            self.space.refuse_unlike(WRITTEN_BETWEEN_SYNCS.format(step=self.num_steps))
+
     def before_gradients(self) -> None:
         """As FlatOptimizer.before_gradients: parameters are as the last step left them, and rates as they were sent."""
         self._refuse_written()
@@ -258,7 +263,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         those that are left. A gradient that was not finite has counted as zero.
         """
         found = super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
-        in_round = torch.tensor([0.0 if self.at_sync or not taking_part else 1.0], device=self.space.p_N.device)
+        in_round = self.space.p_N.new_tensor([0.0 if self.at_sync or not taking_part else 1.0])
         group.start_sum_(in_round).wait()
         if not int(in_round):
             return found
@@ -316,6 +321,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if self.at_sync:
             return
         self._refuse_written()
+        self._refuse_unlike()
         with self.calling(f"{call} after step {self.num_steps}", PREPARE_EVERYWHERE):
             self._sync_in_full(torch.empty_like(self.space.p_N) if u_N is None else u_N)
 
@@ -342,6 +348,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         """Between syncs x, u, x_s, m, whether a gradient was lost, and K and S."""
         if self.at_sync:
             return {}
+        self._refuse_unlike()
         s = self.vectors
         u_N, x_s_N = s.of_round()
         return {

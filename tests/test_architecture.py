@@ -56,3 +56,25 @@ def test_files_stay_short_enough_to_read():
     for folder in ("comm", "optim", "workers", "service", "thinwire"):
         for path in (ROOT / folder).rglob("*.py"):
             assert len(path.read_text().splitlines()) <= 600, path
+
+
+OF_VALUES = {"tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "empty_strided", "eye", "Tensor", "arange"}
+OF_NUMBERS = {"linspace", "logspace", "rand", "randn", "normal"}
+OF_INTEGERS = {"randint", "randperm"}
+OF_OTHERS = {"as_tensor", "asarray"}
+"""Functions of torch that make tensors: by default in the dtype or on the device of the process, or in both."""
+
+
+def test_no_tensor_takes_the_default_dtype_or_device_of_its_process():
+    """torch.set_default_dtype and set_default_device are the user's; so is a model of ours, in workers/recipes."""
+    named = {"dtype": OF_VALUES | OF_NUMBERS | OF_OTHERS, "device": OF_VALUES | OF_NUMBERS | OF_INTEGERS}
+    for folder in ("comm", "optim", "workers", "thinwire"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if "recipes" in path.parts:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("torch."):
+                    continue
+                made, given = ast.unparse(node.func).removeprefix("torch."), {one.arg for one in node.keywords}
+                missing = [name for name, makers in named.items() if made in makers and name not in given]
+                assert not missing, f"{path}:{node.lineno}: {ast.unparse(node)} without {missing}"

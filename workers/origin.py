@@ -356,8 +356,8 @@ def fill(training: Training, given: Given) -> str:
             )
         target.copy_(tensor)
     space = training.optimizer.space
-    space.take_changes()
-    if space.has_master:  # to the bit: take_changes leaves a master that the weight is the rounded value of
+    space.take_written()
+    if space.has_master:  # to the bit: that leaves a master that the weight is the rounded value of
         space.load_masters({param: param.reshape(-1).to(space.p_N.dtype) for param in space.masters()})
     return digest.hexdigest()
 

@@ -8,8 +8,10 @@ What of a job is in a checkpoint: model, optimizer and meter as flat vectors and
 flat.parameters            P, the masters of low-precision parameters in it; the model's weights are cut out of it
 flat.vectors.*             the optimizer's m, v and so on          flat.residuals.*    R of each error memory
 buffer.registered.*        tensors of what is registered (session/registered.py), such as a model's statistics; rank 0's
+buffer.added.*             tensors of what others keep in optimizer.state (optim/engine/added.py); rank 0's
 plain                      registered: all else of it; modules: which of it are modules, that name the parameters;
-                           optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter
+                           optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter;
+                           added: all else of what others keep in optimizer.state, where there is any
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
-from thinwire.optim.engine import tensor_states
+from thinwire.optim.engine import added, tensor_states
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.shares import agree_on_load
 from thinwire.workers.checkpoints import (
@@ -50,7 +52,7 @@ from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_en
 from thinwire.workers.membership import Seat
 from thinwire.workers.owed import Owed
 from thinwire.workers.replicas import refuse_differing
-from thinwire.workers.session.registered import Registered, weight_name
+from thinwire.workers.session.registered import Registered, put_together, take_apart, weight_name
 from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
@@ -120,7 +122,7 @@ class Saving:
             with meter.part("control"):
                 found = torch.zeros(3, dtype=torch.int64, device=training.device)
                 if group.rank == 0:
-                    found[:] = torch.tensor(self._find(begins=before is None))
+                    found[:] = torch.tensor(self._find(begins=before is None), dtype=found.dtype, device="cpu")
                 group.broadcast_(found)
             self._generation, *newest = found.tolist()
             which = CheckpointId(*newest)
@@ -191,6 +193,7 @@ class Saving:
         with meter.part("checkpoint"):
             self._writer.wait_free(look)
             training.optimizer.prepare_to_save()
+            training.optimizer.refresh_master()
             refuse_differing(training.optimizer, training.group, step)
             content = collect(training.optimizer, meter, training.registered)
             content = replace(content, plain={**self.beside(), "samples": samples_of(training), **content.plain})
@@ -308,6 +311,8 @@ def collect(optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered)
     state = optimizer.state_dict()
     flat = {f"{kind}.{name}": v_N for kind in ("vectors", "residuals") for name, v_N in state.pop(kind).items()}
     state.pop("master", None)  # is in P
+    added_tensors: dict[str, Tensor] = {}
+    others = take_apart(state.pop(added.ADDED, {}), added.ADDED, added_tensors)
     plain = {
         "optimizer": state,
         "parameters": _places(optimizer, registered.parameter_names()),
@@ -315,8 +320,9 @@ def collect(optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered)
         "model": {},
         "registered": plain_registered,
         "modules": registered.modules,
+        **({added.ADDED: others} if others else {}),
     }
-    buffers = {REGISTERED + name: tensor for name, tensor in tensors.items()}
+    buffers = {**{REGISTERED + name: tensor for name, tensor in tensors.items()}, **added_tensors}
     return Content({"parameters": tensor_states.parameters(optimizer), **flat}, buffers, plain)
 
 
@@ -369,6 +375,8 @@ def restored(content: Content) -> dict[str, Any]:
     }
     if masters:
         optimizer["master"] = torch.cat(masters)
+    if added.ADDED in plain:
+        optimizer[added.ADDED] = put_together(plain[added.ADDED], content.buffers)
     return {"model": model, "optimizer": optimizer, "meter": plain["meter"]}
 
 
@@ -376,7 +384,7 @@ def _buffers(content: Content) -> dict[str, Tensor]:
     """Of the model; of a script what its modules have beside what the optimizer steps, named as its parameters."""
     modules: Any = content.plain.get("modules")
     if modules is None:
-        return dict(content.buffers)
+        return {place: x for place, x in content.buffers.items() if not place.startswith(added.ADDED)}
     found = {}
     for place, value in content.buffers.items():
         module, _, name = place.removeprefix(REGISTERED).partition(".")

@@ -55,13 +55,15 @@ def sampled_elements(layout: VectorLayout, device: torch.device) -> Tensor:
     """At most SAMPLED live positions, int64[k], the same on every rank and in every call; all where they are few."""
     lengths = [stop - start for start, stop in layout.live]
     if layout.num_live <= SAMPLED:
-        nth_k = torch.arange(layout.num_live)
+        nth_k = torch.arange(layout.num_live, dtype=torch.int64, device="cpu")
     else:
         generator = torch.Generator().manual_seed(layout.num_live)
-        nth_k = torch.randint(layout.num_live, (SAMPLED,), generator=generator)
-    before_r = torch.tensor([0, *accumulate(lengths)])
+        nth_k = torch.randint(layout.num_live, (SAMPLED,), generator=generator, device="cpu")
+    before_r = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device="cpu")
     run_k = torch.searchsorted(before_r, nth_k, right=True) - 1
-    starts_r = torch.tensor([start for start, _ in layout.live], dtype=torch.int64)  # also where there are none
+    starts_r = torch.tensor(
+        [start for start, _ in layout.live], dtype=torch.int64, device="cpu"
+    )  # also where there are none
     return (starts_r[run_k] + nth_k - before_r[run_k]).to(device)
 
 

@@ -213,7 +213,7 @@ class AloneCoder(Coder):
     def own_flag(self, given: Sequence[Given]) -> Tensor:
         """The same."""
         if self._peak is None:
-            return torch.ones((), dtype=torch.uint8)
+            return torch.ones((), dtype=torch.uint8, device="cpu")
         return torch.isfinite(self._peak).to(torch.uint8)
 
     def keep(self) -> None:

@@ -556,7 +556,7 @@ EXACT = ("worker", "server", "replica")
 def _sizes(tables: Sequence[BlockTable | None]) -> Tensor:
     """Elements of each block: int64[b], on the host."""
     known = [table.on_host.starts.diff() for table in tables if table is not None]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *known])
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *known])
 
 
 def _exact(like: Tensor, kept: Sequence[Kept]) -> Exact:
@@ -567,7 +567,7 @@ def _exact(like: Tensor, kept: Sequence[Kept]) -> Exact:
         torch.cat([none.to(torch.bfloat16), *(one.sum_c for one in kept)]),
         torch.cat([none, *(one.scale_b for one in kept)]),
         _sizes(tables),
-        torch.cat([torch.zeros(0, dtype=torch.int64), *dead]),
+        torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *dead]),
     )
 
 

@@ -105,7 +105,7 @@ class Outliers:
         stride = max(1, served // SAMPLED)
         found = []
         for rows, (sum_c, scale_b) in zip(self._rows, sums, strict=True):
-            at_k = torch.arange(0, sum_c.numel(), stride, device=sum_c.device)
+            at_k = torch.arange(0, sum_c.numel(), stride, dtype=torch.int64, device=sum_c.device)
             block_k = torch.bucketize(at_k, rows.own_table.starts, right=True) - 1
             sampled_k = sum_c[at_k]
             found.append((sampled_k.abs() - scale_b[block_k]).abs_() * (sampled_k != 0))

@@ -60,7 +60,7 @@ def _compress(a: Tensor, layout: VectorLayout, spans: list[tuple[int, int]], kep
     live[dead] = 0
     out = torch.empty_like(a)
     for start, stop in spans:
-        num_bytes = torch.tensor([(stop - start) // BYTE])
+        num_bytes = torch.tensor([(stop - start) // BYTE], dtype=torch.int64, device="cpu")
         scale = BLOCK_SCALES[kept](a[start:stop], num_bytes, live[start:stop].sum().view(1))
         out[start:stop] = torch.where(a[start:stop] >= 0, scale, -scale)
     out[dead] = 0

@@ -31,7 +31,7 @@ def gather_texts(group: Group, own: bytes, device: torch.device) -> list[bytes]:
     """The texts of all ranks, by rank. device: of the group's tensors. Collective, twice. Raises: PeerLost."""
     lengths = _gather(group, torch.tensor([len(own)], dtype=torch.int64, device=device).view(torch.uint8))
     sizes = lengths.view(torch.int64).flatten().tolist()
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
     if own:
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     rows = _gather(group, padded.to(device)).cpu()
@@ -73,7 +73,7 @@ def agree(group: Group, facts: Mapping[str, int | str], like: Tensor) -> None:
         "device": like.device.type,
         **facts,
     }
-    own_B = torch.zeros(FACTS_BYTES, dtype=torch.uint8)
+    own_B = torch.zeros(FACTS_BYTES, dtype=torch.uint8, device="cpu")
     text = _written(own)
     own_B[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     all_nB = torch.zeros((group.size, FACTS_BYTES), dtype=torch.uint8, device=like.device)

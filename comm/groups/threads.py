@@ -48,7 +48,9 @@ class Meeting:
         """A new one, of a whole group."""
         size = len(members)
         barrier, reports = threading.Barrier(size, timeout=timeout_s), [(NOWHERE, "", "")] * size
-        made = cls(tuple(members), barrier, [torch.empty(0)] * size, reports, [0] * size)
+        made = cls(
+            tuple(members), barrier, [torch.empty(0, dtype=torch.float32, device="cpu")] * size, reports, [0] * size
+        )
         made.all[made.members] = made
         return made
 

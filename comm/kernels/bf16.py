@@ -55,7 +55,9 @@ def noise_of(*numbers: int) -> Noise:
 
 def drawn(noise: Noise, numel: int, like: Tensor) -> Tensor:
     """r of so many elements, int64[c], on the device of `like`."""
-    x = torch.arange(noise.start & WORD, (noise.start & WORD) + numel, device=like.device).bitwise_and_(WORD)
+    x = torch.arange(
+        noise.start & WORD, (noise.start & WORD) + numel, dtype=torch.int64, device=like.device
+    ).bitwise_and_(WORD)
     x = x.mul_(STRIDE).add_(noise.key).bitwise_and_(WORD)
     return (x ^ (x >> 16)).mul_(FACTOR).bitwise_and_(WORD) >> 16
 

@@ -106,20 +106,20 @@ class BlockTable:
             raise ValueError(f"spans {spans} must adjoin, begin at 0 and hold something")
         if any(bound % BYTE for bound in bounds):
             raise ValueError(f"spans {spans} must begin and end at multiples of {BYTE}")
-        starts = torch.tensor(bounds, dtype=torch.int64)
-        row_starts = torch.tensor([0, *accumulate(len(row) for row in rows)], dtype=torch.int64)
+        starts = torch.tensor(bounds, dtype=torch.int64, device="cpu")
+        row_starts = torch.tensor([0, *accumulate(len(row) for row in rows)], dtype=torch.int64, device="cpu")
         scale_bytes_r = row_starts.diff() * like.element_size()
         least = HEADER_BYTES + round_up(int((scale_bytes_r + starts[row_starts].diff() // BYTE).max()), HEADER_BYTES)
         row_bytes = least if row_bytes is None else row_bytes
         if row_bytes < least or row_bytes % HEADER_BYTES:
             raise ValueError(f"row_bytes = {row_bytes}: must be a multiple of {HEADER_BYTES}, at least {least}")
-        flag_at = torch.arange(len(rows)) * row_bytes
+        flag_at = torch.arange(len(rows), dtype=torch.int64, device="cpu") * row_bytes
         row_b = torch.repeat_interleave(row_starts.diff())
         first_b, begin_b = row_starts[row_b], flag_at[row_b] + HEADER_BYTES
         return cls._made(
             starts,
-            torch.tensor(dead, dtype=torch.int64),
-            begin_b // like.element_size() + torch.arange(len(spans)) - first_b,
+            torch.tensor(dead, dtype=torch.int64, device="cpu"),
+            begin_b // like.element_size() + torch.arange(len(spans), dtype=torch.int64, device="cpu") - first_b,
             begin_b + scale_bytes_r[row_b] + (starts[:-1] - starts[first_b]) // BYTE,
             row_starts,
             flag_at,
@@ -151,12 +151,12 @@ class BlockTable:
             end = max(at + table.numel for table, at, _ in parts)
             raise ValueError(f"span [{start}, {stop}): must be multiples of {BYTE} inside a vector of {end}")
         return cls._made(
-            torch.tensor(bounds, dtype=torch.int64) - start,
+            torch.tensor(bounds, dtype=torch.int64, device="cpu") - start,
             dead[(dead >= start) & (dead < stop)] - start,
             scale_at[inside_b],
             (bits_at + (low_b - begin_b) // BYTE)[inside_b],
-            torch.zeros(1, dtype=torch.int64),
-            torch.zeros(0, dtype=torch.int64),
+            torch.zeros(1, dtype=torch.int64, device="cpu"),
+            torch.zeros(0, dtype=torch.int64, device="cpu"),
             0,
             max(wire_at + table.wire_bytes for table, _, wire_at in parts),
             like,
@@ -218,9 +218,9 @@ class Pieces:
     def of(cls, table: BlockTable, start: int, layout: VectorLayout) -> Pieces:
         """Of a table whose first element is `start` of the vector. Dead elements are of the run before them."""
         at = table.on_host.starts
-        begin_r = torch.tensor([low for low, _ in layout.live], dtype=torch.int64) - start
+        begin_r = torch.tensor([low for low, _ in layout.live], dtype=torch.int64, device="cpu") - start
         bounds = {*at.tolist(), *begin_r[(begin_r > 0) & (begin_r < table.numel)].tolist()}
-        starts = torch.tensor(sorted(bounds), dtype=torch.int64)
+        starts = torch.tensor(sorted(bounds), dtype=torch.int64, device="cpu")
         run = torch.searchsorted(begin_r, starts[:-1], right=True).sub_(1).clamp_(min=0)
         first = torch.searchsorted(starts, at)
         device = table.starts.device
@@ -245,5 +245,7 @@ def spread(factor_r: Tensor, layout: VectorLayout, start: int = 0, stop: int | N
     stop = layout.numel if stop is None else stop
     begins = [0, *(low for low, _ in layout.live[1:]), layout.numel]
     inside = [min(max(at, start), stop) for at in begins]
-    lengths_r = on_device(torch.tensor([high - low for low, high in pairwise(inside)]), factor_r.device)
+    lengths_r = on_device(
+        torch.tensor([high - low for low, high in pairwise(inside)], dtype=torch.int64, device="cpu"), factor_r.device
+    )
     return torch.repeat_interleave(factor_r, lengths_r, output_size=stop - start)

@@ -85,9 +85,9 @@ def warm_up(dtype: torch.dtype, sums: torch.dtype | None = None) -> None:
     """
     if dtype not in CPU_DTYPES:
         return
-    kernels, like = _on_cpu(1), torch.zeros(BYTE, dtype=dtype)
+    kernels, like = _on_cpu(1), torch.zeros(BYTE, dtype=dtype, device="cpu")
     table = BlockTable.from_spans([[(0, BYTE)]], [], like)
-    last, out = (RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype) for _ in range(2))
+    last, out = (RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8, device="cpu"), dtype) for _ in range(2))
     c_c, x_c, scale_b = like.to(sums or dtype, copy=True), like.clone(), like[:1].clone()
     if c_c.dtype != dtype:
         narrow(x_c, NONE, c_c)
@@ -110,8 +110,8 @@ def warm_up_int8(dtype: torch.dtype) -> None:
         return
     from thinwire.comm.kernels import int8_cpu
 
-    x_c, left_c = torch.ones(BYTE, dtype=dtype), torch.ones(BYTE, dtype=dtype)
-    scale_b, q_c = torch.zeros(1), torch.zeros(BYTE, dtype=torch.int8)
+    x_c, left_c = torch.ones(BYTE, dtype=dtype, device="cpu"), torch.ones(BYTE, dtype=dtype, device="cpu")
+    scale_b, q_c = torch.zeros(1, dtype=torch.float32, device="cpu"), torch.zeros(BYTE, dtype=torch.int8, device="cpu")
     int8_cpu.encode(x_c, scale_b, q_c, BYTE)
     int8_cpu.decode(scale_b, q_c, x_c, BYTE)
     int8_cpu.encode_left(x_c, x_c, left_c, scale_b, q_c, BYTE)

@@ -168,7 +168,7 @@ def _mean(rows: RowMemory, num_rows: int, table: BlockTable) -> Tensor:
 def _bytes_at(table: BlockTable) -> Tensor:
     """Where in RowMemory.bytes_B the signs of each 8 elements are: int64[c/8]."""
     shift_b = table.bits_at - table.starts[:-1] // BYTE
-    return _per_byte(shift_b, table) + torch.arange(table.numel // BYTE, device=table.starts.device)
+    return _per_byte(shift_b, table) + torch.arange(table.numel // BYTE, dtype=torch.int64, device=table.starts.device)
 
 
 def _signed(size_c: Tensor, positive_c: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def _sums_of_squares(x_c: Tensor, table: BlockTable) -> Tensor:
     A block's end is padded with zeros, which change nothing. All blocks are padded to the largest.
     """
     steps = -(-table.largest // LANES)
-    at = table.starts[:-1, None] + torch.arange(steps * LANES, device=x_c.device)
+    at = table.starts[:-1, None] + torch.arange(steps * LANES, dtype=torch.int64, device=x_c.device)
     inside = at < table.starts[1:, None]
     padded = torch.where(inside, x_c[at.clamp_(max=max(table.numel - 1, 0))], 0)
     lanes_bl = torch.zeros((table.num_blocks, LANES), dtype=x_c.dtype, device=x_c.device)

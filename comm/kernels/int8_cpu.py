@@ -30,13 +30,13 @@ _MAGIC_64 = 6755399441055744.0  # 1.5 2^52
 def encode(x_c: Tensor, scale_b: Tensor, q_c: Tensor, block: int) -> Tensor:
     """As int8_reference.encode."""
     arrays = x_c.numpy(), _bits(x_c).numpy(), scale_b.numpy(), q_c.numpy()
-    return torch.tensor(_encode_runs(0, scale_b.numel(), *arrays, block))
+    return torch.tensor(_encode_runs(0, scale_b.numel(), *arrays, block), dtype=torch.bool, device="cpu")
 
 
 def encode_left(x_c: Tensor, error_c: Tensor, left_c: Tensor, scale_b: Tensor, q_c: Tensor, block: int) -> Tensor:
     """As int8_reference.encode_left."""
     arrays = x_c.numpy(), error_c.numpy(), left_c.numpy(), _bits(left_c).numpy(), scale_b.numpy(), q_c.numpy()
-    return torch.tensor(_encode_left_runs(0, scale_b.numel(), *arrays, block))
+    return torch.tensor(_encode_left_runs(0, scale_b.numel(), *arrays, block), dtype=torch.bool, device="cpu")
 
 
 def mean_left(
@@ -68,7 +68,7 @@ def mean_left(
         q_c.numpy(),
         block,
     )
-    return torch.tensor(finite)
+    return torch.tensor(finite, dtype=torch.bool, device="cpu")
 
 
 def decode(scale_b: Tensor, q_c: Tensor, out_c: Tensor, block: int) -> None:

@@ -62,7 +62,7 @@ def larger_than(sum_c: Tensor, scale_b: Tensor, table: BlockTable, bound: float,
     from thinwire.comm.kernels.arrays import blocks_of, scales_of, values_of
     from thinwire.comm.kernels.cpu import pick
 
-    at_k, error_k = torch.empty(most, dtype=torch.int64), sum_c.new_empty(most)
+    at_k, error_k = torch.empty(most, dtype=torch.int64, device="cpu"), sum_c.new_empty(most)
     sums = values_of(sum_c, table)
     limit = sums.dtype.type(bound)
     found = pick(sums, scales_of(scale_b, table), blocks_of(table).starts, limit, at_k.numpy(), error_k.numpy())

@@ -97,6 +97,8 @@ class Algorithm(Generic[State]):
     owes_scaler: bool
     beside_due: bool
     awaits_vectors: bool
+    begins: bool
+    """Have the ranks been made equal, and no step has been sent since?"""
 
     # where the run is
     frozen_at: int | None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,17 @@ from thinwire.optim.engine.parameters import refuse_other_models
 _COUNTS = struct.Struct("<qq")
 _COMPILED = "_orig_mod."
 """What torch.compile puts before names: a rank that compiles has the same buffers as one that does not."""
+
+
+def excepted_of(model: nn.Module | None) -> Collection[str]:
+    """Names of the parameters and buffers that are each rank's own: DDP's word for it."""
+    found: Collection[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return found
+
+
+def named_as_trained(name: str) -> str:
+    """The name of a tensor where nothing is compiled."""
+    return name.replace(_COMPILED, "")
 
 
 class Buffers:
@@ -104,11 +115,11 @@ class Buffers:
 
     def _named(self) -> list[tuple[str, Tensor]]:
         found = []
-        excepted = getattr(self._model, "_ddp_params_and_buffers_to_ignore", ())  # DDP's word for what is a rank's own
+        excepted = excepted_of(self._model)
         for name, buffer in () if self._model is None else self._model.named_buffers():
             if name in excepted:
                 continue
-            name = name.replace(_COMPILED, "")
+            name = named_as_trained(name)
             if buffer.layout != torch.strided or buffer.is_meta or buffer.is_quantized:
                 raise ValueError(
                     f"buffer {name}: is {buffer.layout}, {buffer.dtype} on {buffer.device}; the buffers of model= "

@@ -13,7 +13,7 @@ So a frozen parameter is in no exchange, no momentum and no decay, as in torch.o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,18 +24,18 @@ from thinwire.comm.calls import calls_of
 from thinwire.comm.errors import CommError, Refused
 from thinwire.comm.groups.texts import codec_text
 from thinwire.comm.protocol import Group
-from thinwire.optim.engine import tensor_states
+from thinwire.optim.engine import added, tensor_states
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm
-from thinwire.optim.engine.buffers import Buffers
+from thinwire.optim.engine.buffers import Buffers, excepted_of, named_as_trained
 from thinwire.optim.engine.exchanges import refusal
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.loss_scaling import is_scaled
 from thinwire.optim.engine.orphans import listed
-from thinwire.optim.engine.parameters import compute_dtype, describe, is_trained, refuse_other_models, send_frozen_
+from thinwire.optim.engine.parameters import compute_dtype, describe, is_trained, refuse_other_models, send_values_
 from thinwire.optim.engine.replicas import settings
 from thinwire.optim.engine.schedule import StepPlan, Wire
-from thinwire.optim.engine.state import error_memories, show_state
+from thinwire.optim.engine.state import Shown, count, error_memories, show_state
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,25 @@ def others(optimizer: Algorithm[Any]) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"] if id(param) not in inside]
 
 
+def not_given(optimizer: Algorithm[Any]) -> dict[str, Tensor]:
+    """The parameters of model= that are in no group, by name: frozen ones, and those that something else trains."""
+    if optimizer.model is None:
+        return {}
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    excepted = excepted_of(optimizer.model)
+    named = optimizer.model.named_parameters()
+    return {name: param for name, param in named if id(param) not in given and name not in excepted}
+
+
 def send_frozen(optimizer: Algorithm[Any], groups: Sequence[dict[str, Any]]) -> None:
     """The frozen parameters of these groups <- rank 0's. Collective."""
-    for param in (param for group in groups for param in group["params"] if not is_trained(param)):
-        send_frozen_(optimizer.group, param, optimizer.space.p_N.device)
+    send_all(optimizer, [param for group in groups for param in group["params"] if not is_trained(param)])
+
+
+def send_all(optimizer: Algorithm[Any], tensors: Iterable[Tensor]) -> None:
+    """These <- rank 0's. Collective."""
+    for tensor in tensors:
+        send_values_(optimizer.group, tensor, optimizer.space.p_N.device)
 
 
 def refuse_mismatch(optimizer: Algorithm[Any], call: str, more: Sequence[str] = ()) -> None:
@@ -82,6 +97,8 @@ def refuse_mismatch(optimizer: Algorithm[Any], call: str, more: Sequence[str] = 
     ]
     if optimizer.model is not None:
         lines += ["model= was given", *Buffers(optimizer.model).lines()]
+        for name, param in not_given(optimizer).items():
+            lines.append(f"{named_as_trained(name)}, not given to the optimizer: {param.dtype} {tuple(param.shape)}")
     device = next(filter(is_trained, every), every[0]).device
     refuse_other_models(optimizer.group, f"an optimizer's {call}", lines, device)
 
@@ -100,7 +117,9 @@ def lay_out(optimizer: Algorithm[Any], call: str) -> None:
     optimizer.reduce.broadcast_(optimizer.space.p_N)
     optimizer.space.write_back()
     send_frozen(optimizer, optimizer.param_groups)
+    send_all(optimizer, not_given(optimizer).values())
     optimizer.equalise_buffers()
+    optimizer.begins = True
 
 
 def add_group(optimizer: Algorithm[Any], param_group: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:
@@ -230,7 +249,8 @@ def _lay_out_anew(optimizer: Algorithm[Any]) -> None:
     overlap.close()
     optimizer.saved, optimizer.evidence, optimizer.buffers = optimizer.with_added_groups(saved), evidence, buffers
     residuals = tensor_states.put_(optimizer, found)
-    space.meet_masters(tensor_states.masters_of(found))
+    space.write_back()  # those that join have rank 0's values
+    space.load_masters(tensor_states.masters_of(found))
     now = {tensor.param for tensor in space.tensors}
     leaving = [i for i, tensor in enumerate(old.tensors) if tensor.param not in now]
     for i in leaving:
@@ -250,11 +270,11 @@ def _lay_out_anew(optimizer: Algorithm[Any]) -> None:
 def show(optimizer: Algorithm[Any]) -> None:
     """Let `state` show vectors and step counts as they are laid out now, and what was set aside."""
     steps = optimizer.num_steps
-    optimizer.shown_steps = {
-        missed: torch.tensor(float(steps - missed)) for missed in {age.missed for age in optimizer.ages}
-    }
+    optimizer.shown_steps = {missed: count(steps - missed) for missed in {age.missed for age in optimizer.ages}}
     counts = [optimizer.shown_steps[age.missed] for age in optimizer.ages]
+    of_others = added.kept(optimizer.state)
     show_state(optimizer.state, optimizer.space, optimizer.vectors, optimizer.shown, counts)
     for param, state in optimizer.frozen_states.items():
         parts = {name: state.values[field].view(param.shape) for field, name in optimizer.shown.items()}
-        optimizer.state[param] = {"step": torch.tensor(float(state.steps)), **parts}
+        optimizer.state[param] = Shown({"step": count(state.steps), **parts}, {})
+    added.put_back(optimizer.state, of_others)

@@ -1,13 +1,17 @@
-"""What the first step can see and construction could not: checked once, on rank 0, and logged.
+"""What the first step can see and construction could not: checked once.
 
     gradients left over     the model had some when the optimizer was made, and the first backward added to them
     equal gradients         before the exchange those of all ranks are already their mean
+    other parameters        those of the ranks, which the constructor has made equal, are not any more
 
-Nothing is sent for it: equal gradients are seen by rank 0's being what the first exchange in full gives.
+The first two are logged on rank 0, and nothing is sent for them: equal gradients are seen by rank 0's being what the
+first exchange in full gives. The last is refused: no step has been made that could have rounded otherwise on another
+machine, so somebody has written parameters otherwise on each rank.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import weakref
 from typing import Any
@@ -16,6 +20,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.codecs.int8 import DEFAULT_RUN as RUN
+from thinwire.comm.errors import WireMismatch
+from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.kernels.int8_reference import LEVELS
 from thinwire.comm.kernels.peak import peak
 from thinwire.comm.protocol import FullWire, Group
@@ -72,6 +78,20 @@ class FirstStep:
             )
 
 
+def refuse_apart(group: Group, sums: list[int], device: torch.device) -> None:
+    """sums: of this rank's parameters. Collective, 16 bytes a rank. Raises: WireMismatch, alike on every rank."""
+    texts = texts_if_they_differ(group, json.dumps(sums), device)
+    if texts is not None:
+        others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+        raise WireMismatch(
+            f"before the first step the parameters of ranks {others} are not those of rank 0, which the constructor "
+            "has sent to all: they have been written since, otherwise on each rank. A perturbation that is taken back "
+            "by subtraction (SAM: p.add_(e), then p.sub_(e)) leaves each rank's own rounding: keep "
+            "old = p.detach().clone() and put it back by p.copy_(old) under torch.no_grad(). Load and initialise "
+            "weights alike on every rank, or before the optimizer is made. Nothing was changed"
+        )
+
+
 def _sample(x_N: Tensor) -> Tensor:
     return x_N[:: _stride(x_N)]
 
@@ -94,7 +114,7 @@ def _rounding(g_N: Tensor, wire: FullWire) -> Tensor:
     if len(g_N) % RUN:
         largest_R[runs + 1] = peak(g_N[runs * RUN :])
     near_R = largest_R.unfold(0, 3, 1).amax(1)
-    every_k = torch.arange(0, len(g_N), _stride(g_N), device=g_N.device)
+    every_k = torch.arange(0, len(g_N), _stride(g_N), dtype=torch.int64, device=g_N.device)
     return near_R[every_k.div_(RUN, rounding_mode="floor")] * (0.51 / LEVELS)
 
 

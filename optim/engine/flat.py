@@ -4,8 +4,12 @@ Only those that are trained: a parameter that does not require a gradient when t
 Which lies where is in places.py.
 
 The flat vectors are float64 when the parameters are, else float32. A bfloat16 or float16 parameter cannot lie in them:
-it keeps its own memory, its part of p_N is its master, and after each step it is the master rounded. A parameter in
-memory that is shared with other processes keeps that too, so that they see what it becomes.
+it keeps its own memory, its part of p_N is its master, and after each step it is the master rounded. The master counts
+where that is what the parameter holds, bit for bit; elsewhere somebody has written the parameter, and what was written
+counts. That is found by address and version, and where `.data` leaves no trace in these by looking at values.
+
+A parameter in whose memory something else lies keeps that memory, so that who looks at it sees what the parameter
+becomes: another process, a buffer, a frozen layer that is tied by its memory, a NumPy array, another model.
 
 What lies in a flat vector has a storage of its own there (`_alone`): so what saves tensors writes that tensor and no
 other, and what replaces or moves its storage leaves the flat vector as it is. Whether it still lies there is found at
@@ -14,6 +18,8 @@ each step by its address, beside that of views that nobody else has.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +29,18 @@ from torch.utils.dlpack import from_dlpack
 
 from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, refuse_unfit_gradient
 from thinwire.optim.engine.places import places
+
+logger = logging.getLogger(__name__)
+
+LOOK_AT_ALL = 100
+"""Steps from one look at all low-precision parameters to the next."""
+FEW = 8
+"""Elements of each that the other steps look at, at least, where it has so many rows."""
+THROUGH_DATA = (
+    "bfloat16 or float16 parameters are written through `.data`, a few elements at a time, which leaves no trace. From "
+    "here on every step compares all of them with their float32 masters. Write them under torch.no_grad() without "
+    "`.data` (p.clamp_(...), p.copy_(...)), or call optimizer.refresh_master() after it"
+)
 
 
 class FlatSpace:
@@ -47,9 +65,15 @@ class FlatSpace:
         self.quiet: list[int] = []
         """Which tensors had got no gradient when gather_gradients was called last, since they were taken before."""
         self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
-        self._shared: set[int] = set()
+        self._in_place: set[int] = set()
+        """Those in memory that something else lies in."""
         self._dtypes = [tensor.param.dtype for tensor in self.tensors]
         self._written: dict[int, tuple[int, int]] = {}
+        self._looks, self._looks_at_all = 0, False
+        self._samples: tuple[list[int], list[tuple[Tensor, Tensor]]] = [], []
+        """Where low-precision parameters lie, and of each a few elements of master and parameter: views."""
+        self._unlike: Tensor | None = None
+        """Did look_at_values find other values than the rounded masters? 0-dim."""
         self.gradient_norm: Tensor | None = None
         """What shorten_gradient last found, 0-dim, before it shortened; None before."""
         self.shortened_by: Tensor | None = None
@@ -83,25 +107,110 @@ class FlatSpace:
         """p <- parameters that were changed from outside: other memory, or a low-precision tensor written in place.
 
         Of a low-precision parameter only elements that are no longer the rounded master are taken, so that weights
-        which are swapped out and back leave the master as it was. What is written through `param.data` cannot be seen.
-        Does not wait for the device. Raises: ValueError for another dtype, shape or device; then nothing is taken.
+        which are swapped out and back leave the master as it was. What is written through `.data` is for
+        take_written(), and seen by look_at_values(). Does not wait for the device.
+        Raises: ValueError for another dtype, shape or device; then nothing is taken.
         """
+        self.take_moved()
+        for index in self._low:
+            view, param = self._parameters[index], self.tensors[index].param
+            if self._written.get(index) != _identity(param):
+                view.copy_(_where_true(view, param))
+                self._written[index] = _identity(param)
+
+    @torch.no_grad()
+    def take_moved(self) -> None:
+        """take_changes(), of those that are not in low precision: they lie in p_N again, unless they stay in place."""
         self.refuse_changed()
         low = set(self._low)
-        for index, (tensor, view) in enumerate(zip(self.tensors, self._parameters, strict=True)):
-            param = tensor.param
-            if index not in low:
-                if param.data_ptr() != view.data_ptr():
-                    view.copy_(param)
-                    if param.device.type == "cpu" and param.is_shared():  # type: ignore[no-untyped-call]
-                        self._shared.add(index)
-                    else:
-                        param.data = _alone(view)
-                        self._shared.discard(index)
-            elif self._written.get(index) != _identity(param):
-                same = view.to(param.dtype) == param
-                view.copy_(torch.where(same, view, param.to(view.dtype)))
-                self._written[index] = _identity(param)
+        pairs = list(enumerate(zip(self.tensors, self._parameters, strict=True)))
+        apart = [i for i, (one, view) in pairs if i not in low and one.param.data_ptr() != view.data_ptr()]
+        if not apart:
+            return
+        stays = self._held_elsewhere(apart)
+        for index in apart:
+            param, view = self.tensors[index].param, self._parameters[index]
+            view.copy_(param)
+            if index not in stays:
+                param.data = _alone(view)
+        fresh, self._in_place = stays - self._in_place, stays
+        if fresh:
+            logger.warning(
+                "memory_shared parameters=%d first=%r: other tensors or arrays lie in their memory, such as a buffer, "
+                "a state_dict() that is kept, a NumPy view or a tied layer. They see every step, as under torch.optim; "
+                "it costs a copy of these parameters, and of memory as much again. Let go of what is not needed "
+                "(del state_dict), and the next step moves them",
+                len(fresh),
+                self.tensors[min(fresh)].label,
+            )
+
+    def _held_elsewhere(self, indices: Sequence[int]) -> set[int]:
+        """Which of these lie in memory that is not theirs alone: by who holds their storage, so that views count."""
+        storages = [tensor.param.untyped_storage() for tensor in self.tensors]
+        ours = Counter(storage.data_ptr() for storage in storages)
+        found = set()
+        for index in indices:
+            storage, param = storages[index], self.tensors[index].param
+            elsewhere = _holders(storage) > ours[storage.data_ptr()]
+            if elsewhere or (param.device.type == "cpu" and param.is_shared()):  # type: ignore[no-untyped-call]
+                found.add(index)
+        return found
+
+    def look_at_values(self) -> None:
+        """See whether low-precision parameters are still their rounded masters: take_unlike() takes those that are not.
+
+        For what is written through `.data`. A few elements of each are looked at; all of them at the first calls, at
+        every LOOK_AT_ALLth, and at every call once that has found what a look at a few had not. Only a look at all
+        waits for a GPU.
+        """
+        if not self._low:
+            return
+        self._looks += 1
+        whole = self._looks_at_all or self._looks & (self._looks - 1) == 0 or self._looks % LOOK_AT_ALL == 0
+        self._unlike = self._unlike_few()
+        if whole and not bool(self._unlike):
+            self._unlike = self._unlike_all()
+            if bool(self._unlike) and not self._looks_at_all:
+                self._looks_at_all = True
+                logger.warning("written_through_data: %s", THROUGH_DATA)
+        if self.p_N.device.type == "cpu":
+            self.take_unlike()
+
+    def take_unlike(self) -> None:
+        """p <- what was written through `.data`, where look_at_values() has found that. Waits for the device."""
+        unlike, self._unlike = self._unlike, None
+        if unlike is not None and bool(unlike):
+            self.take_written()
+
+    def _unlike_few(self) -> Tensor:
+        where = [self.tensors[i].param.data_ptr() for i in self._low]
+        if self._samples[0] != where:
+            pairs = [(self._parameters[i], self.tensors[i].param.detach()) for i in self._low]
+            self._samples = where, [(_few(view), _few(param)) for view, param in pairs]
+        found = torch.zeros((), dtype=torch.bool, device=self.p_N.device)
+        for dtype in LOW_PRECISION:
+            pairs = [pair for pair in self._samples[1] if pair[1].dtype == dtype]
+            if pairs:
+                masters, params = (torch.cat(one) for one in zip(*pairs, strict=True))
+                found |= (_bits(masters.to(dtype)) != _bits(params)).any()
+        return found
+
+    def _unlike_all(self) -> Tensor:
+        found = torch.zeros((), dtype=torch.bool, device=self.p_N.device)
+        for i in self._low:
+            param = self.tensors[i].param.detach()
+            found |= (_bits(self._parameters[i].to(param.dtype)) != _bits(param)).any()
+        return found
+
+    def refuse_unlike(self, why: str) -> None:
+        """Raises: RuntimeError for a low-precision parameter that is not its rounded master; why: as refuse_written.
+
+        Looks at all values, and waits for the device.
+        """
+        for i in self._low:
+            param = self.tensors[i].param.detach()
+            if not torch.equal(_bits(self._parameters[i].to(param.dtype)), _bits(param)):
+                raise RuntimeError(f"{self.tensors[i].label}: was written after {why}")
 
     def refuse_changed(self) -> None:
         """Raises: ValueError for a parameter that has another dtype, shape or device than when the space was made."""
@@ -130,45 +239,40 @@ class FlatSpace:
             if _identity(param) != mark and not (apart and torch.equal(param, view.to(param.dtype))):
                 raise RuntimeError(f"{tensor.label}: was written after {why}")
 
-    def doubt_parameters(self) -> None:
-        """Let take_changes look at every low-precision parameter, also at those written through `param.data`."""
+    def take_written(self) -> None:
+        """take_changes(), which looks at all values of low-precision parameters: at what `.data` has written too."""
         self._written.clear()
+        self.take_changes()
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Parameters with memory of their own <- their part of p_N, rounded to theirs. Does not wait for the device."""
-        for i in self._shared:
+        for i in self._in_place:
             self.tensors[i].param.copy_(self._parameters[i])
         if self._low:
             params = [self.tensors[i].param for i in self._low]
             torch._foreach_copy_(params, [self._parameters[i] for i in self._low])
             self._written = {i: _identity(param) for i, param in zip(self._low, params, strict=True)}
 
+    @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
-        """The master of each low-precision parameter, float[elements]. Views."""
-        return {self.tensors[i].param: self._parameters[i].view(-1) for i in self._low}
+        """The master of each low-precision parameter, float[elements]: what was written counts. New."""
+        pairs = [(self.tensors[i].param, self._parameters[i]) for i in self._low]
+        return {param: _where_true(view, param).reshape(-1) for param, view in pairs}
 
     @torch.no_grad()
     def load_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Masters of those that have one there, and the parameters that are their rounded copies, <- these."""
+        """Masters of those that have one there <- these. Parameters stay: the next look takes what is not rounded."""
         for i in self._low:
             if (master := masters.get(self.tensors[i].param)) is not None:
                 self._parameters[i].view(-1).copy_(master)
-        self.write_back()
-
-    @torch.no_grad()
-    def meet_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Masters <- these where the parameter is still their rounded value; elements changed since then stay taken."""
-        for i in self._low:
-            view, param = self._parameters[i], self.tensors[i].param
-            if (master := masters.get(param)) is not None:
-                master = master.view(view.shape)
-                view.copy_(torch.where(master.to(param.dtype) == param, master, view))
+        self._written.clear()
 
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
         param = self.tensors[index].param
-        if index not in self._low and param.data_ptr() == self._parameters[index].data_ptr():
+        lies_here = index not in self._low and param.data_ptr() == self._parameters[index].data_ptr()
+        if lies_here and not self._held_elsewhere([index]):
             param.data = param.detach().clone()
         param.grad = None
 
@@ -285,3 +389,27 @@ def _is_same(grad: Tensor, view: Tensor) -> bool:
 def _identity(param: Tensor) -> tuple[int, int]:
     """Changes when the parameter's memory is replaced, or written by anything but `.data`."""
     return param.data_ptr(), param._version
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and arrays hold a storage, beside the object that it was asked of."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16)
+
+
+def _where_true(master: Tensor, param: Tensor) -> Tensor:
+    """The master where the parameter is its rounded value, bit for bit, else the parameter. New, in its shape."""
+    same = _bits(master.to(param.dtype)) == _bits(param)
+    return torch.where(same, master, param.to(master.dtype))
+
+
+def _few(x: Tensor) -> Tensor:
+    """A view of some elements: of rows that are evenly spread the one in the middle."""
+    if not x.dim():
+        return x.view(1)
+    where: list[slice | int] = [size // 2 for size in x.shape]
+    where[0] = slice(None, None, max(1, len(x) // FEW))
+    return x[tuple(where)]

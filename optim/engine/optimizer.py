@@ -32,7 +32,7 @@ from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.exchanges import Exchange, Overlap
-from thinwire.optim.engine.first_step import FirstStep
+from thinwire.optim.engine.first_step import FirstStep, refuse_apart
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, tell_scaler, unscale_
 from thinwire.optim.engine.options import CheckedOptions, Options, Saves, bucket_of, refuse_wrapped
 from thinwire.optim.engine.orphans import listed, refuse_edited, refuse_orphans
@@ -78,7 +78,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.shown_steps: dict[int, Tensor] = {}  # the count that `state` shows, by the steps that a tensor was not in
         self.ages: list[Age] = []
         self.frozen_states: dict[Tensor, TensorState] = {}
-        self.is_out_of_phase = self.awaits_vectors = False
+        self.is_out_of_phase = self.awaits_vectors = self.begins = False
         self.num_steps = 0
         self.frozen_at: int | None = None
         self.handed_over: dict[str, Tensor] | None = None
@@ -105,6 +105,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
 
     def resumed(self) -> None:
         """As Algorithm.resumed."""
+        self.begins = False
         self.set_ages(self.ages)
         self.is_out_of_phase = self.out_of_phase()
         changing.show(self)
@@ -112,6 +113,9 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     def send_beside(self) -> None:
         """As Algorithm.send_beside."""
         self.equalise_buffers()
+        if self.begins and self.group.size > 1:
+            self.begins = False
+            refuse_apart(self.group, shares.digest(self.space.p_N), self.space.p_N.device)
         self._replicas.compare(self)
 
     def prepare_to_save(self) -> None:
@@ -128,11 +132,13 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         if self.steps_without_gradient > 1 and not self.space.g_N.any():
             raise RuntimeError(without_gradient(self.num_steps + 1, "any rank"))
         self.first.look_at_mean(self.space.g_N)
+        self.space.take_unlike()
         self.space.shorten_gradient(self.max_grad_norm)
 
     def exchange_(self, plan: StepPlan) -> None:
         """What this plan exchanges, all of it: reduce.result has it until commit. Raises: PeerLost, NonFiniteInput."""
         self.overlap.complete(lambda: self.begin_exchange(plan), self.send_due)
+        self.space.take_unlike()
 
     def set_global_batch(self, size: int) -> bool:
         """Say how many samples a step has over all ranks. Returns whether a warm-up begins again; here none does."""
@@ -180,7 +186,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     def _step(self) -> None:
         """Raises: as step(), and then parameters, state and step count are as before the call."""
         refuse_late_process_group(self.group)
-        refuse_edited(self.state, self.param_groups, self.listed)
+        refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
         shares.agree_on_load(self)
         changing.follow_changes(self)
         space, overlap = self.space, self.overlap
@@ -219,6 +225,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.before_gradients()
         space, overlap = self.space, self.overlap
         space.take_changes()
+        space.look_at_values()
         self.scaled = scaled = is_scaled(self)
         if scaled and overlap.exchange is not None:
             raise RuntimeError(
@@ -283,10 +290,10 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     def refresh_master(self) -> None:
         """Take bfloat16 and float16 parameters that were written through `param.data` into their float32 masters.
 
-        Other ways to change them (model.load_state_dict, param.copy_) are seen by the next step without it. Local.
+        Needed where a few elements were written, once: other writes (model.load_state_dict, param.copy_, a whole tensor
+        through `.data`) are seen by the next step without it, and by what saves. Local.
         """
-        self.space.doubt_parameters()
-        self.space.take_changes()
+        self.space.take_written()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: vectors and exchange are laid out anew. Collective, as the constructor.
@@ -366,9 +373,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.overlap.refuse_between(call)
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self.space.take_changes()
+        self.space.take_moved()
         prepare()
-        self.space.write_back()
         state_dict = collect(self)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = post_hook(self, state_dict) or state_dict
@@ -410,7 +416,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
-        refuse_edited(self.state, self.param_groups, self.listed)
+        refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
         if self.is_out_of_phase or not changing.is_laid_out(self):
             return "other parameters are trained than in the step before: step() lays them out anew"
         plan = self.plan(self.num_steps + 1)

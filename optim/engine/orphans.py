@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.optim.engine.places import FlatTensor
+from thinwire.optim.engine.state import Shown
 
 _held = SimpleNamespace(param=object())
 OF_ONE_ATTRIBUTE = sys.getrefcount(_held.param)
@@ -48,8 +49,13 @@ def listed(param_groups: list[dict[str, Any]]) -> list[int]:
     return [id(param) for group in param_groups for param in group["params"]]
 
 
-def refuse_edited(state: Mapping[Tensor, Any], param_groups: list[dict[str, Any]], known: list[int]) -> None:
-    """known: listed() of when the groups were laid out. Raises: RuntimeError for groups or state edited by hand."""
+def refuse_edited(
+    state: Mapping[Tensor, Any], param_groups: list[dict[str, Any]], known: list[int], tensors: Sequence[FlatTensor]
+) -> None:
+    """known: listed() of when the groups were laid out; tensors: those that were, which `state` shows.
+
+    Raises: RuntimeError for groups or state edited by hand.
+    """
     now = listed(param_groups)
     if now != known:
         raise RuntimeError(
@@ -57,8 +63,10 @@ def refuse_edited(state: Mapping[Tensor, Any], param_groups: list[dict[str, Any]
             f"new, {len(set(known) - set(now))} gone, and the flat vectors are of those before. Call add_param_group() "
             "to add parameters and requires_grad_(False) to leave some out, or make the optimizer anew"
         )
-    if not state:
-        raise RuntimeError(
-            "optimizer.state was emptied: it only shows the flat vectors, which go on as they were. To begin moments "
-            "and warm-up anew, make the optimizer anew"
-        )
+    for one in tensors:
+        if not isinstance(state.get(one.param), Shown):
+            raise RuntimeError(
+                f"optimizer.state was emptied or replaced, of {one.label} at least: it only shows the flat vectors, "
+                "which go on as they were. To begin moments and warm-up anew, make the optimizer anew; what you keep "
+                "there of your own is an entry of optimizer.state[p]"
+            )

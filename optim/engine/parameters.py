@@ -4,12 +4,13 @@ have the same: asked before a parameter is touched, so that a mismatch changes n
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thinwire.comm.calls import refuse_other_calls
 from thinwire.comm.errors import WireMismatch
@@ -85,6 +86,13 @@ def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
                 raise ValueError(
                     f"{label}: is {param.dtype}, but {first_label} is {first.dtype}; float64 mixes with no other dtype"
                 )
+    places = [(p.data_ptr(), p.data_ptr() + p.nbytes, label) for p, label in trained if p.is_contiguous()]
+    for (_, stop, one), (start, _, other) in pairwise(sorted(places)):
+        if start < stop:
+            raise ValueError(
+                f"{other}: overlaps in memory with {one}, which a flat vector would separate: give each memory of its "
+                "own (.clone()), or make one torch.nn.Parameter of it whose views the model uses"
+            )
     if not seen:
         raise ValueError("no parameters: pass model.parameters()")
     if not trained:
@@ -127,6 +135,12 @@ def _refuse_unfit(param: Tensor, label: str) -> None:
             "the whole model on every rank: leave out fully_shard(), FullyShardedDataParallel, deepspeed.zero.Init() "
             "or parallelize_module()"
         )
+    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"{label}: is a {_kind(param)}, which has no values of its own but makes them of other tensors, such as "
+            "quantised ones, so that no step could reach what it holds: train the plain tensors (quantise after "
+            "training, or train adapters beside it), and freeze this one with requires_grad_(False)"
+        )
     if param.dtype not in SUPPORTED:
         raise ValueError(f"{label}: dtype {param.dtype}; supported are {', '.join(map(str, SUPPORTED))}")
     if param.is_inference():
@@ -154,16 +168,35 @@ def describe(param_groups: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _kind(param: Tensor) -> str:
+    """What it is beside an nn.Parameter."""
+    cls = next((kind for kind in type(param).__mro__ if "__torch_dispatch__" in vars(kind)), type(param))
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold its values: itself, or what a wrapper makes them of. None that is sharded, or has none."""
+    if is_sharded(tensor):
+        return []
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in parts_of(getattr(tensor, name))]
+    data = tensor.data
+    has_values = type(data) is Tensor and data.layout == torch.strided and not (data.is_meta or data.is_quantized)
+    return [data] if has_values and data.numel() else []
+
+
 @torch.no_grad()
-def send_frozen_(group: Group, param: Tensor, device: torch.device) -> None:
-    """A frozen parameter <- rank 0's, of any dtype, as bytes. Collective. What is not dense on `device` is left."""
-    data = param.data
-    if type(data) is not Tensor or data.layout != torch.strided or data.device != device or not data.numel():
-        return
-    passed = data.contiguous()  # a copy only where it was not
-    group.broadcast_(passed.view(-1).view(torch.uint8))
-    if passed.data_ptr() != data.data_ptr():
-        data.copy_(passed)
+def send_values_(group: Group, tensor: Tensor, device: torch.device) -> None:
+    """A tensor <- rank 0's, of any dtype, wherever it lies, as bytes. Collective. device: of the group's tensors.
+
+    What parts_of() has no part of is left.
+    """
+    for data in parts_of(tensor):
+        passed = data.to(device).contiguous()  # a copy only where it was not
+        group.broadcast_(passed.view(-1).view(torch.uint8))
+        if passed.data_ptr() != data.data_ptr():
+            data.copy_(passed)
 
 
 def refuse_other_models(group: Group, call: str, lines: list[str], device: torch.device) -> None:

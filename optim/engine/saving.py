@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.optim.engine import checking, shares
+from thinwire.optim.engine import added, checking, shares
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import as_python
@@ -111,9 +111,10 @@ def _vectors(optimizer: Algorithm[Any], vectors: Mapping[str, Tensor], more: Seq
         *(state.values[MASTER] for state in more if MASTER in state.values),
     ]
     return {
-        "state": {},  # of single parameters nothing: so set_optimizer_state_dict of torch hands all on as it is
+        "state": {},  # of torch's form nothing: so set_optimizer_state_dict of torch hands all on as it is
         "vectors": {name: joined(x, name, more) if more else x.clone() for name, x in vectors.items()},
         **({MASTER: torch.cat(masters)} if masters else {}),
+        **({added.ADDED: others} if (others := added.collect(optimizer)) else {}),
     }
 
 
@@ -151,6 +152,7 @@ def apply(optimizer: Algorithm[Any], state_dict: object) -> Loaded:
     share, residuals = _errors(optimizer, loaded, order)
     groups = checking.merged_groups(optimizer.param_groups, optimizer.check_group, loaded["param_groups"])
     optimizer.check_saved(loaded["saved"])
+    checking.refuse([added.row(optimizer, loaded)])
     optimizer.space.take_changes()  # before anything is written that a parameter in other memory would be taken over
 
     _take_plain(optimizer, loaded, groups)
@@ -166,6 +168,7 @@ def apply(optimizer: Algorithm[Any], state_dict: object) -> Loaded:
         _take_parameters(optimizer.space, order, loaded["parameters"])
     optimizer.space.load_masters(masters)
     optimizer.go_on_from({} if share is None else share.own, in_round=found.is_in_round)
+    added.replace(optimizer, loaded.get(added.ADDED, {}))
     return found
 
 

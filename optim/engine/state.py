@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Self, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.exchange.memory import ErrorMemory
@@ -127,12 +128,65 @@ def _of(hint: Any) -> tuple[Any, ...]:
 class Shown(dict[str, Any]):
     """One parameter's state. Views of the flat vectors as they are when a value is asked for: nothing holds them here.
 
-    made: what gives a value, by name.
+    made: what gives a value, by name. Others may add entries of their own, which stay theirs (added.py). Those that are
+    shown cannot be set or removed: RuntimeError.
     """
 
     def __init__(self, values: Mapping[str, Any], made: Mapping[str, Callable[[], Tensor]]) -> None:
         super().__init__({**values, **dict.fromkeys(made)})
-        self._made = made
+        self._made, self._ours = made, frozenset(super().keys())
+
+    def added(self) -> dict[str, Any]:
+        """What others have put here."""
+        return {name: value for name, value in self.items() if name not in self._ours}
+
+    def _refuse(self, name: str, what: str) -> None:
+        if name in self._ours:
+            raise RuntimeError(
+                f"optimizer.state[p][{name!r}] was {what}: it only shows a part of the flat vectors, which would go on "
+                "as they are. Write into it in place, in the warm-up (optimizer.state[p]['exp_avg'].copy_(...)); to "
+                "begin moments and warm-up anew, make the optimizer anew; entries of your own have other names"
+            )
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self._ours:
+            super().__setitem__(name, value)
+        elif not _is_same(value, self[name]):  # as where all tensors are moved to the device that they are on
+            self._refuse(name, "set")
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse(name, "removed")
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove an entry of one's own."""
+        self._refuse(name, "removed")
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        """As pop()."""
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        """As pop(), of all."""
+        for name in list(self):
+            del self[name]
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """As setting each."""
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def __ior__(self, given: Any) -> Self:  # type: ignore[override,misc]
+        self.update(given)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """The value of that name; this one, where there was none."""
+        if name not in self:
+            self[name] = default
+        return self[name]
 
     def __iter__(self) -> Iterator[str]:
         # Without it dict(), update() and the like would copy what is stored, past the methods below.
@@ -166,6 +220,18 @@ class Shown(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (list(self.items()),)
+
+
+def count(steps: int) -> Tensor:
+    """A step count as torch.optim keeps it: 0-dim, exact up to 2^24."""
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+
+
+def _is_same(value: object, shown: Any) -> bool:
+    """Is it what is shown?"""
+    if value is shown or not isinstance(value, Tensor):
+        return value is shown
+    return (value.data_ptr(), value.shape, value.dtype) == (shown.data_ptr(), shown.shape, shown.dtype)
 
 
 def show_state(

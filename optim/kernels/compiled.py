@@ -23,11 +23,11 @@ def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None
     if dtype not in CPU_DTYPES:
         return
     warm_up(dtype)
-    x = [torch.ones(8, dtype=dtype) for _ in range(6)]
+    x = [torch.ones(8, dtype=dtype, device="cpu") for _ in range(6)]
     hyper = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.0)
     updates.adam_(x[0], x[1], x[2], x[3], hyper, None)
     table = BlockTable.from_spans([[(0, 8)]], [], x[0])
-    rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8), dtype)
+    rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8, device="cpu"), dtype)
     updates.descend_(x[0], x[1], rows, 1e-3, 0.0, 1e-8, table)
     if variance not in (None, dtype):
         updates.descend_(x[0], x[1].to(variance), rows, 1e-3, 0.0, 1e-8, table)
@@ -42,7 +42,7 @@ def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None
     updates.receive_(x[0], x[1], x[2], x[3], x[4], numbers, eps)
     updates.receive_rows_(x[0], x[1], x[2], x[3], rows, numbers, eps, table)
     received = Rows(rows, table)
-    one_T, bounds = torch.ones(1, dtype=dtype), Bounds(0.5, 4.0, 0.9, 1.1, 0.01, 10.0, 4.0)
+    one_T, bounds = torch.ones(1, dtype=dtype, device="cpu"), Bounds(0.5, 4.0, 0.9, 1.1, 0.01, 10.0, 4.0)
     for room in (0, 8):
         for said in (x[1], OverFactors(received, one_T, VectorLayout.single(8))):
             heard = Heard(said, x[0], 1)

@@ -34,7 +34,8 @@ def floor_variance_(v_N: Tensor, tensors: Sequence[Span], blocks: Sequence[Span]
     A model whose v is zero everywhere is left alone: there is no scale to take. Synchronises with the host.
     """
     # Summed by pieces that lie in one tensor and one block each: few launches, and no long sum in a short dtype.
-    cuts = torch.tensor(sorted({0, v_N.numel(), *(bound for span in (*tensors, *blocks) for bound in span)}))
+    bounds = sorted({0, v_N.numel(), *(bound for span in (*tensors, *blocks) for bound in span)})
+    cuts = torch.tensor(bounds, dtype=torch.int64, device="cpu")
     sum_p, count_p = _sums(v_N, cuts)
     of_tensor_p, live_p = _means(sum_p, count_p, cuts, tensors)
     of_block_p, _ = _means(sum_p, count_p, cuts, blocks)
@@ -63,7 +64,7 @@ def _sums(v_N: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
     if _has_loops(v_N):
         from thinwire.optim.kernels import loops  # not at the top: it brings numba, which only CPUs need
 
-        sum_p = torch.zeros(len(cuts) - 1, dtype=torch.float64)
+        sum_p = torch.zeros(len(cuts) - 1, dtype=torch.float64, device="cpu")
         count_p = torch.zeros_like(sum_p)
         loops.floor_sums(v_N.numpy(), cuts.numpy(), sum_p.numpy(), count_p.numpy())
         return sum_p, count_p
@@ -97,10 +98,10 @@ def _sums_of(v: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
 
 def _means(sum_p: Tensor, count_p: Tensor, cuts: Tensor, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     """For each piece between cuts: the mean of the non-zero values of its span, 0 without any; is it in a span."""
-    starts, stops = torch.tensor(list(spans)).T.contiguous()
+    starts, stops = torch.tensor(list(spans), dtype=torch.int64, device="cpu").T.contiguous()
     piece = cuts[:-1]
     span_p = torch.searchsorted(starts, piece, right=True).sub_(1).clamp_(min=0)
     inside_p = (starts[span_p] <= piece) & (piece < stops[span_p])
-    sums = torch.zeros(len(spans), dtype=torch.float64).index_add_(0, span_p, sum_p * inside_p)
-    counts = torch.zeros(len(spans), dtype=torch.float64).index_add_(0, span_p, count_p * inside_p)
+    sums = torch.zeros(len(spans), dtype=torch.float64, device="cpu").index_add_(0, span_p, sum_p * inside_p)
+    counts = torch.zeros(len(spans), dtype=torch.float64, device="cpu").index_add_(0, span_p, count_p * inside_p)
     return (sums / counts.clamp(min=1))[span_p] * inside_p, inside_p

@@ -174,6 +174,25 @@ assert torch.isfinite(flat(model)).all()
 say("scaled", flat(model).tolist())
 """
 
+AVERAGED = """
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+# What the callback copies into the module stays there when it is saved, and under bfloat16 parameters too.
+for settings in ({"precision": "bf16-true"}, {}):
+    model, train = fit(ThinwireStrategy(), onebit, validate=True, callbacks=[EMAWeightAveraging(decay=0.5)], **settings)
+    averaged = flat(model).clone()
+    train.save_checkpoint(os.path.join(folder, f"averaged-{rank}.ckpt"))
+    assert torch.equal(flat(model), averaged)
+    say("averaged" if settings else "averaged in full", averaged.tolist())
+    saved = train.optimizers[0].state_dict()
+    if settings:
+        assert torch.equal(saved["master"], torch.cat(
+            [t.param.detach().float().flatten() for t in train.optimizers[0].space.tensors]))
+for callback in (EMAWeightAveraging(), StochasticWeightAveraging(0.01)):
+    refused(lambda: fit(ThinwireStrategy(), lambda params: ours.ZeroOneAdam(params, lr=0.02), callbacks=[callback]),
+            type(callback).__name__, "at_sync", "prepare_to_save")
+"""
+
 MANUAL = """
 # Two optimizers, each its own parameters, clipping and accumulation by hand.
 class Two(Net):
@@ -245,7 +264,7 @@ def test_training_is_that_of_lightnings_ddp_and_of_one_model_on_all_ranks(tmp_pa
     Dense Adam trains as AdamW under DDPStrategy; what compresses saves, evaluates and resumes as one model; manual
     optimization works; what cannot train is refused.
     """
-    ranks = start(MODULE + AS_DDP + COMPRESSED + MANUAL + "dist.destroy_process_group()", 2, tmp_path)
+    ranks = start(MODULE + AS_DDP + COMPRESSED + AVERAGED + MANUAL + "dist.destroy_process_group()", 2, tmp_path)
     assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]
-    for name in ("replica", "whole", "evaluated", "left", "scaled", "done"):
+    for name in ("replica", "whole", "evaluated", "left", "scaled", "averaged", "averaged in full", "done"):
         assert said(tmp_path, 0, name) == said(tmp_path, 1, name), name

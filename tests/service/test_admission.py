@@ -74,7 +74,9 @@ def test_a_job_without_places_for_its_minimum_is_queued_and_says_who_has_them(ei
 
 def test_two_jobs_of_three_on_five_places_run_one_after_the_other(service: Service) -> None:
     service.launcher.has_room = Room(cpus=5, gpus=0)
-    jobs = [service.submit(**of(3)) for _ in range(2)]
+    first = service.submit(**of(3))
+    service.clock.pass_(1.0)  # of two of one moment the order is that of their ids, which are random
+    jobs = [first, service.submit(**of(3))]
     service.turn(3)
     assert [service.state(job) for job in jobs] == ["PENDING", "QUEUED"]
     end(service, jobs[0])

@@ -168,3 +168,22 @@ def test_a_checkpoint_of_a_recipe_from_before_recipes_were_scripts_is_gone_on_fr
     restore(replace(content, plain=plain), fresh)
     assert all(map(torch.equal, other.parameters(), model.parameters()))
     assert restored(replace(content, plain=plain))["model"].keys() == model.state_dict().keys()
+
+
+def test_what_others_keep_in_the_state_of_the_optimizer_goes_back_too(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    model, optimizer, meter = make("onebit_adam", SoloGroup(), torch.float32)
+    train(model, optimizer, 0, range(1, AT + 1))
+    z = torch.arange(13, dtype=torch.bfloat16)
+    optimizer.state[model.first.bias].update(z=z, count=3)
+    writer = Writer(store)
+    writer.save(CheckpointId(GENERATION, AT), 0, 1, collect(optimizer, meter, of(model, optimizer)))
+    assert writer.close(60)
+    content = store.load(CheckpointId(GENERATION, AT), CPU)
+    other, loaded, meter = make("onebit_adam", SoloGroup(), torch.float32)
+    state = restored(content)
+    assert set(state["model"]) == set(restored(collect(loaded, meter, of(other, loaded)))["model"])
+    loaded.load_state_dict({**state["optimizer"], "parameters": content.flat["parameters"]})
+    assert torch.equal(loaded.state[other.first.bias]["z"], z)
+    assert loaded.state[other.first.bias]["count"] == 3
+    assert set(loaded.state[other.last.bias]) == {"step", "exp_avg", "exp_avg_sq"}

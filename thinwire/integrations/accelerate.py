@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm.default import given_or_default
 from thinwire.integrations.shares import own_state, write_share
 from thinwire.optim.engine.optimizer import FlatOptimizer
-from thinwire.optim.engine.parameters import refuse_other_models
+from thinwire.optim.engine.parameters import refuse_other_models, send_values_
 
 logger = logging.getLogger(__name__)
 
@@ -319,10 +319,7 @@ def send_untrained(model: torch.nn.Module, trained: Sequence[Tensor]) -> None:
     device = everything[0][1].device if everything else torch.device("cpu")
     refuse_other_models(group, "prepare()", [f"{type(model).__name__}, what no optimizer sends", *words], device)
     for _, tensor in sent:
-        flat = tensor.detach().reshape(-1).contiguous()
-        group.broadcast_(flat.view(torch.uint8))  # bytes: whatever the dtype
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.shape))
+        send_values_(group, tensor, device)
 
 
 def refuse_other_ranks(optimizer: FlatOptimizer[Any], num_processes: int) -> None:

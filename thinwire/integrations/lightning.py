@@ -24,6 +24,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from thinwire.integrations.accelerate import bring_together
+from thinwire.optim import ZeroOneAdam
 from thinwire.optim.engine.optimizer import FlatOptimizer
 
 SETTINGS = (
@@ -145,6 +146,7 @@ class ThinwireStrategy(ClippedInStep, DDPStrategy):  # type: ignore[misc]
         for optimizer in self.optimizers:
             _refuse_foreign(optimizer, self.world_size)
             refuse_clipping(optimizer, trainer)
+            refuse_averaging(optimizer, trainer)
             assert isinstance(optimizer, FlatOptimizer)
 
     @contextmanager
@@ -241,6 +243,18 @@ def refuse_clipping(optimizer: Optimizer, trainer: Trainer) -> None:
     if trainer.gradient_clip_val:
         _refuse_algorithm(trainer.gradient_clip_algorithm)
         _refuse_bound(optimizer, float(trainer.gradient_clip_val), optimizer.max_grad_norm)
+
+
+def refuse_averaging(optimizer: Optimizer, trainer: Trainer) -> None:
+    """Raises: ValueError where callbacks average weights that 0/1 Adam lets differ between ranks."""
+    for callback in trainer.callbacks if isinstance(optimizer, ZeroOneAdam) else ():  # type: ignore[attr-defined]
+        if {"WeightAveraging", "StochasticWeightAveraging"} & {kind.__name__ for kind in type(callback).__mro__}:
+            raise ValueError(
+                f"{type(callback).__name__} with {type(optimizer).__name__}: between two syncs each rank has weights "
+                "of its own, so that each would average others, and end with them. Use OneBitAdam or Adam with this "
+                "callback; or average in a callback of your own, only where optimizer.at_sync is true, and call "
+                "optimizer.prepare_to_save() on every rank before the average is copied into the module"
+            )
 
 
 def _refuse_algorithm(algorithm: str | None) -> None:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from thinwire.comm.protocol import Group
 from thinwire.integrations.accelerate import mixed
-from thinwire.integrations.lightning import ClippedInStep, refuse_clipping
+from thinwire.integrations.lightning import ClippedInStep, refuse_averaging, refuse_clipping
 from thinwire.integrations.run import Run
 from thinwire.optim.engine.optimizer import FlatOptimizer
 
@@ -72,6 +72,7 @@ class SessionStrategy(ClippedInStep, SingleDeviceStrategy):  # type: ignore[misc
         super().setup_optimizers(trainer)
         _refuse_foreign(self.optimizers, self.run.group)
         refuse_clipping(self.optimizers[0], trainer)
+        refuse_averaging(self.optimizers[0], trainer)
 
     def setup(self, trainer: Trainer) -> None:
         """As Lightning's; from here on the session feeds the fit loop. Raises: ValueError."""

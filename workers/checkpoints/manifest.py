@@ -242,4 +242,4 @@ def _tensor(given: dict[str, JsonValue]) -> Tensor:
         raise ValueError(f"dtype {given['dtype']!r} is none of torch's")
     shape = from_json(given["shape"])
     assert isinstance(shape, list)
-    return torch.tensor(from_json(given["values"]), dtype=dtype).reshape(shape)
+    return torch.tensor(from_json(given["values"]), dtype=dtype, device="cpu").reshape(shape)

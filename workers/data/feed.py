@@ -235,7 +235,7 @@ class InOrder(Order):
     """As they stand, epoch after epoch."""
 
     def _epoch(self, epoch: int) -> torch.Tensor:
-        return torch.arange(self.num_samples)
+        return torch.arange(self.num_samples, dtype=torch.int64, device="cpu")
 
 
 class _Positions:

@@ -37,7 +37,7 @@ class Order:
     def samples(self, numbers: range) -> Tensor:
         """Which samples those numbers are, int64[len(numbers)], each in [0, num_samples)."""
         first, last = numbers.start, numbers.stop
-        parts: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+        parts: list[Tensor] = [torch.empty(0, dtype=torch.int64, device="cpu")]
         while first < last:
             epoch, offset = divmod(first, self.num_samples)
             taken = min(last - first, self.num_samples - offset)
@@ -50,7 +50,7 @@ class Order:
         if epoch not in self._epochs:
             while len(self._epochs) > 1:
                 del self._epochs[next(iter(self._epochs))]
-            self._epochs[epoch] = torch.randperm(self.num_samples, generator=generator(self.seed, epoch))
+            self._epochs[epoch] = torch.randperm(self.num_samples, generator=generator(self.seed, epoch), device="cpu")
         return self._epochs[epoch]
 
 

@@ -191,7 +191,7 @@ def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
 
 def _cast_s(elements: int, clock: _Clock) -> float:
     """Of a gradient to bfloat16, divided, and back, as DDP's hook does it."""
-    gradient_N = torch.zeros(elements)
+    gradient_N = torch.zeros(elements, dtype=torch.float32, device="cpu")
 
     def cast() -> None:
         gradient_N.copy_(gradient_N.to(torch.bfloat16).div_(2))
@@ -321,9 +321,9 @@ def _main(parent: Parent) -> None:
 def time_transport(group: TorchGroup) -> Transport:
     """Time it. Collective, about a second; every rank's own figures, of which the slowest rank's count."""
     n = group.size
-    vector_N = torch.zeros(ELEMENTS)
-    half_N = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
-    rows_nB, received_nB = (torch.zeros((n, ELEMENTS // 8 // n), dtype=torch.uint8) for _ in range(2))
+    vector_N = torch.zeros(ELEMENTS, dtype=torch.float32, device="cpu")
+    half_N = torch.zeros(ELEMENTS, dtype=torch.bfloat16, device="cpu")
+    rows_nB, received_nB = (torch.zeros((n, ELEMENTS // 8 // n), dtype=torch.uint8, device="cpu") for _ in range(2))
 
     def both_phases() -> None:
         group.all_to_all(received_nB, rows_nB)

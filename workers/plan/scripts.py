@@ -136,7 +136,9 @@ class OfShapes(Recipe):
 
     def model(self) -> nn.Module:
         """Zeros."""
-        return nn.ParameterList([nn.Parameter(torch.zeros(sizes, dtype=dtype)) for sizes, dtype in self._shapes])
+        return nn.ParameterList(
+            [nn.Parameter(torch.zeros(sizes, dtype=dtype, device="cpu")) for sizes, dtype in self._shapes]
+        )
 
     def dataset(self) -> list[int]:
         """Nothing of it is used."""

@@ -377,7 +377,7 @@ class Course:
 
     def _agreed(self, mine: bool) -> bool:
         """Does every rank say so? Collective. Raises: PeerLost."""
-        said = torch.full((1,), float(mine), device=self._around.device)
+        said = torch.full((1,), float(mine), dtype=torch.float32, device=self._around.device)
         self.training.group.mean_(said)
         return float(said) == 1.0
 

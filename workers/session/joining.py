@@ -199,7 +199,8 @@ def kept_bucket(
     if run_dir is None or group.size == 1:
         return DEFAULT_BUCKET
     file = RunFolder(run_dir).buckets
-    known = torch.tensor([_kept_size(file, group.size, numel) if group.rank == 0 else 0], device=device)
+    kept = _kept_size(file, group.size, numel) if group.rank == 0 else 0
+    known = torch.tensor([kept], dtype=torch.int64, device=device)
     group.broadcast_(known)
     if int(known):
         return int(known)

@@ -143,7 +143,7 @@ class Registered:
     def collected(self) -> State:
         """The state of all: plain values by name, and the live tensors that were taken out of them."""
         tensors: dict[str, Tensor] = {}
-        return {name: _take_apart(one.read(), name, tensors) for name, one in self._objects.items()}, tensors
+        return {name: take_apart(one.read(), name, tensors) for name, one in self._objects.items()}, tensors
 
     def refuse_others(self, plain: Any) -> None:
         """Raises: ValueError where what collected() or give() gave was registered by another script."""
@@ -157,7 +157,7 @@ class Registered:
         """Write what collected() or give() gave. Raises: ValueError where it was registered by another script."""
         self.refuse_others(plain)
         for name, one in self._objects.items():
-            one.write(_as_there(one.read(), _put_together(plain[name], tensors)))
+            one.write(_as_there(one.read(), put_together(plain[name], tensors)))
 
     def give(self, group: Group, path: tuple[int, ...], device: torch.device) -> State | None:
         """What the first rank of the path has, for load() on the others of it; None on all other ranks.
@@ -183,7 +183,7 @@ class Registered:
         """A batch is given out: what follows may have to be taken back."""
         tensors: dict[str, Tensor] = {}
         volatile = {name: one for name, one in self._objects.items() if one.volatile}
-        self._plain = {name: _take_apart(one.read(), name, tensors) for name, one in volatile.items()}
+        self._plain = {name: take_apart(one.read(), name, tensors) for name, one in volatile.items()}
         copies = self._moves if self._has_learned else tensors.keys()
         self._kept = {name: _Kept(x, x._version, x.clone() if name in copies else None) for name, x in tensors.items()}
         groups = self._optimizer.param_groups
@@ -217,7 +217,7 @@ class Registered:
         copies = {name: kept.copied for name, kept in self._kept.items() if kept.copied is not None}
         for name, plain in self._plain.items():
             one = self._objects[name]
-            one.write(_as_there(one.read(), _put_together(plain, copies)))
+            one.write(_as_there(one.read(), put_together(plain, copies)))
         for group, hyper in zip(self._optimizer.param_groups, self._hypers, strict=False):
             for key in set(group) - set(hyper) - {"params"}:
                 del group[key]
@@ -325,7 +325,7 @@ def _load_module(name: str, module: nn.Module, state: dict[str, Any], optimizer:
     module.load_state_dict(state, strict=False)
 
 
-def _take_apart(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+def take_apart(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     """A copy of a structure whose tensors are put into `tensors` instead, by their place."""
     while where in tensors:  # of keys 1 and "1"
         where += "'"
@@ -340,9 +340,9 @@ def _take_apart(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
             raise TypeError(f"run.register(): {where} is an array of {value.dtype}, which torch has not") from error
         return {_ARRAY: where, **_take_out(taken, where, tensors)}
     if isinstance(value, dict):
-        return {key: _take_apart(item, f"{where}.{key}", tensors) for key, item in value.items()}
+        return {key: take_apart(item, f"{where}.{key}", tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_take_apart(item, f"{where}.{index}", tensors) for index, item in enumerate(value)]
+        items = [take_apart(item, f"{where}.{index}", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     return value
 
@@ -370,7 +370,7 @@ def _sparse(form: Mapping[str, Any], parts: list[Tensor]) -> Tensor:
     layout: torch.layout = getattr(torch, form[_SPARSE])
     if layout == torch.sparse_coo:
         indices, values = parts
-        made = torch.sparse_coo_tensor(indices, values, form["size"], check_invariants=False)
+        made = torch.sparse_coo_tensor(indices, values, form["size"], check_invariants=False, device="cpu")
         return made._coalesced_(form["coalesced"])
     compressed, plain, values = parts
     return torch.sparse_compressed_tensor(
@@ -398,7 +398,7 @@ def _put_in(tensor: Tensor, dtype: str | None) -> Tensor:
     return torch.view_as_complex(tensor) if own.is_complex else tensor.view(own)
 
 
-def _put_together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def put_together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The structure again, with these tensors. Shares memory with them."""
     if isinstance(value, dict):
         if value.keys() - {_DTYPE} == {_TENSOR}:
@@ -406,9 +406,9 @@ def _put_together(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         if value.keys() - {_DTYPE} == {_ARRAY}:
             return _put_in(tensors[value[_ARRAY]], value.get(_DTYPE)).cpu().numpy()
         if _SPARSE in value and _PARTS in value:
-            return _sparse(value, [_put_together(part, tensors) for part in value[_PARTS]])
-        return {key: _put_together(item, tensors) for key, item in value.items()}
+            return _sparse(value, [put_together(part, tensors) for part in value[_PARTS]])
+        return {key: put_together(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_put_together(item, tensors) for item in value]
+        items = [put_together(item, tensors) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value

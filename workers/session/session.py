@@ -452,7 +452,7 @@ def _one_number(name: str, value: object) -> Tensor:
         one = value.item()
     if isinstance(one, Real):
         try:
-            return torch.tensor(float(one), dtype=torch.float64)
+            return torch.tensor(float(one), dtype=torch.float64, device="cpu")
         except OverflowError:
             pass  # of an int that is larger than any float
     if isinstance(value, Tensor) and value.numel() != 1:

@@ -232,14 +232,14 @@ class StepLog:
         length = values + 2 * size
         if part is None:
             return torch.zeros(length, dtype=torch.float64, device=device)
-        row = torch.zeros(length, dtype=torch.float64)
+        row = torch.zeros(length, dtype=torch.float64, device="cpu")
         if part.waits is self.waits:  # else it was made with other ranks
             row[values + self.waits.rank] = 1.0 + part.waited_s
             computed_s = _computed_s(part)
             if computed_s is not None:
                 row[values + size + self.waits.rank] = 1.0 + computed_s
         weights = [part.weight if name in part.numbers else 0.0 for name in names]
-        row[1:values:2] = torch.tensor(weights, dtype=torch.float64)
+        row[1:values:2] = torch.tensor(weights, dtype=torch.float64, device="cpu")
         row = row.to(device)
         for index, name in enumerate(names):
             if name in part.numbers:

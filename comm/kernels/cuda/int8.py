@@ -40,7 +40,8 @@ class CudaInt8:
         starts = [0, *(stop for _, stop in bounds)]
         if run % FOUR or any(at % FOUR for at in starts) or starts[:-1] != [start for start, _ in bounds]:
             raise ValueError(f"rows of {bounds}, runs of {run}: must adjoin, begin at 0 and be whole fours")
-        self._launcher, self._run, self._starts = launcher, run, on_device(torch.tensor(starts), device)
+        self._launcher, self._run = launcher, run
+        self._starts = on_device(torch.tensor(starts, dtype=torch.int64, device="cpu"), device)
         self._count, self._most = len(bounds), max(stop - start for start, stop in bounds)
         self._numel = starts[-1]
 

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.covering import every_value
 from tests.optim.seeded import seeded
@@ -40,6 +41,11 @@ def shared(p):
     return torch.nn.Parameter(p.data)
 
 
+def overlapping():
+    memory = torch.ones(12)
+    return torch.nn.Parameter(memory[:8]), torch.nn.Parameter(memory[7:])
+
+
 FIRST = parameter(2)
 with torch.inference_mode():
     INFERRED = parameter(3)
@@ -61,6 +67,11 @@ UNFIT = {
     "twice in a group": ([FIRST, FIRST], r"parameter 1 of group 0.*is also parameter 0 of group 0.*once"),
     "twice in two groups": ([{"params": [FIRST]}, {"params": [FIRST]}], r"more than one parameter group"),
     "shared memory": ([FIRST, shared(FIRST)], r"parameter 1 of group 0.*same memory as parameter 0 of group 0"),
+    "overlapping memory": ([FIRST, *overlapping()], r"parameter 2 of group 0.*overlaps in memory with parameter 1"),
+    "a wrapper": (
+        [FIRST, torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))],
+        r"parameter 1 of group 0.*two_tensor\.TwoTensor, which has no values of its own.*freeze this one",
+    ),
     "an empty group": ([{"params": [FIRST]}, {"params": []}], r"group 1 is empty"),
     "made in inference mode": (
         [FIRST, INFERRED],

@@ -9,6 +9,7 @@ from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import SGD, Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.regroup import regroup
 
 MAKE = {
     "onebit_adam": lambda p, **k: construct(OneBitAdam, p, lr=1e-3, warmup=3, **k),
@@ -153,14 +154,145 @@ def test_weights_that_are_swapped_out_and_back_leave_the_master_as_it_was():
     assert not torch.equal(master, master.bfloat16().float())
 
 
-def test_weights_written_through_data_are_taken_on_request():
+def written_through_data(net, values):
+    """As averaging callbacks copy: no version tells of it."""
+    for p, value in zip(net.parameters(), values, strict=True):
+        p.data.copy_(value)
+
+
+def values_of(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("name", [*MAKE, "adam"])
+def test_saving_changes_no_parameter_and_an_average_that_is_swapped_in_leaves_no_trace_when_it_is_swapped_out(name):
+    make = MAKE.get(name, lambda p, **k: Adam(p, lr=1e-3, **k))
+
+    def ends(group, swaps):
+        net, average = network(), values_of(network(seed=5))
+        optimizer = make(net.parameters(), group=group)
+        for step in range(9):
+            descend(net, optimizer, [step], group.rank)
+            if not optimizer.at_sync:
+                continue
+            own = values_of(net)
+            if swaps:
+                written_through_data(net, average)
+            saved = optimizer.state_dict()
+            if swaps:
+                assert all(map(torch.equal, net.parameters(), average))
+                copied = {id(p): value for p, value in zip(net.parameters(), average, strict=True)}
+                in_order = [copied[id(tensor.param)].flatten() for tensor in optimizer.space.tensors]
+                assert torch.equal(saved["master"], torch.cat(in_order).float())
+                written_through_data(net, own)
+        optimizer.prepare_to_save()
+        return torch.cat([optimizer.space.p_N, weights(net)])
+
+    swapped, plain = (run_threads(2, lambda group, swaps=swaps: ends(group, swaps)) for swaps in (True, False))
+    assert all(map(torch.equal, swapped, plain))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 4, 9])
+def test_a_whole_tensor_that_is_written_through_data_is_taken_by_the_next_step(at):
     net = network()
     optimizer = SGD(net.parameters(), lr=0.0)
-    for p in net.parameters():
-        p.data.fill_(0.5)
+    descend(net, optimizer, range(at))
+    written_through_data(net, values_of(network(seed=5)))
+    descend(net, optimizer, [at])
+    assert torch.equal(weights(net), weights(network(seed=5)))
+    assert is_the_rounded_master(optimizer)
+
+
+def test_a_few_elements_that_are_clamped_through_data_after_each_step_stay_clamped(caplog):
+    p = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    optimizer = SGD([p], lr=1e-3, momentum=0.0)
+    for _ in range(20):
+        p.grad = torch.zeros_like(p)
+        p.grad[3] = -100.0
+        optimizer.step()
+        p.data.clamp_(max=0.25)
+    assert [p[3].item(), p[4].item()] == [0.25, 0.0]
+    p.grad.zero_()
+    optimizer.step()
+    assert p[3].item() == optimizer.space.p_N[3].item() == 0.25
+    assert [r.getMessage().split(":")[0] for r in caplog.records if r.name.endswith("flat")] == ["written_through_data"]
+
+
+def test_a_few_elements_that_are_written_through_data_once_are_taken_on_request():
+    p = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    optimizer = SGD([p], lr=0.0)
+    for _ in range(3):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    p.data[3] = 0.5
     optimizer.refresh_master()
-    descend(net, optimizer, [0])
-    assert (weights(net) == 0.5).all()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert p[3].item() == 0.5
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_resume_is_bit_equal_in_either_order_of_loading_and_weights_that_are_not_the_saved_ones_stay(first):
+    net = network()
+    optimizer = Adam(net.parameters(), lr=1e-3)
+    descend(net, optimizer, range(5))
+    state, own = optimizer.state_dict(), copy.deepcopy(net.state_dict())
+    average = network(seed=5).state_dict()
+    average["2.bias"] = own["2.bias"]
+
+    def resumed(values):
+        other = network(seed=7)
+        loaded = Adam(other.parameters(), lr=1e-3)
+        acts = {"model": lambda: other.load_state_dict(values), "optimizer": lambda: loaded.load_state_dict(state)}
+        for act in sorted(acts, key=lambda name: name != first):
+            acts[act]()
+        return other, loaded
+
+    same, loaded = resumed(own)
+    descend(same, loaded, [5])
+    descend(net, optimizer, [5])
+    assert torch.equal(loaded.space.p_N, optimizer.space.p_N)
+
+    averaged, loaded = resumed(average)
+    masters = {name: loaded.space.masters()[p] for name, p in averaged.named_parameters()}
+    for name, p in averaged.named_parameters():
+        assert torch.equal(p, average[name])
+        assert torch.equal(masters[name].to(p.dtype), p.flatten())
+    assert torch.equal(masters["0.bias"], average["0.bias"].float())
+    assert not torch.equal(masters["2.bias"], average["2.bias"].float())  # in full precision, as it was saved
+
+
+def test_what_is_written_through_data_between_two_syncs_is_refused_where_the_round_is_to_end():
+    def work(group):
+        net = network()
+        optimizer = MAKE["zero_one_adam"](net.parameters(), group=group)
+        step = 0
+        while optimizer.at_sync or step < 8:
+            descend(net, optimizer, [step], group.rank)
+            step += 1
+        written_through_data(net, values_of(network(seed=5)))
+        for act in (optimizer.prepare_to_save, optimizer.state_dict, optimizer.rank_state_dict):
+            with pytest.raises(RuntimeError, match=r"was written after step .* between two syncs"):
+                act()
+        return torch.equal(weights(net), weights(network(seed=5)))
+
+    assert run_threads(2, work) == [True, True]
+
+
+def test_a_rank_that_comes_is_given_what_was_written_through_data():
+    def work(group):
+        net = network(seed=group.rank)
+        optimizer = Adam(net.parameters(), lr=1e-3)  # of this rank alone
+        if not group.rank:
+            descend(net, optimizer, range(3))
+            written_through_data(net, values_of(network(seed=5)))
+        regroup(optimizer, group, has_state=not group.rank)
+        assert torch.equal(weights(net), weights(network(seed=5)))
+        descend(net, optimizer, [3], group.rank)
+        return optimizer.space.p_N
+
+    assert torch.equal(*run_threads(2, work))
 
 
 def test_a_master_on_one_side_only_is_refused_and_changes_nothing():

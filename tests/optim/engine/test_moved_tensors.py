@@ -171,3 +171,78 @@ def test_a_rank_without_a_gradient_beside_one_that_has_one_goes_on(caplog):
     first, second = run_threads(2, work)
     assert torch.equal(first, second)
     assert [r.getMessage()[:19] for r in caplog.records] == ["no_gradient step 1:"]
+
+
+def with_a_buffer_of_the_weights():
+    net = network()
+    net.register_buffer("shown", net[0].weight.data)
+    return net, lambda: net.shown
+
+
+def with_an_array_of_the_weights():
+    net = network()
+    array = net[0].weight.detach().numpy()
+    return net, lambda: torch.from_numpy(array)
+
+
+def with_a_frozen_layer_that_is_tied_by_its_memory():
+    net, tied = network(), torch.nn.Linear(6, 11)
+    tied.weight = torch.nn.Parameter(net[0].weight.detach(), requires_grad=False)
+    return net, lambda: tied.weight
+
+
+def with_a_copy_that_has_the_same_memory():
+    net, other = network(), network()
+    other.load_state_dict(net.state_dict(), assign=True)
+    return net, lambda: other[0].weight
+
+
+MADE = [
+    with_a_buffer_of_the_weights,
+    with_an_array_of_the_weights,
+    with_a_frozen_layer_that_is_tied_by_its_memory,
+    with_a_copy_that_has_the_same_memory,
+]
+
+
+@every_value({"make_net": MADE, "name": ["adam", "onebit_adam", "zero_one_adam", "onebit_lamb"]})
+def test_what_lies_in_the_memory_of_a_parameter_sees_every_step(make_net, name, caplog):
+    def ends(group, made):
+        net, seen = made()
+        optimizer = make(name, [{"params": list(net.parameters()), **ADAM}], group, warmup=FREEZE)
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            loss_of(net, inputs(step, group.rank)).backward()
+            optimizer.step()
+            assert torch.equal(seen(), net[0].weight)
+            if step == FREEZE:
+                net[0].weight.requires_grad_(False)
+            if step == FREEZE + 2:
+                net[0].weight.requires_grad_(True)
+        assert torch.equal(seen(), net[0].weight)
+        return end(optimizer)
+
+    found = run_threads(2, lambda group: ends(group, make_net))
+    assert "memory_shared" in caplog.text
+    caplog.clear()
+    expected = run_threads(2, lambda group: ends(group, lambda: (net := network(), lambda: net[0].weight)))
+    assert "memory_shared" not in caplog.text
+    assert all(map(torch.equal, found, expected))
+
+
+def test_memory_is_the_optimizer_s_again_once_nothing_else_looks_at_it(caplog):
+    net = network()
+    kept = net.state_dict()
+    optimizer = Adam(net.parameters(), lr=0.1)
+    places = [tensor.param.data_ptr() for tensor in optimizer.space.tensors]
+    assert "memory_shared parameters=4" in caplog.text
+    for step, is_kept in ((1, True), (2, False)):
+        if not is_kept:
+            del kept
+        optimizer.zero_grad()
+        loss_of(net, inputs(step, 0)).backward()
+        optimizer.step()
+        stays = [
+            tensor.param.data_ptr() == place for tensor, place in zip(optimizer.space.tensors, places, strict=True)
+        ]
+        assert stays == [is_kept] * 4

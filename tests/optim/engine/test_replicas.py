@@ -81,3 +81,48 @@ def test_ranks_that_are_given_other_settings_are_refused(settings, told):
             Adam(torch.nn.Linear(3, 2).parameters(), group=group, **mine)
 
     run_threads(2, work)
+
+
+def perturbed(take_back):
+    """SAM: the gradient where a step along this rank's own has led, which take_back() takes back."""
+
+    def work(group):
+        net = seeded(0, lambda: torch.nn.Linear(6, 3))
+        optimizer = Adam(net.parameters(), group=group)
+        before = [p.detach().clone() for p in net.parameters()]
+        for step in range(4):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + group.rank))
+            optimizer.zero_grad()
+            (net(x) - x[:, :3]).square().mean().backward()
+            old = [p.detach().clone() for p in net.parameters()]
+            moves = [0.05 * p.grad / p.grad.norm() for p in net.parameters()]
+            with torch.no_grad():
+                for p, e in zip(net.parameters(), moves, strict=True):
+                    p.add_(e)
+            optimizer.zero_grad()
+            (net(x) - x[:, :3]).square().mean().backward()
+            with torch.no_grad():
+                for p, e, value in zip(net.parameters(), moves, old, strict=True):
+                    take_back(p, e, value)
+            optimizer.step()
+        return not any(map(torch.equal, before, net.parameters())), torch.cat(
+            [p.detach().flatten() for p in net.parameters()]
+        )
+
+    return run_threads(3, work)
+
+
+def test_a_perturbation_that_is_put_back_is_exact_and_one_that_is_subtracted_is_refused_in_the_first_step():
+    results = perturbed(lambda p, e, old: p.copy_(old))
+    assert all(moved and torch.equal(found, results[0][1]) for moved, found in results)
+    with pytest.raises(WireMismatch, match=r"before the first step the parameters of ranks \[1, 2\].*p\.copy_\(old\)"):
+        perturbed(lambda p, e, old: p.sub_(e))
+
+
+def test_weights_that_one_rank_alone_loads_after_the_constructor_are_refused_in_the_first_step():
+    def load(rank, step, net, optimizer):
+        if step == 0 and rank == 1:
+            net.load_state_dict(seeded(1, lambda: torch.nn.Linear(6, 3)).state_dict())
+
+    with pytest.raises(WireMismatch, match=r"parameters of ranks \[1\] are not those of rank 0"):
+        trained(Adam, load, steps=1)

@@ -1,6 +1,7 @@
 """optimizer.state, groups added late, repr and copies: what code written for torch.optim looks at."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
 from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim.regroup import regroup
 from thinwire.workers.replicas import replicas_bit_equal
 
 MAKE = {
@@ -183,3 +185,102 @@ def test_hooks_of_torch_optim_are_called(name):
     descend(net, optimizer, [0])
     optimizer.load_state_dict(optimizer.state_dict())
     assert seen == ["step_pre", "step_post", "save_pre", "mine", "load_post"]
+
+
+@every_optimizer
+def test_what_others_put_into_the_state_stays_through_everything_and_goes_where_they_remove_it(name):
+    def work(group):
+        net = network()
+        optimizer = MAKE[name](net.parameters(), group=group)
+        first, bias = net[0].weight, net[0].bias
+        descend(net, optimizer, range(5), group.rank)
+        optimizer.state[first]["z"] = first.detach().clone()
+        optimizer.state[bias]["count"], optimizer.state[bias]["gone"] = 3, 1
+        del optimizer.state[bias]["gone"]
+        first.requires_grad_(False)
+        descend(net, optimizer, range(5, 7), group.rank)
+        optimizer.prepare_to_save()
+        assert "z" in optimizer.state[first]
+        written = io.BytesIO()
+        torch.save(optimizer.state_dict(), written)
+        written.seek(0)
+
+        other = network()
+        loaded = MAKE[name](other.parameters(), group=group)
+        other[0].weight.requires_grad_(False)
+        loaded.state[other[2].weight]["z"] = "of before"
+        loaded.load_state_dict(torch.load(written, weights_only=True))
+        other.load_state_dict(net.state_dict())
+        for model, found in ((net, optimizer), (other, loaded)):
+            model[0].weight.requires_grad_(True)
+            descend(model, found, range(7, 9), group.rank)
+            assert torch.equal(found.state[model[0].weight]["z"], optimizer.state[first]["z"])
+            assert found.state[model[0].bias]["count"] == 3
+            assert set(found.state[model[0].bias]) - set(found.state[model[2].weight]) == {"count"}
+        return True
+
+    assert run_threads(2, work) == [True, True]
+
+
+def test_a_rank_that_comes_is_given_what_others_keep_in_the_state():
+    def work(group):
+        net = network(seed=group.rank)
+        optimizer = MAKE["onebit_adam"](net.parameters())
+        if not group.rank:
+            descend(net, optimizer, range(5))
+            optimizer.state[net[0].weight]["z"] = torch.arange(54, dtype=torch.bfloat16).view(9, 6)
+            optimizer.state[net[0].bias].update(count=3, word="own")
+        regroup(optimizer, group, has_state=not group.rank)
+        shown = {key: value for key, value in optimizer.state[net[0].bias].items() if key in ("count", "word")}
+        return optimizer.state[net[0].weight]["z"], shown
+
+    (mine, words), (theirs, others) = run_threads(2, work)
+    assert torch.equal(mine, theirs)
+    assert words == others == {"count": 3, "word": "own"}
+
+
+def test_what_no_message_can_hold_is_refused_by_name_where_a_rank_comes():
+    def work(group):
+        net = network()
+        optimizer = Adam(net.parameters())
+        if not group.rank:
+            descend(net, optimizer, [0])
+            optimizer.state[net[0].weight]["how"] = object()
+        with pytest.raises(ValueError, match=r"parameter 0\.0 .* has 'how', object.*take it out"):
+            regroup(optimizer, group, has_state=not group.rank)
+        return optimizer.group.size
+
+    assert run_threads(2, work) == [1, 1]
+
+
+@every_optimizer
+def test_entries_that_are_shown_cannot_be_set_or_removed_and_one_that_is_there_may_be_set_again(name):
+    net = network()
+    optimizer = MAKE[name](net.parameters())
+    descend(net, optimizer, range(4))
+    shown = optimizer.state[net[0].weight]
+    for key in list(shown):
+        for act in (
+            lambda key=key: shown.__setitem__(key, torch.zeros(9, 6)),
+            lambda key=key: shown.__delitem__(key),
+            lambda key=key: shown.pop(key),
+            lambda key=key: shown.update({key: 1}),
+            shown.clear,
+        ):
+            with pytest.raises(RuntimeError, match=r"optimizer\.state\[p\]\['\w+'\] was (set|removed).*in place"):
+                act()
+    for of_one in optimizer.state.values():  # as people move a state to a device
+        for key, value in of_one.items():
+            of_one[key] = value.to("cpu")
+    descend(net, optimizer, [4])
+    for act in (
+        lambda: optimizer.state.pop(net[0].bias),
+        lambda: optimizer.state.__setitem__(net[0].bias, {}),
+        lambda: setattr(optimizer, "state", {}),
+    ):
+        before = dict(optimizer.state)
+        act()
+        with pytest.raises(RuntimeError, match=r"emptied or replaced.*make the optimizer anew"):
+            descend(net, optimizer, [5])
+        optimizer.state = before
+    descend(net, optimizer, [5])
