@@ -228,3 +228,20 @@ def ended(connection: ssl.SSLSocket) -> bool:
         return True
     time.sleep(0.5)
     return False
+
+
+@pytest.mark.slow
+def test_who_begins_no_handshake_is_ended_soon(server: TlsServer) -> None:
+    host, port = server.url.removeprefix("https://").split(":")
+    with socket.create_connection((host, int(port)), 10) as silent:
+        silent.settimeout(40)  # asyncio's own limit is 60 s
+        assert silent.recv(1) == b""
+
+
+def test_a_service_that_others_reach_without_tls_says_that_tokens_cross_in_clear(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tls(Settings(home=tmp_path))
+    assert "tokens_in_clear" not in caplog.text
+    _tls(Settings(home=tmp_path, host="0.0.0.0"))
+    assert "tokens_in_clear host=0.0.0.0: set THINWIRE_TLS_CERTIFICATE" in caplog.text
