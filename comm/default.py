@@ -1,4 +1,7 @@
-"""The reducer that an optimizer gets when its user names none: the default process group, or one rank alone.
+"""The reducer that an optimizer gets when its user names none: of all ranks of the default process group, or one alone.
+
+It has a process group of its own: a user's all_reduce between backward and step(), where ranks may have sent different
+parts of their gradients, meets none of its collectives.
 
 Alone only where nothing says otherwise. An optimizer that is made before init_process_group would train every rank by
 itself: nothing fails, nothing is logged, and the replicas drift apart. So a launcher that has started several ranks, or
@@ -40,7 +43,7 @@ def default_reducer(
     sums: torch.dtype | None = None,
     topology: Topology = "flat",
 ) -> Reducer:
-    """A compressed all-reduce over `group`; None is torch.distributed's default group, or one rank without it.
+    """A compressed all-reduce over `group`; None: over the ranks of torch.distributed's default group, or one alone.
 
     codec: how vectors are written; None: signs, with a scale for each block of the default length. bucket_elements,
     cuts, keeps, full, sums: as in flat_reducer. topology: "node_first" exchanges signs by node first, which keeps
@@ -87,9 +90,10 @@ def _nodes(group: Group, like: Tensor, codec: Codec, full: FullWire) -> Nodes | 
 
 
 def given_or_default(group: Group | None) -> Group:
-    """The group itself; for None torch.distributed's default group, or one rank alone where there is none.
+    """The group itself; for None TorchGroup.apart(), or one rank alone where there is no default process group.
 
-    Raises: ValueError where there is none though a launcher has started several ranks; TypeError for no Group.
+    Collective for None. Raises: ValueError where there is none though a launcher has started several ranks; TypeError
+    for no Group.
     """
     if group is not None:
         if not isinstance(getattr(group, "size", None), int):  # of a ProcessGroup it is a method
@@ -99,7 +103,7 @@ def given_or_default(group: Group | None) -> Group:
             )
         return group
     if dist.is_available() and dist.is_initialized():
-        return TorchGroup()
+        return TorchGroup.apart()
     started = ranks_started()
     if started is not None:
         variable, count = started

@@ -165,6 +165,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             self.overlap.abandon()
         self._sent_at = None
 
+    def may_overlap(self, plan: StepPlan) -> bool:
+        """As FlatOptimizer.may_overlap: in a sync alone, of one sum that is not empty."""
+        sends = plan.gradient is Wire.LOCAL and any(done.weight for done in self._rounds_after(self._groups()))
+        return plan.momentum is not Wire.COMPRESSED or sends
+
     def waits_for(self, plan: StepPlan) -> str | None:
         """As FlatOptimizer.waits_for."""
         if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL:

@@ -46,6 +46,8 @@ _second_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[
     weakref.WeakKeyDictionary()
 )
 """One a process group, however many TorchGroups it has. Weak: torch's own table keeps them until they are destroyed."""
+_apart: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""What TorchGroup.apart() has made for it, likewise."""
 _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -96,6 +98,22 @@ class TorchGroup:
         """Rank and size in the whole group, of which this may be a part: errors name ranks by these."""
         self.abandoned: list[dist.Work] = []
         """Collectives that nobody waits for any more, since a peer was lost: some may still run."""
+
+    @classmethod
+    def apart(cls) -> TorchGroup:
+        """All ranks of the default process group, in one that is not their users': neither waits for the other's.
+
+        One for all that ask. Collective at its first call for a default process group, as second_communicator(); of one
+        rank it is the default one. With NCCL both end together. Raises: PeerLost.
+        """
+        whole = cls()
+        if whole.size == 1:
+            return whole
+        first = whole._process_group()
+        with whole._peers("apart"):
+            made = cls(_another(_apart, first))
+        made._communicators.add(first)
+        return made
 
     @property
     def calls(self) -> Calls:
@@ -173,7 +191,7 @@ class TorchGroup:
         """
         if self._second is None:
             with self._peers("second_communicator"):
-                process_group = _second_process_group(self._process_group())
+                process_group = _another(_second_communicators, self._process_group())
             self._second = self._like(process_group)
             self._second.stats, self._second._communicator = self.stats, self._communicator + 1
         return self._second
@@ -418,13 +436,16 @@ def _check_rows(out_nB: Tensor, in_nB: Tensor, size: int) -> None:
         raise ValueError(f"rows of {list(in_nB.shape)} bytes do not fit into {list(out_nB.shape)}")
 
 
-def _second_process_group(first: dist.ProcessGroup) -> dist.ProcessGroup:
-    known = _second_communicators.get(first)
-    second = known() if known else None
-    if second is None:
-        second = _new_group(first, dist.get_process_group_ranks(first))
-        _second_communicators[first] = weakref.ref(second)
-    return second
+def _another(
+    made: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]], first: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    """The one of the same ranks that is in `made`, or goes there."""
+    known = made.get(first)
+    other = known() if known else None
+    if other is None:
+        other = _new_group(first, dist.get_process_group_ranks(first))
+        made[first] = weakref.ref(other)
+    return other
 
 
 def _process_group_of(whole: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:

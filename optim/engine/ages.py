@@ -53,7 +53,7 @@ def runs_of(tensors: Sequence[FlatTensor], spans: Sequence[slice], ages: Sequenc
     for group, span in enumerate(spans):
         inside = [i for i, tensor in enumerate(tensors) if span.start <= tensor.start < span.stop]
         starts = [i for n, i in enumerate(inside) if n == 0 or ages[i].unseen != ages[inside[n - 1]].unseen]
-        stops = [*(tensors[i].start for i in starts[1:]), span.stop]
+        stops = [*(tensors[i].start for i in starts[1:]), *([span.stop] if starts else [])]
         found += [
             Run(group, slice(tensors[i].start, stop), ages[i].unseen) for i, stop in zip(starts, stops, strict=True)
         ]

@@ -294,13 +294,18 @@ class Algorithm(Generic[State]):
         """First in a step that sends: buffers, at times what ranks hold. Collective. Raises: as equalise_buffers."""
 
     def begin_beside(self, plan: StepPlan) -> None:
-        """Send what goes beside before anything else; where hooks may have sent buckets already, after the last bucket.
+        """Send what goes beside before anything else; where there are hooks of backward, after the last bucket.
 
-        So that on the group all ranks have one order, however many buckets the hooks of each have launched.
+        So that on the group all ranks have one order, however many buckets the hooks of each have launched. One that
+        came with a regroup launches none in its first step.
         """
         self.beside_due = plan.gradient is not Wire.LOCAL or plan.momentum is Wire.COMPRESSED
-        if not self.overlaps or self.waits_for(plan) is not None:
+        if not (self.overlaps and self.may_overlap(plan)):
             self.send_due()
+
+    def may_overlap(self, plan: StepPlan) -> bool:
+        """May hooks of some rank send a part of what this plan exchanges? The same on every rank."""
+        return True
 
     def send_due(self) -> None:
         """send_beside(), where this step has not done so yet. Collective."""
@@ -342,6 +347,11 @@ class Algorithm(Generic[State]):
 
     def end_round_as(self, src: int) -> None:
         """End a round that not all ranks can go on with: all hold what `src` does. Collective. Raises: PeerLost."""
+
+    @property
+    def compresses(self) -> bool:
+        """Does some step exchange another thing than the mean gradient?"""
+        return type(self).begin_exchange is not Algorithm.begin_exchange
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this plan exchanges, opened; the mean gradient for most algorithms."""

@@ -20,22 +20,15 @@ from torch import Tensor, nn
 
 from thinwire.comm.calls import calls_of
 from thinwire.comm.protocol import Group
-from thinwire.optim.engine.parameters import refuse_other_models
+from thinwire.optim.engine.parameters import named_as_trained, refuse_other_models
 
 _COUNTS = struct.Struct("<qq")
-_COMPILED = "_orig_mod."
-"""What torch.compile puts before names: a rank that compiles has the same buffers as one that does not."""
 
 
 def excepted_of(model: nn.Module | None) -> Collection[str]:
     """Names of the parameters and buffers that are each rank's own: DDP's word for it."""
     found: Collection[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return found
-
-
-def named_as_trained(name: str) -> str:
-    """The name of a tensor where nothing is compiled."""
-    return name.replace(_COMPILED, "")
 
 
 class Buffers:

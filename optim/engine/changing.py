@@ -27,12 +27,21 @@ from thinwire.comm.protocol import Group
 from thinwire.optim.engine import added, tensor_states
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm
-from thinwire.optim.engine.buffers import Buffers, excepted_of, named_as_trained
+from thinwire.optim.engine.buffers import Buffers, excepted_of
 from thinwire.optim.engine.exchanges import refusal
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.loss_scaling import is_scaled
 from thinwire.optim.engine.orphans import listed
-from thinwire.optim.engine.parameters import compute_dtype, describe, is_trained, refuse_other_models, send_values_
+from thinwire.optim.engine.parameters import (
+    compute_dtype,
+    describe,
+    is_trained,
+    named_as_trained,
+    names_of,
+    refuse_other_models,
+    refuse_other_order,
+    send_values_,
+)
 from thinwire.optim.engine.replicas import settings
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Shown, count, error_memories, show_state
@@ -86,21 +95,26 @@ def send_all(optimizer: Algorithm[Any], tensors: Iterable[Tensor]) -> None:
 def refuse_mismatch(optimizer: Algorithm[Any], call: str, more: Sequence[str] = ()) -> None:
     """Compare over all ranks what is trained, and how. Collective. Raises: as parameters.refuse_other_models."""
     sizes = f"codec {codec_text(optimizer.codec)} and buckets of {optimizer.bucket_elements}"
-    every = [param for group in optimizer.param_groups for param in group["params"]]
     changed = hasattr(optimizer, "space") and not is_laid_out(optimizer)
     lines = [
         f"{type(optimizer).__name__} with {sizes}",
         f"{len(optimizer.param_groups)} parameter groups",
         *more,
-        *describe(optimizer.param_groups),
+        *(["model= was given"] if optimizer.model is not None else []),
+        *describe(optimizer.param_groups, optimizer.model),
         *(["other parameters than in the step before"] if changed else []),
     ]
     if optimizer.model is not None:
-        lines += ["model= was given", *Buffers(optimizer.model).lines()]
+        lines += Buffers(optimizer.model).lines()
         for name, param in not_given(optimizer).items():
             lines.append(f"{named_as_trained(name)}, not given to the optimizer: {param.dtype} {tuple(param.shape)}")
-    device = next(filter(is_trained, every), every[0]).device
-    refuse_other_models(optimizer.group, f"an optimizer's {call}", lines, device)
+    refuse_other_models(optimizer.group, f"an optimizer's {call}", lines, _device(optimizer.param_groups))
+
+
+def _device(param_groups: Sequence[dict[str, Any]]) -> torch.device:
+    """Of what is exchanged, before there are vectors."""
+    every: list[Tensor] = [param for group in param_groups for param in group["params"]]
+    return next(filter(is_trained, every), every[0]).device
 
 
 def lay_out(optimizer: Algorithm[Any], call: str) -> None:
@@ -109,6 +123,8 @@ def lay_out(optimizer: Algorithm[Any], call: str) -> None:
         optimizer.check_group(param_group)
     compute_dtype(optimizer.param_groups)
     refuse_mismatch(optimizer, call, [f"{name} = {value}" for name, value in settings(optimizer).items()])
+    if optimizer.group.size > 1 and None in names_of(optimizer.param_groups, optimizer.model):
+        refuse_other_order(optimizer.group, optimizer.param_groups, _device(optimizer.param_groups))
     optimizer.frozen_states = {}
     optimizer.space = FlatSpace(optimizer.param_groups)
     optimizer.ages = [Age()] * len(optimizer.space.tensors)

@@ -14,8 +14,9 @@ A bucket can be sent while backward still runs, when its gradients are final (Ov
     hooks            bucket 0      bucket 1     bucket 2    finish, update
 
 A hook on each parameter says when its gradient is final. A bucket is launched when those of all its parameters are,
-and strictly after the bucket before it, so that every rank sends in the same order whatever its timing. What no hook
-has launched (parameters without a gradient, algorithms that cannot send early) is launched in step().
+and strictly after the bucket before it, so that every rank sends in the same order whatever its timing. At the end of
+that backward the rest is launched, of which no gradient came: so what ranks send before the next collective of the
+user's is the same, whichever experts each has used. Algorithms that cannot send early launch in step().
 
 A hook cannot know whether step() follows. So overlap is asked for, no_sync() surrounds every backward but the last,
 and a backward whose step() never comes is undone when zero_grad() is called. All ranks must do so alike.
@@ -24,6 +25,7 @@ and a backward whose step() never comes is undone when zero_grad() is called. Al
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import all of dynamo at once
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.errors import CommError, PeerLost
@@ -186,6 +190,10 @@ class _Round:
     left: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of each that is taken: where its gradient was left in memory, and its version; another one in step() says that it
     was written since."""
+    quiet: list[int] = field(default_factory=list)
+    """Of those that are taken and lie in g_N: which had got no gradient."""
+    awaits_end: bool = False
+    """Is the end of this backward to launch what no hook has?"""
 
 
 _owners: dict[int, weakref.ref[Overlap]] = {}
@@ -240,6 +248,11 @@ class Overlap:
     def taken(self) -> Sequence[bool]:
         """Of each tensor: is its gradient where the exchange reads it already, and perhaps sent?"""
         return () if self._round is None else self._round.taken
+
+    @property
+    def quiet(self) -> Sequence[int]:
+        """Which of those had got no gradient."""
+        return () if self._round is None else self._round.quiet
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -368,8 +381,29 @@ class Overlap:
             here.missing_K[k] -= 1
         if here.exchange is None:
             self._take_arrived(here)  # at once, so that backward's memory is free for the next
-        elif not here.missing_K[here.num_launched]:
+            return
+        if not here.awaits_end:
+            self._await_end(here)
+        if here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
             self._launch_ready(here, here.exchange)
+
+    @_disable_dynamo
+    def _await_end(self, here: _Round) -> None:
+        """Have the end of this backward call _at_end, unless it is inside of another one."""
+        if not _is_nested():
+            here.awaits_end = True
+            Variable._execution_engine.queue_callback(partial(self._at_end, here))
+
+    def _at_end(self, here: _Round) -> None:
+        """Backward is over: launch what waits for gradients that have not come."""
+        if self._round is not here or here.exchange is None:  # undone meanwhile
+            return
+        others = [index for index, ready in enumerate(here.ready) if not ready]
+        for index in others:
+            here.ready[index] = True
+        here.arrived += others
+        here.missing_K = [0] * self.num_buckets
+        self._launch_ready(here, here.exchange)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -405,11 +439,25 @@ class Overlap:
             grad = tensors[index].param.grad
             if here.exchange is None or grad is None or not here.exchange.keeps(index, grad):
                 others.append(index)
-        self._space.take_gradients(others)
+        here.quiet += self._space.take_gradients(others)
         for index in here.arrived:
             here.left[index] = _identity(tensors[index].param.grad)
             here.taken[index] = True
         here.arrived.clear()
+
+
+def _is_nested() -> bool:
+    """Is this a backward inside of another, as reentrant checkpointing has? Its end is not that of the outer one."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _NODE:
+            return True
+    return False
+
+
+_NODE = BackwardCFunction.apply.__code__
+"""What the engine calls in a backward to run the backward of an autograd.Function."""
 
 
 def _identity(grad: Tensor | None) -> tuple[int, int]:

@@ -328,9 +328,19 @@ class FlatSpace:
         """g <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
         if max_norm is not None:
             self.gradient_norm = torch.linalg.vector_norm(self.g_N)
-            factor = (max_norm / (self.gradient_norm + 1e-6)).clamp_(max=1.0)
-            self.shortened_by = factor.nan_to_num_(1.0)
-            self.g_N.mul_(self.shortened_by)  # NaN would reach the dead elements, which nothing clears
+            self.shortened_by = shortening(self.gradient_norm, max_norm)
+            self.g_N.mul_(self.shortened_by)
+
+    @torch.no_grad()
+    def leave_gradients(self, g_N: Tensor) -> None:
+        """Gradients <- these, of low-precision parameters too. For who reads them after a step."""
+        if g_N is not self.g_N:
+            self.g_N.copy_(g_N)
+        for i in self._low:
+            param, view = self.tensors[i].param, self._gradients[i]
+            if param.grad is None:
+                param.grad = torch.empty_like(param)
+            param.grad.copy_(view)
 
     def clear_dead(self) -> None:
         """g <- 0 where dead: a rank that takes no part in a mean sends NaN there too, and nothing else clears it."""
@@ -367,6 +377,12 @@ class FlatSpace:
                 if not _is_same(self._shown[i], view):  # somebody replaced its storage, as model.to() does
                     self._shown[i] = _alone(view)
                 param.grad = self._shown[i]
+
+
+def shortening(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor that brings a vector of this norm, 0-dim, to max_norm at most, as torch.nn.utils.clip_grad_norm_."""
+    # NaN would reach the dead elements, which nothing clears
+    return (max_norm / (norm + 1e-6)).clamp_(max=1.0).nan_to_num_(1.0)
 
 
 def _alone(view: Tensor) -> Tensor:

@@ -27,16 +27,27 @@ from thinwire.comm.calls import calls_of
 from thinwire.comm.default import given_or_default, refuse_late_process_group
 from thinwire.comm.errors import NonFiniteInput, PeerLost, Refused
 from thinwire.comm.groups.nodes import Topology
-from thinwire.optim.engine import changing, saving, shares
+from thinwire.optim.engine import beside, changing, saving, shares
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.exchanges import Exchange, Overlap
 from thinwire.optim.engine.first_step import FirstStep, refuse_apart
+from thinwire.optim.engine.flat import shortening
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, tell_scaler, unscale_
-from thinwire.optim.engine.options import CheckedOptions, Options, Saves, bucket_of, refuse_wrapped
+from thinwire.optim.engine.options import (
+    CheckedOptions,
+    Gradients,
+    Options,
+    Saves,
+    bucket_of,
+    reader_of_gradients,
+    refuse_join,
+    refuse_reader,
+    refuse_wrapped,
+)
 from thinwire.optim.engine.orphans import listed, refuse_edited, refuse_orphans
-from thinwire.optim.engine.parameters import without_gradient
+from thinwire.optim.engine.parameters import digest, without_gradient
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
@@ -60,6 +71,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     num_steps, frozen_at, and the others that Algorithm names.
     """
 
+    join_hook = staticmethod(refuse_join)  # called by torch.distributed.algorithms.Join
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler: see optim/engine/loss_scaling.py
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Unpack[Options]) -> None:
@@ -70,6 +82,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.max_grad_norm = checked.max_grad_norm
         self.non_finite = checked.non_finite
         self.saves = "together"
+        self.gradients = "own"
         self.model = checked.model
         self.topology: Topology = checked.topology
         self.full_exchange = self.choose_full_exchange(checked.full_exchange)
@@ -87,6 +100,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.calls = calls_of(self.group)
         if self.model is not None:
             refuse_wrapped(self.model, self.param_groups)
+        self.reader = None if self.model is None else reader_of_gradients(self.model)  # trainers know of one, too
         self.first = FirstStep(self.group, self.param_groups)
         with self.calling("__init__()"):
             changing.lay_out(self, "__init__()")
@@ -115,7 +129,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.equalise_buffers()
         if self.begins and self.group.size > 1:
             self.begins = False
-            refuse_apart(self.group, shares.digest(self.space.p_N), self.space.p_N.device)
+            refuse_apart(self.group, digest(self.space.p_N), self.space.p_N.device)
         self._replicas.compare(self)
 
     def prepare_to_save(self) -> None:
@@ -158,6 +172,26 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             raise ValueError(f'saves = {value!r}: must be "together" or "rank"')
         self._saves: Saves = value
 
+    @property
+    def gradients(self) -> Gradients:
+        """What step() leaves in p.grad: "own", this rank's where it was not exchanged in full, or "mean", of all ranks.
+
+        "mean" is for what reads it there, as DistributedDataParallel leaves it (AdaLoRA). It is exchanged in full,
+        beside what else a step sends, wherever that is not the mean. Raises: ValueError for another value, or with
+        overlap.
+        """
+        return self._gradients
+
+    @gradients.setter
+    def gradients(self, value: Gradients) -> None:
+        if value not in ("own", "mean"):
+            raise ValueError(f'gradients = {value!r}: must be "own" or "mean"')
+        if value == "mean" and self.overlaps:
+            raise ValueError(
+                'gradients = "mean" with overlap=True, which sends gradients where backward left them: leave out one'
+            )
+        self._gradients: Gradients = value
+
     @_disable_dynamo  # torch.compile of a step runs this as it is: to trace it would take minutes, for nothing
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -187,6 +221,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         """Raises: as step(), and then parameters, state and step count are as before the call."""
         refuse_late_process_group(self.group)
         refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
+        if self.reader is not None and self.gradients == "own" and self.group.size > 1:
+            refuse_reader(self.reader, compresses=self.compresses or self.space.has_master)
         shares.agree_on_load(self)
         changing.follow_changes(self)
         space, overlap = self.space, self.overlap
@@ -196,6 +232,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             self.reduce.draw = self.num_steps
             self.begin_beside(plan)
             self.first.look(plan, space.g_N, self.mean_wire, has_sent=overlap.has_launched)
+            left_N = self._gradient_to_leave(plan)
             if plan.gradient is Wire.LOCAL:
                 space.shorten_gradient(self.max_grad_norm)
             self.update(plan, self.hypers(self.num_steps + 1))
@@ -218,6 +255,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         if self.at_sync:
             self.handed_over = None
         space.write_back()
+        if left_N is not None:
+            space.leave_gradients(left_N)
         self._tell_scaler(left_out=False)
 
     def _gather_gradients(self) -> None:
@@ -238,8 +277,20 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         if self.steps_without_gradient in (1, 10, 100):
             logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self.group.rank}"))
         space.gather_gradients(overlap.taken)
-        refuse_orphans([space.tensors[i] for i in space.quiet], self.state)
+        refuse_orphans([space.tensors[i] for i in (*overlap.quiet, *space.quiet)], self.state)
         unscale_(space.g_N, self)
+
+    def _gradient_to_leave(self, plan: StepPlan) -> Tensor | None:
+        """What step() is to leave in p.grad, float[N]; None: what is there. Collective where this plan has no mean."""
+        if self.gradients == "own":
+            return None
+        if plan.gradient is Wire.FULL:
+            return self.space.g_N
+        mean_N = self.space.g_N.clone()
+        self.group.mean_(mean_N)
+        if self.max_grad_norm is not None:
+            mean_N.mul_(shortening(torch.linalg.vector_norm(mean_N), self.max_grad_norm))
+        return mean_N
 
     def _tell_scaler(self, *, left_out: bool) -> None:
         """With what it is owed: between two steps all have found a gradient not to be finite, and no scaler knows."""
@@ -407,6 +458,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.saved: dict[str, Any] = {}
         self.evidence: dict[str, Any] = {}
         self.owes_scaler = False
+        if self.group.size > 1:
+            beside.watch()
         self.buffers, self.beside_due, self._replicas = Buffers(self.model), False, Replicas()
         self.vectors: Any = self.make_state()
         self.begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, NoReturn, Self, TypedDict
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -20,7 +20,11 @@ NonFinite = Literal["raise", "skip"]
 
 Saves = Literal["together", "rank"]
 """What state_dict() gives: all of the state, so that every rank must call it, or this rank's share of it."""
+Gradients = Literal["own", "mean"]
+"""What step() leaves in p.grad, where it does not exchange it in full: this rank's own, or the mean of all ranks."""
 DDP = ("torch", "DistributedDataParallel")
+READERS = {("peft", "AdaLoraModel"), ("peft", "AdamssModel")}
+"""Modules that read p.grad after step(), and decide by it what is trained on."""
 SHARDING = {("torch", "FullyShardedDataParallel"), ("torch", "FSDPModule"), ("deepspeed", "DeepSpeedEngine")}
 LOCAL = "local"
 """What integrations.ddp.keep_gradients_local writes as `thinwire_gradients`: this wrapper sends no gradient."""
@@ -42,13 +46,14 @@ class Options(TypedDict, total=False):
 class CheckedOptions:
     """The same with their defaults. Raises: ValueError naming the first that cannot be, its value and what is allowed.
 
-    group: the ranks; None: torch.distributed's default group, or this process alone.
+    group: the ranks; None: those of torch.distributed's default group, over a process group of the optimizers' own
+    (TorchGroup.apart), or this process alone.
     max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
     in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
-    overlap: gradients are sent while backward runs, wherever the step allows (exchanges.py). Then every backward but
-    the last before step() belongs inside no_sync(), gradients are not written between backward and step(), and a batch
-    is skipped by zero_grad(), on every rank.
+    overlap: gradients are sent while backward runs, wherever the step allows (exchanges.py), and at its end as zero
+    where none came. Then every backward but the last before step() belongs inside no_sync(), gradients are not written
+    between backward and step(), and a batch is skipped by zero_grad(), on every rank.
     model: the module that is trained, itself and not a wrapper: its buffers become rank 0's, as under DDP, in every
     step that sends something (buffers.py), and a wrapper or another model is refused at once. None: it has no buffers,
     or they may differ between ranks.
@@ -108,8 +113,7 @@ def refuse_wrapped(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> 
     training is in first_step.py.
     """
     for name, module in model.named_modules():
-        cls = type(module).__name__
-        classes = {(str(base.__module__).split(".")[0], base.__name__) for base in type(module).__mro__}
+        cls, classes = type(module).__name__, _classes(module)
         where = f"model = {cls}" if not name else f"model.{name} is a {cls}"
         if DDP in classes and getattr(module, "thinwire_gradients", None) != LOCAL:
             raise ValueError(
@@ -128,3 +132,38 @@ def refuse_wrapped(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> 
             f"model = {type(model).__name__} has none of the parameters that were given: pass the module that is "
             "trained, not a copy of it, OneBitAdam(model.parameters(), model=model)"
         )
+
+
+def reader_of_gradients(model: nn.Module) -> str | None:
+    """The class of a module that reads gradients after step(), where there is one."""
+    for module in model.modules():
+        if _classes(module) & READERS:
+            configs = getattr(module, "peft_config", {}).values()
+            if all(getattr(config, "use_asa", True) for config in configs):  # Adamss reads them for that alone
+                return type(module).__name__
+    return None
+
+
+def refuse_reader(reader: str, *, compresses: bool) -> None:
+    """Raises: RuntimeError for a reader of p.grad, where that is this rank's own in some step."""
+    if compresses:
+        raise RuntimeError(
+            f"model= has a {reader}, which reads p.grad after step() and decides by it what is trained. That is this "
+            "rank's own in a compressed step, and of low-precision parameters in every one, so that ranks would decide "
+            'differently: set optimizer.gradients = "mean" (for Trainer with_thinwire(..., gradients="mean")). It '
+            "exchanges the mean of what is trained in full, 4 bytes a parameter, in each step that sends none"
+        )
+
+
+def refuse_join(**settings: object) -> NoReturn:
+    """Raises: RuntimeError where a rank is to be left out of steps, as torch.distributed.algorithms.Join does."""
+    raise RuntimeError(
+        "join() cannot train on uneven inputs here: a rank that has no more batches would not call the optimizer's "
+        "step(), for which the others wait. Give every rank as many batches (DistributedSampler does), or stop all "
+        "ranks when the first has none"
+    )
+
+
+def _classes(module: nn.Module) -> set[tuple[str, str]]:
+    """By package and name."""
+    return {(str(base.__module__).split(".")[0], base.__name__) for base in type(module).__mro__}

@@ -4,22 +4,28 @@ have the same: asked before a parameter is touched, so that a mismatch changes n
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thinwire.comm.calls import refuse_other_calls
 from thinwire.comm.errors import WireMismatch
+from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters that get a master in float32."""
 FROZEN = ", frozen"
 """How the line of a frozen parameter ends."""
+COMPILED = "_orig_mod."
+"""What torch.compile puts before names: a rank that compiles has the same ones as one that does not."""
+SAME_ORDER = "Give them in the same order on every rank: model.parameters() as it comes, or sorted by name, not a set"
 SUPPORTED = (torch.float32, torch.float64, *LOW_PRECISION)
 
 
@@ -157,15 +163,62 @@ def _refuse_unfit(param: Tensor, label: str) -> None:
         raise ValueError(f"{label}: has no elements; leave it out")
 
 
-def describe(param_groups: list[dict[str, Any]]) -> list[str]:
-    """A line for each parameter: its place, dtype, shape and whether it is frozen; not its name or device, in which
-    ranks may differ.
+def named_as_trained(name: str) -> str:
+    """The name of a tensor where nothing is compiled."""
+    return name.replace(COMPILED, "")
+
+
+def names_of(param_groups: Sequence[dict[str, Any]], model: nn.Module | None) -> list[str | None]:
+    """Of each parameter, in order, what it is called on every rank: in model=, else where it was given with a name."""
+    of_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+    found = []
+    for group in param_groups:
+        given = group.get("param_names") or [None] * len(group["params"])
+        for param, name in zip(group["params"], given, strict=True):
+            known = of_model.get(id(param), name)
+            found.append(None if known is None else named_as_trained(known))
+    return found
+
+
+def describe(param_groups: list[dict[str, Any]], model: nn.Module | None) -> list[str]:
+    """A line for each parameter: its place, name, dtype, shape and whether it is frozen; not its device, in which ranks
+    may differ.
     """
-    return [
-        f"parameter {index} of group {at}: {param.dtype} {tuple(param.shape)}{'' if is_trained(param) else FROZEN}"
-        for at, group in enumerate(param_groups)
-        for index, param in enumerate(group["params"])
+    places = [
+        (at, index, param) for at, group in enumerate(param_groups) for index, param in enumerate(group["params"])
     ]
+    return [
+        f"parameter {index} of group {at}{'' if name is None else f' {name!r}'}: {param.dtype} {tuple(param.shape)}"
+        f"{'' if is_trained(param) else FROZEN}"
+        for (at, index, param), name in zip(places, names_of(param_groups, model), strict=True)
+    ]
+
+
+def refuse_other_order(group: Group, param_groups: Sequence[dict[str, Any]], device: torch.device) -> None:
+    """Compare the values that parameters have before rank 0's are sent: the order of those without names. Collective.
+
+    Where all ranks hold the same tensors at other places they differ in the order alone. It cannot be seen where each
+    rank has drawn values of its own. 20 bytes a rank. Raises: WireMismatch, alike on every rank; PeerLost.
+    """
+    params = [param for one in param_groups for param in one["params"]]
+    own = [f"{tuple(param.shape)} {digest(param)}" for param in params if is_trained(param)]
+    known = [f"{zlib.crc32(chr(10).join(lines).encode()):08x}" for lines in (sorted(own), own)]
+    texts = texts_if_they_differ(group, " ".join(known), device)
+    if texts is None or len({text.split(" ")[0] for text in texts}) > 1:
+        return
+    other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
+    raise WireMismatch(
+        f"ranks 0 and {other} have parameters of the same values in another order: a layer of one would be trained as "
+        f"another layer of the other. {SAME_ORDER}; nothing was changed"
+    )
+
+
+def digest(x: Tensor) -> list[int]:
+    """Two sums of its bits, of every element and of every second: equal vectors have equal ones. Read on its device."""
+    bits = x.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    # In pieces: a sum in more bits than the values have makes a copy of them on CPUs.
+    sums = [(piece.sum(dtype=torch.int64), piece[::2].sum(dtype=torch.int64)) for piece in torch.split(bits, 1 << 20)]
+    return torch.stack([torch.stack(pair) for pair in sums]).sum(0).tolist()
 
 
 def _kind(param: Tensor) -> str:
@@ -209,11 +262,13 @@ def refuse_other_models(group: Group, call: str, lines: list[str], device: torch
     if texts is None:
         return
     other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
-    for first, theirs in zip_longest(texts[0].split("\n"), texts[other].split("\n"), fillvalue="no such parameter"):
+    sides = [texts[rank].split("\n") for rank in (0, other)]
+    for first, theirs in zip_longest(*sides, fillvalue="no such parameter"):
         if first != theirs:
             frozen = first.removesuffix(FROZEN) == theirs.removesuffix(FROZEN)
             way = "freeze and unfreeze the same parameters at the same step" if frozen else "build the same model"
-            raise WireMismatch(
-                f"rank 0 has {first}; rank {other} has {theirs}. All ranks must {way}, with the same parameter groups "
-                "and settings; nothing was changed"
-            )
+            todo = f"All ranks must {way}, with the same parameter groups and settings"
+            names = [[line.partition(" '")[2] for line in side] for side in sides]
+            if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
+                todo = f"These are the same ones in another order. {SAME_ORDER}"
+            raise WireMismatch(f"rank 0 has {first}; rank {other} has {theirs}. {todo}; nothing was changed")

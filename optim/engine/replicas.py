@@ -3,7 +3,8 @@
 Nothing brings replicas together again that have drifted apart: a learning rate that follows each rank's own loss,
 weights written on one rank, two threads on one process group. Every rank would train on, and none would know.
 
-A warning and no error: machines of two kinds may round differently, and train well. 16 bytes a rank, every EVERY steps.
+A warning and no error: machines of two kinds may round differently, and train well. 16 bytes a rank, every EVERY steps,
+and sooner where something has changed. What is trained beside the optimizer is compared too (beside.py).
 """
 
 from __future__ import annotations
@@ -15,43 +16,67 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.comm.groups.texts import texts_if_they_differ
+from thinwire.optim.engine import beside
 from thinwire.optim.engine.algorithm import Algorithm
-from thinwire.optim.engine.shares import digest
+from thinwire.optim.engine.parameters import digest
 
 logger = logging.getLogger(__name__)
 
 EVERY = 100
 """Steps from one comparison to the next. It reads the parameters twice, which is little beside so many steps."""
+EARLY = (1, 10)
+"""Steps after the ranks have begun, or their parameters have changed, of which the next compares too."""
 TO_DO = (
     "nothing brings these ranks together again. Give all the same learning rate and settings (a ReduceLROnPlateau the "
-    "loss averaged over ranks), write weights alike on every rank, and step a process group's optimizers from one "
-    "thread; then go on from a checkpoint of before"
+    "loss averaged over ranks), write weights alike on every rank (what reads p.grad finds this rank's own there, "
+    'unless optimizer.gradients = "mean"), and step a process group\'s optimizers from one thread; then go on from a '
+    "checkpoint of before"
+)
+TO_DO_BESIDE = (
+    "nothing averages the gradients of what no optimizer of thinwire holds, as DistributedDataParallel would. Give it "
+    "to this optimizer, as a parameter group of its own where it needs other settings, or to a second one of "
+    "thinwire.optim; or all_reduce its gradients before it is stepped (docs/own-loop.md#a-second-optimizer)"
 )
 _PARAMETERS = "parameters"
+_BESIDE = "beside"
 
 
 class Replicas:
-    """Compared over the ranks of one exchange: the first time EVERY steps after it was made, or loaded."""
+    """Compared over the ranks of one exchange: as it begins in the middle of a run, for then parameters came or went;
+
+    after EARLY steps; when the variance has been frozen, for then p.grad is another one; and every EVERY steps.
+    """
 
     def __init__(self) -> None:
-        self._compared: int | None = None
-        self._said = False
+        self._since: int | None = None
+        self._mark: tuple[object, ...] = ()
+        self._said: set[str] = set()
 
     def compare(self, optimizer: Algorithm[Any]) -> None:
         """Where it is time: say once, on rank 0, what differs. Collective. Raises: PeerLost."""
-        now = optimizer.common_steps // EVERY
-        if self._compared is None:
-            self._compared = now
-        if now == self._compared or optimizer.group.size == 1:
+        now = optimizer.common_steps
+        begins = self._since is None
+        self._since = now if self._since is None else self._since
+        froze = optimizer.frozen_at is not None and now > optimizer.frozen_at
+        mark = (*(now - self._since >= early for early in EARLY), froze, now // EVERY)
+        if optimizer.group.size == 1 or mark == self._mark or (begins and not now):
+            self._mark = mark
             return
         own_N = optimizer.common_parameters
-        own = {**settings(optimizer), _PARAMETERS: digest(own_N)}
+        own = {**settings(optimizer), _PARAMETERS: digest(own_N), _BESIDE: beside.digests(optimizer)}
         texts = texts_if_they_differ(optimizer.group, json.dumps(own, default=str), own_N.device)
-        self._compared = now
-        if texts is not None and optimizer.group.rank == 0 and not self._said:
-            self._said = True
-            differences = "; ".join(_differences([json.loads(text) for text in texts]))
-            logger.warning("replicas_differ step=%d: %s: %s", optimizer.common_steps, differences, TO_DO)
+        self._mark = mark
+        if texts is None or optimizer.group.rank:
+            return
+        everyone = [json.loads(text) for text in texts]
+        of_others = [one.pop(_BESIDE) for one in everyone]
+        self._say(now, _differences(everyone), TO_DO)
+        self._say(now, _differences_beside(of_others), TO_DO_BESIDE)
+
+    def _say(self, step: int, differences: list[str], what_to_do: str) -> None:
+        if differences and what_to_do not in self._said:
+            self._said.add(what_to_do)
+            logger.warning("replicas_differ step=%d: %s: %s", step, "; ".join(differences), what_to_do)
 
 
 def settings(optimizer: Algorithm[Any]) -> dict[str, Any]:
@@ -82,4 +107,21 @@ def _differences(everyone: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name} of ranks {[rank for rank, _ in others]} are not those of rank 0")
         elif others:
             found.append(f"{name} is {mine} on rank 0 and {others[0][1]} on rank {others[0][0]}")
+    return found
+
+
+def _differences_beside(everyone: list[dict[str, dict[str, list[int]]]]) -> list[str]:
+    """Of each that trains something beside on every rank: the first parameter that some rank has otherwise, in words.
+
+    What has other names or shapes there is meant to be each rank's own.
+    """
+    found = []
+    for who, mine in everyone[0].items():
+        if any(theirs.get(who, {}).keys() != mine.keys() for theirs in everyone):
+            continue
+        differ = {name: [r for r, theirs in enumerate(everyone) if theirs[who][name] != mine[name]] for name in mine}
+        names = [name for name, ranks in differ.items() if ranks]
+        if names:
+            others = f"{len(names)} of {len(mine)}, the first is {names[0]!r} on ranks {differ[names[0]]}"
+            found.append(f"{who} ranks do not hold alike ({others})")
     return found

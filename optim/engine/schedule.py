@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import floor, log2
+from math import floor, inf, log2
 
 from thinwire.contract.hyperparameters import (
     DENSE_STEPS,
@@ -20,6 +20,9 @@ from thinwire.contract.hyperparameters import (
 
 LONGEST_INTERVAL = 16
 """Steps between two syncs of 0/1 Adam.  [Lu et al. 2022, sec. 6]"""
+AHEAD = 1e-3
+"""Of a doubling: how early the interval doubles, at peak / 2^k times 1.0007. Schedules come to rest at peak / 2^k
+(StepLR, the middle of a cosine), rounded to one side or the other, and a rate in float32 may be 6e-8 of it away."""
 
 
 class Wire(StrEnum):
@@ -68,7 +71,7 @@ class ZeroOneSchedule:
     A second warm-up (set_global_batch) has none.
     var_update_scaler: updates of the variance, after the dense steps, until the gap between them doubles.
     local_step_scaler: None: the interval between syncs is 2^k when the learning rate (the largest of the groups) has
-    fallen to 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.
+    fallen to about 1/2^k of its peak. A number: it doubles every so many steps after the freeze instead.
     local_step_clipper: the longest interval, steps. None: a thousandth of total_steps, from 1 to 16; and 16 where that
     is not known, or local_step_scaler is given.
     """
@@ -140,15 +143,14 @@ def longest_interval(total_steps: int | None, *, counted: bool) -> int:
 
 
 def rate_interval(lr: float, peak_lr: float, clipper: int) -> int:
-    """Steps from one sync to the next: 2^k where the learning rate has fallen to peak / 2^k, at most `clipper`.
+    """Steps from one sync to the next: 2^k where the learning rate has fallen to about peak / 2^k, at most `clipper`.
 
     While the rate rises it is its own peak, so the interval is 1. A rate of 0 has the longest interval.
     """
     if lr >= peak_lr:
         return 1
-    if lr <= peak_lr / clipper:
-        return clipper
-    return int(2 ** floor(log2(peak_lr / lr) + 1e-9))  # a schedule computes peak / 2 with rounding
+    doublings = inf if lr <= 0 else log2(peak_lr / lr) + AHEAD
+    return clipper if doublings >= log2(clipper) else int(2 ** floor(doublings))
 
 
 def zero_one_adam_plan(

@@ -21,7 +21,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.memory import ErrorMemory
@@ -29,6 +28,7 @@ from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.checking import ABSENT, refuse
+from thinwire.optim.engine.parameters import digest
 from thinwire.optim.engine.share import KEY, Loaded, Share, read
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.engine.tensor_states import frozen_names
@@ -199,9 +199,3 @@ def _refuse_different(what: str, values: list[Any]) -> None:
             f"{values[differ[0]]} on rank {differ[0]}. Load the same model on every rank, then on every rank the same "
             "state_dict(); or of rank_state_dict() each rank's own of one save, or on every rank that of rank 0"
         )
-
-
-def digest(x: Tensor) -> list[int]:
-    """Two sums of its bits, of every element and of every second: equal vectors have equal ones. Read on its device."""
-    bits = x.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-    return [int(bits.sum(dtype=torch.int64)), int(bits[::2].sum(dtype=torch.int64))]

@@ -15,13 +15,14 @@ from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
 
 RUNS = """
-import json
+import contextlib, json
 from pathlib import Path
 from tests.integrations.hugging_face import prepare_environment
 prepare_environment(rank, size)
 join()
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType
 from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm import SoloGroup
@@ -88,7 +89,7 @@ def onebit(params, **given):
 def refused(do):
     try:
         do()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
 
 # 1. Adam and AdamW: accumulation over a number of batches that it does not divide, clipping, bfloat16
@@ -286,6 +287,47 @@ def joined(accelerator, parts):
     with accelerator.join_uneven_inputs([parts[0]]):
         pass
 
+def averaged_locally(accelerator, parts):
+    with LocalSGD(accelerator=accelerator, model=parts[0], local_sgd_steps=4):
+        pass
+
+def reads(accelerator):
+    model = net()
+    model.adapters = type("AdaLoraModel", (torch.nn.Identity,), {"__module__": "peft.tuners"})()
+    model, optimizer = accelerator.prepare(model, onebit(model.parameters()))
+    accelerator.backward(model(X).sum())
+    optimizer.step()
+
+# Contexts that assume a wrapper, or might: each trains as without it.
+def in_contexts(entered):
+    accelerator = with_thinwire(fresh())
+    model, optimizer, loader, _ = prepared(accelerator, onebit)
+    for step, (x, y) in enumerate(loader):
+        with entered(accelerator, model):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+        with accelerator.no_sync(model):
+            accelerator.backward(loss / 2, retain_graph=True)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(loss / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+plain = in_contexts(lambda accelerator, model: contextlib.nullcontext())
+told["contexts"] = [
+    torch.equal(in_contexts(entered), plain)
+    for entered in (
+        lambda accelerator, model: accelerator.autocast(),
+        lambda accelerator, model: accelerator.profile(),
+        lambda accelerator, model: accelerator.split_between_processes([1, 2]),
+        lambda accelerator, model: accelerator.main_process_first(),
+        lambda accelerator, model: LocalSGD(accelerator, model, 4, enabled=False),
+    )
+]
+theirs = fresh()
+parts = prepared(theirs, adamw)
+averaged_locally(theirs, parts)  # as ever, without with_thinwire
+
 told["refused"] = {
     "not_an_accelerator": refused(lambda: with_thinwire(net())),
     "torch_optimizer": refused(lambda: prepared(with_thinwire(fresh()), adamw)),
@@ -300,6 +342,8 @@ told["refused"] = {
     "norm_type": with_parts(lambda accelerator, parts: accelerator.clip_grad_norm_(parts[0].parameters(), 1.0, 1)),
     "max_norm": with_parts(lambda accelerator, parts: accelerator.clip_grad_norm_(parts[0].parameters(), 0.0)),
     "uneven": with_parts(joined),
+    "local_sgd": with_parts(averaged_locally),
+    "reader": refused(lambda: reads(with_thinwire(fresh()))),
     "two": refused(two_optimizers),
 }
 import resource
@@ -400,6 +444,10 @@ def test_zero_one_adam_is_saved_where_ranks_agree(told):
     assert told["zero"] == [True, True, True]
 
 
+def test_every_context_of_an_accelerator_trains_as_without_it(told):
+    assert told["contexts"] == [True] * 5
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -416,6 +464,8 @@ def test_zero_one_adam_is_saved_where_ranks_agree(told):
         ("norm_type", "norm_type = 1.*2-norm"),
         ("max_norm", "max_norm = 0.0: must be above 0"),
         ("uneven", "even_batches=True"),
+        ("local_sgd", "LocalSGD.local_sgd_steps=4.*leave it out"),
+        ("reader", 'AdaLoraModel.*gradients = "mean"'),
         ("two", "2 optimizers.*once for each"),
     ],
 )

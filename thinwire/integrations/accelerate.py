@@ -12,6 +12,7 @@ accumulation are passed to optimizers that send during backward. Accelerate itse
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm.default import given_or_default
 from thinwire.integrations.shares import own_state, write_share
 from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.options import reader_of_gradients
 from thinwire.optim.engine.parameters import refuse_other_models, send_values_
 
 logger = logging.getLogger(__name__)
@@ -60,10 +62,31 @@ def leave_unwrapped(accelerator: Any) -> Any:
     if isinstance(accelerator, LocalGradients):
         return accelerator
     _refuse_other_engines(accelerator)
+    _watch_local_sgd()
     mixed(accelerator, LocalGradients)
     accelerator.register_save_state_pre_hook(accelerator._save_shares)
     accelerator.register_load_state_pre_hook(accelerator._find_shares)
     return accelerator
+
+
+@functools.cache
+def _watch_local_sgd() -> None:
+    """Let LocalSGD refuse accelerators of with_thinwire: it asks for no method of theirs before it has begun."""
+    from accelerate.local_sgd import LocalSGD
+
+    enter = LocalSGD.__enter__
+
+    @functools.wraps(enter)
+    def begin(local: Any) -> Any:
+        if local.enabled and isinstance(local.accelerator, LocalGradients):
+            raise ValueError(
+                f"LocalSGD(local_sgd_steps={local.local_sgd_steps}) averages parameters that each rank has moved "
+                "alone, and an optimizer of thinwire.optim moves those of all ranks together: leave it out. "
+                "ZeroOneAdam takes local steps by itself, and brings parameters and momentum together after them"
+            )
+        return enter(local)
+
+    LocalSGD.__enter__ = begin
 
 
 def mixed(thing: Any, mixin: type) -> Any:
@@ -160,6 +183,9 @@ class LocalGradients:
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)  # type: ignore[misc]
         if not evaluation_mode:
             optimizers = (*self._given, *(one.optimizer for one in self._optimizers))
+            reader = reader_of_gradients(prepared)
+            for optimizer in optimizers if reader is not None else ():
+                optimizer.reader = reader
             trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
             send_untrained(prepared, trained)
         return prepared

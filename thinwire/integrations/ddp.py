@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.optim.engine.options import refuse_join
+
 MARK = "thinwire_gradients"
 """The attribute of a wrapper that says what becomes of its gradients: "local" after keep_gradients_local()."""
 
@@ -98,7 +100,7 @@ def register(ddp_model: DistributedDataParallel, state: object, hook: object) ->
             f"this DistributedDataParallel has a communication hook already ({known or error}), and takes no second: "
             "leave out its register_comm_hook, or the trainer's setting that makes it, and wrap the model anew"
         ) from error
-    ddp_model.join_hook = _refuse_join  # type: ignore[method-assign]
+    ddp_model.join_hook = refuse_join  # type: ignore[method-assign]
 
 
 class OfThisReducer(str):
@@ -108,14 +110,6 @@ class OfThisReducer(str):
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (f"{self} before it was copied",)
-
-
-def _refuse_join(**settings: object) -> object:
-    raise RuntimeError(
-        "join() cannot train on uneven inputs here: a rank that has no more batches would not call the optimizer's "
-        "step(), for which the others wait. Give every rank as many batches (DistributedSampler does), or stop all "
-        "ranks when the first has none"
-    )
 
 
 def _not_ddp(model: Module) -> str:

@@ -10,6 +10,7 @@ Written against lightning 2.6; needs `lightning`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,6 +27,10 @@ from torch.optim import Optimizer
 from thinwire.integrations.accelerate import bring_together
 from thinwire.optim import ZeroOneAdam
 from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.options import reader_of_gradients
+from thinwire.optim.engine.orphans import listed
+
+logger = logging.getLogger(__name__)
 
 SETTINGS = (
     "accelerator",
@@ -148,6 +153,7 @@ class ThinwireStrategy(ClippedInStep, DDPStrategy):  # type: ignore[misc]
             refuse_clipping(optimizer, trainer)
             refuse_averaging(optimizer, trainer)
             assert isinstance(optimizer, FlatOptimizer)
+            optimizer.reader = reader_of_gradients(self.lightning_module)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -190,6 +196,8 @@ class ThinwireStrategy(ClippedInStep, DDPStrategy):  # type: ignore[misc]
                 f"the checkpoint has the states of {len(saved)} optimizers, and configure_optimizers gave "
                 f"{len(self.optimizers)}: load it with the optimizers that it was saved with"
             )
+        for optimizer in self.optimizers:
+            _add_groups(optimizer)
         super().load_optimizer_state_dict(checkpoint)
 
     def _settle(self) -> None:
@@ -228,6 +236,35 @@ def _refuse_foreign(optimizer: Optimizer, world_size: int) -> None:
         )
 
 
+def _add_groups(optimizer: Optimizer) -> None:
+    """Groups beyond the optimizer's own, which BaseFinetuning has set before a checkpoint is loaded, are added.
+
+    It sets all groups that there were when the checkpoint was made. Collective where there are more. What does not
+    begin with the optimizer's own is refused in the next step.
+    """
+    assert isinstance(optimizer, FlatOptimizer)
+    given = optimizer.param_groups
+    for own in range(1, len(given)):
+        if listed(given[:own]) == optimizer.listed:
+            optimizer.param_groups = given[:own]
+            for group in given[own:]:
+                optimizer.add_param_group(group)
+            _say_frozen(optimizer, given[own:])
+            return
+
+
+def _say_frozen(optimizer: FlatOptimizer[Any], groups: list[dict[str, Any]]) -> None:
+    """Lightning freezes a backbone when a run begins, resumed or not, and unfreezes it at one epoch alone."""
+    frozen = [param for group in groups for param in group["params"] if not param.requires_grad]
+    if frozen and optimizer.group.rank == 0:
+        logger.warning(
+            "resumed_frozen parameters=%d: a finetuning callback has frozen what was trained when the checkpoint was "
+            "made, and unfreezes it at its own epoch alone, which is over: call requires_grad_(True) on it in "
+            "on_train_start() of the module, or it stays as it is",
+            len(frozen),
+        )
+
+
 def _hand_on(wrapper: LightningOptimizer) -> None:
     """Let Lightning's wrapper call the optimizer's own methods: inherited ones would set attributes of the wrapper."""
     optimizer = wrapper.optimizer
@@ -247,7 +284,7 @@ def refuse_clipping(optimizer: Optimizer, trainer: Trainer) -> None:
 
 def refuse_averaging(optimizer: Optimizer, trainer: Trainer) -> None:
     """Raises: ValueError where callbacks average weights that 0/1 Adam lets differ between ranks."""
-    for callback in trainer.callbacks if isinstance(optimizer, ZeroOneAdam) else ():  # type: ignore[attr-defined]
+    for callback in trainer.callbacks if isinstance(optimizer, ZeroOneAdam) else ():
         if {"WeightAveraging", "StochasticWeightAveraging"} & {kind.__name__ for kind in type(callback).__mro__}:
             raise ValueError(
                 f"{type(callback).__name__} with {type(optimizer).__name__}: between two syncs each rank has weights "

@@ -56,8 +56,8 @@ def with_thinwire(
 
     optimizer_class: of thinwire.optim; None where the trainer has one, Trainer(..., optimizers=(optimizer, None)), or
     a subclass of Trainer makes one. run: a thinwire.train.session, whose batches are trained on; then workers may be
-    lost and come. settings: keywords of the class, and its attribute saves, before what TrainingArguments say. Every
-    rank alike.
+    lost and come. settings: keywords of the class, and its attributes saves and gradients, before what the
+    TrainingArguments say. Every rank alike.
     Modifies the trainer. Raises: TypeError, ValueError saying which argument cannot be.
     """
     import transformers
@@ -199,9 +199,9 @@ class TrainsTogether:
             {"params": [pair for pair in trained if pair[0] not in decayed], "weight_decay": 0.0},
         ]
         settings = {"model": self._with_buffers(model), **self._defaults(optimizer_class), **self._thinwire_settings}
-        saves = settings.pop("saves", "together")
+        saves, gradients = settings.pop("saves", "together"), settings.pop("gradients", "own")
         made = optimizer_class([group for group in groups if group["params"]], **settings)
-        made.saves = saves
+        made.saves, made.gradients = saves, gradients
         shown = {name: value for name, value in settings.items() if name != "model"}
         logger.info("optimizer_made class=%s ranks=%d settings=%s", optimizer_class.__name__, made.group.size, shown)
         return made

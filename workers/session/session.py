@@ -504,7 +504,7 @@ def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, ke
             prepare_nccl()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         made = True
-    group: Group = TorchGroup() if dist.is_initialized() else SoloGroup()
+    group: Group = TorchGroup.apart() if dist.is_initialized() else SoloGroup()
 
     def end(error: BaseException | None) -> None:
         """Of a process group that this session has made: its peers hear why."""

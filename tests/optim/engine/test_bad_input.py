@@ -110,7 +110,7 @@ def test_models_that_differ_between_ranks_are_refused_by_all_with_the_first_diff
         net = network(width=9 if group.rank < 2 else 10)
         before = {key: (value.data_ptr(), value.clone()) for key, value in net.state_dict().items()}
         with pytest.raises(
-            WireMismatch, match=r"rank 0 has parameter 0 of group 0: torch.float32 \(9, 6\); rank 2 has"
+            WireMismatch, match=r"rank 0 has parameter 0 of group 0 '0.weight': torch.float32 \(9, 6\); rank 2 has"
         ):
             MAKE[name](net.named_parameters(), group=group)
         return all(v.data_ptr() == before[k][0] and torch.equal(v, before[k][1]) for k, v in net.state_dict().items())

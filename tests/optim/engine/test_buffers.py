@@ -129,7 +129,7 @@ def test_a_model_without_buffers_costs_no_byte_and_one_rank_none():
         counted = []
         for given in (None, net):
             before = group.stats.sent_bytes
-            optimizer = Adam(net.parameters(), group=group, model=given)
+            optimizer = Adam(net.named_parameters(), group=group, model=given)
             train(net, optimizer, group.rank, [1, 2])
             counted.append(group.stats.sent_bytes - before)
         return counted[0] == counted[1]

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.covering import every_value
 from tests.optim.constructing import construct
@@ -119,9 +120,9 @@ def test_buckets_leave_while_backward_runs_in_every_step_but_the_first(name):
         assert first["waits_for"] == "the first step finds out whether a GradScaler calls it"
         for told in others:
             assert told["waits_for"] is None
-            assert told["buckets"] == num_buckets == told["in_backward"] + told["in_step"]
-            # All up to the first that holds part of `never`, whose gradient does not come.
-            assert 0 < told["in_backward"] < num_buckets
+            # Those that hold part of `never`, whose gradient does not come, when backward ends.
+            assert told["buckets"] == num_buckets == told["in_backward"]
+            assert told["in_step"] == 0
 
 
 def test_all_buckets_but_those_of_the_last_layer_go_before_backward_reaches_it():
@@ -149,6 +150,34 @@ def test_all_buckets_but_those_of_the_last_layer_go_before_backward_reaches_it()
         assert told == {"buckets": 5, "in_backward": 5, "in_step": 0, "waits_for": None}
 
 
+@pytest.mark.parametrize(("nested", "plain", "all_early"), [([0], [], False), ([0, 1, 2], [], True), ([0], [2], True)])
+def test_inside_reentrant_checkpointing_the_end_of_backward_is_that_of_the_outer_one(nested, plain, all_early):
+    """Each layer has a backward of its own there; where there are only such, nobody says when the outer one ends."""
+
+    def work(group):
+        nets = [seeded(0, lambda: torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))) for _ in range(2)]
+        made = [
+            construct(OneBitAdam, net.parameters(), warmup=2, group=group, bucket_elements=64, overlap=on)
+            for net, on in zip(nets, (False, True), strict=True)
+        ]
+        for step in range(5):
+            for net, optimizer in zip(nets, made, strict=True):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(2 * step + group.rank)
+                x = torch.randn(5, 16, generator=generator, requires_grad=True)
+                for layer in nested:
+                    x = checkpoint(net[layer], x, use_reentrant=True)
+                for layer in plain:
+                    x = net[layer](x)
+                x.square().sum().backward()
+                optimizer.step()
+            assert torch.equal(bits(made[0].space.p_N), bits(made[1].space.p_N))
+        return made[1].stats()["overlapped"]
+
+    for told in run_threads(2, work):
+        assert (told["in_backward"] == told["buckets"]) == all_early
+
+
 @every_value({"name": MERGED, "clear": ["to zero", "never"]}, only=(1, 3, 5))
 def test_gradients_that_backward_adds_to_go_early_too(name, clear):
     """They are the flat gradient itself, or one that is never cleared and grows, as any optimizer would have it."""
@@ -169,7 +198,7 @@ def test_gradients_that_backward_adds_to_go_early_too(name, clear):
         assert told["in_backward"] > 0
 
 
-def test_frozen_parameters_go_in_step():
+def test_what_is_trained_beside_frozen_parameters_goes_early():
     def work(group):
         nets = [copy.deepcopy(NETS[0]) for _ in range(2)]
         plain, ours = (make("onebit_adam", net, group, overlap=on) for net, on in zip(nets, (False, True), strict=True))
@@ -182,7 +211,7 @@ def test_frozen_parameters_go_in_step():
 
     for equal, told in run_threads(2, work):
         assert equal
-        assert told["in_backward"] == 0  # the last layer is in the first bucket
+        assert told["in_backward"] == told["buckets"]
         assert told["waits_for"] is None
 
 

@@ -35,3 +35,51 @@ def test_over_gloo_overlap_is_bit_equal_and_a_skipped_batch_leaves_replicas_equa
     ranks = start(TRAIN.replace("NAME", name), 2, tmp_path, timeout_s=120)
     assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     assert said(tmp_path, 0, name) == said(tmp_path, 1, name)
+
+
+OWN_COLLECTIVE = """
+from thinwire.optim import Adam, OneBitAdam
+from thinwire.optim.engine.state import replicated
+join()
+torch.manual_seed(0)
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(16, 32), torch.nn.Linear(32, 10)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x, k):
+        h = torch.tanh(self.into(x))
+        return self.out(h + torch.tanh(self.experts[k](h)))
+
+net = Experts()
+optimizer = KIND.sized(1024)(net.parameters(), model=net, lr=1e-2, overlap=True, **MORE)
+for step in range(30):
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(size * step + rank))
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(net(x, (3 * step + 2 * rank) % 4), x[:, :10].argmax(1))
+    loss.backward()
+    shown = torch.full((1025,), float(rank + step))  # as long as a bucket, about
+    dist.all_reduce(shown)
+    assert shown.eq(sum(range(size)) + size * step).all(), (step, shown)
+    optimizer.step()
+    told = optimizer.stats()["overlapped"]
+    assert told["in_step"] == 0 or step == 0, told
+say("parameters", optimizer.space.p_N.tolist())
+assert optimizer.group._process_group() is not dist.group.WORLD
+other = Adam(torch.nn.Linear(3, 2).parameters())
+assert other.group._process_group() is optimizer.group._process_group()
+given = TorchGroup()
+assert Adam(torch.nn.Linear(3, 2).parameters(), group=given).group is given
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("kind", "more"), [("OneBitAdam", {"warmup": 10}), ("Adam", {})])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_collective_of_the_users_own_between_backward_and_step_meets_none_of_ours(tmp_path, kind, more, size):
+    """Where ranks have used different experts, so that hooks have launched different buckets."""
+    ranks = start(OWN_COLLECTIVE.replace("KIND", kind).replace("MORE", str(more)), size, tmp_path, timeout_s=120)
+    assert [rank.wait(timeout=240) for rank in ranks] == [0] * size
+    assert len({said(tmp_path, rank, "parameters") for rank in range(size)}) == 1

@@ -38,7 +38,7 @@ def trained(make, change, steps=30, ranks=3):
 
 def own_rate(rank, step, net, optimizer):
     """As of a ReduceLROnPlateau that looks at each rank's own loss."""
-    if step == 5 and rank == 1:
+    if step == 6 and rank == 1:
         optimizer.param_groups[0]["lr"] = 1e-4
 
 
@@ -50,6 +50,7 @@ def own_weights(rank, step, net, optimizer):
 @every_value({"make": MAKE}, only=(0, 2))
 def test_replicas_that_have_drifted_apart_are_said_once(make, caplog, monkeypatch):
     monkeypatch.setattr(replicas, "EVERY", 8)
+    monkeypatch.setattr(replicas, "EARLY", ())
     trained(MAKE[make], lambda *_: None)
     assert "replicas_differ" not in caplog.text
     trained(MAKE[make], own_rate)
@@ -126,3 +127,42 @@ def test_weights_that_one_rank_alone_loads_after_the_constructor_are_refused_in_
 
     with pytest.raises(WireMismatch, match=r"parameters of ranks \[1\] are not those of rank 0"):
         trained(Adam, load, steps=1)
+
+
+def steps_said(caplog):
+    return [int(text.split("step=")[1].split(":")[0]) for text in caplog.messages if "replicas_differ" in text]
+
+
+@every_value({"make": MAKE}, only=(0, 2))
+def test_what_differs_from_the_beginning_is_said_in_the_second_step(make, caplog):
+    def change(rank, step, net, optimizer):
+        if step == 1 and rank == 2:
+            with torch.no_grad():
+                net.weight.mul_(1.5)
+
+    trained(MAKE[make], change, steps=3)
+    assert steps_said(caplog) == [1]
+
+
+def test_what_differs_is_said_as_soon_as_other_parameters_are_trained(caplog):
+    def change(rank, step, net, optimizer):
+        if step == 15 and rank == 1:
+            net.weight.data.mul_(1.5)
+        if step == 20:
+            net.bias.requires_grad_(False)
+
+    trained(MAKE["adam"], change)
+    assert steps_said(caplog) == [20]
+
+
+def test_what_is_written_by_each_ranks_own_gradient_is_said_when_compression_begins(caplog):
+    """As by AdaLoRA's scores: in the warm-up p.grad is the mean."""
+
+    def change(rank, step, net, optimizer):
+        if net.weight.grad is not None and step:
+            with torch.no_grad():
+                net.weight += 0.1 * net.weight.grad
+
+    trained(lambda p, **k: construct(OneBitAdam, p, warmup=20, full_exchange="fp32", **k), change, steps=40)
+    assert steps_said(caplog) == [21]
+    assert 'optimizer.gradients = "mean"' in caplog.text

@@ -16,6 +16,7 @@ from thinwire.comm.groups.blocking import Blocking
 from thinwire.comm.protocol import Stats
 from thinwire.optim import OneBitAdam, OneBitLamb
 from thinwire.optim.engine.exchanges import fused_momentum
+from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.variance import freezing
 
@@ -209,11 +210,12 @@ def large_allocations(work, least_bytes):
 
 
 @every_value({"kind, made_first": [(OneBitAdam, 1), (OneBitLamb, 2)], "overlap": [False, True]})
-def test_a_step_makes_no_vector_after_the_first_compressed_one(kind, made_first, overlap):
+def test_a_step_makes_no_vector_after_the_first_compressed_one(kind, made_first, overlap, monkeypatch):
     """Nothing as large as a sixteenth of a vector of signs; in the first compressed step error memory.
 
     1-bit LAMB decodes what it receives there, for the momentum before is in floats.
     """
+    monkeypatch.setattr(Replicas, "compare", lambda *_: None)  # which reads them in pieces, once in many steps
     net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
     group = Mirror()
     optimizer = construct(

@@ -3,7 +3,10 @@
 import itertools
 
 import pytest
+import torch
 
+from thinwire.comm import SoloGroup
+from thinwire.optim import ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.engine.schedule import (
     Phase,
     Wire,
@@ -12,6 +15,8 @@ from thinwire.optim.engine.schedule import (
     rate_interval,
     zero_one_adam_plan,
 )
+
+SCHEDULE = ZeroOneSchedule(dense_steps=1, local_step_clipper=16)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,37 @@ def test_the_interval_doubles_where_the_learning_rate_has_halved(rate, interval)
     for peak in (1.0, 3e-4, 0.7):
         assert rate_interval(rate * peak, peak, 16) == interval
     assert rate_interval(0.0, 0.0, 16) == 1
+
+
+@pytest.mark.parametrize("clipper", [1, 2, 6, 10, 16])
+@pytest.mark.parametrize("fall", [2, 4, 6, 8, 10, 16])
+def test_rounding_decides_no_interval_where_schedules_come_to_rest(fall, clipper):
+    """A rate in float32 is up to 6e-8 of it away from the one that a scheduler has computed, to either side."""
+    for peak in (1.0, 3e-4, 0.7):
+        near = [peak / fall * (1 + off) for off in (0, 1e-16, -1e-16, 1e-9, -1e-9, 6e-8, -6e-8)]
+        assert len({rate_interval(rate, peak, clipper) for rate in near}) == 1
+    assert rate_interval(1 / fall, 1.0, clipper) == (clipper if fall >= clipper else 1 << (fall.bit_length() - 1))
+
+
+def test_a_rate_in_a_tensor_syncs_where_a_number_does():
+    """Halved by a scheduler: float32 has 0.7 * 3e-4 / 2 on one side of half of its peak, or on the other."""
+
+    def syncs(rate):
+        net = torch.nn.Linear(4, 4)
+        optimizer = ZeroOneAdam(net.parameters(), lr=rate, group=SoloGroup(), var_freeze_step=1, schedule=SCHEDULE)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 if step < 4 else 1 / 2 + 1e-9)
+        found = []
+        for _ in range(12):
+            optimizer.zero_grad()
+            net(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            schedule.step()
+            found.append(optimizer.at_sync)
+        return found
+
+    for rate in (3e-4, 7e-4, 1e-3):
+        assert syncs(rate) == syncs(torch.tensor(rate))
+        assert syncs(rate)[-2:] in ([True, False], [False, True])
 
 
 def planned(steps, var_freeze_step, interval_at):

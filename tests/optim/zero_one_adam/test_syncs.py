@@ -7,6 +7,7 @@ import torch
 from tests.covering import every_value
 from tests.optim.zero_one_adam.problem import HYPER, bits, make, synced, train
 from thinwire.comm import run_threads
+from thinwire.optim.engine.replicas import Replicas
 
 
 def test_a_local_step_sends_no_byte_and_a_sync_two_collectives():
@@ -97,7 +98,9 @@ def test_at_sync_tells_where_ranks_hold_the_same_and_saving_there_sends_nothing(
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_rounds_skipped_are_the_steps_that_sent_nothing_idle_syncs_among_them():
+def test_rounds_skipped_are_the_steps_that_sent_nothing_idle_syncs_among_them(monkeypatch):
+    monkeypatch.setattr(Replicas, "compare", lambda *_: None)  # which an idle sync may do
+
     def work(group):
         model, optimizer = make(group, torch.float32)
         silent = 0
