@@ -50,7 +50,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         id=row.id,
         name=row.name,
         state=state,
-        reason=row.reason,
+        reason=row.reason and redacted(row.reason),  # of an earlier version too
         attempt=row.attempt,
         created_at=_datetime(row.created_at),
         submitted_by=row.submitted_by,

@@ -207,24 +207,17 @@ def test_a_file_that_is_no_ca_is_refused_with_what_to_do(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_who_reads_no_answer_is_ended_over_tls_too(server: TlsServer) -> None:
-    context = ssl.create_default_context(cafile=str(server.ca))
+def test_who_begins_no_handshake_is_ended_soon(server: TlsServer) -> None:
     host, port = server.url.removeprefix("https://").split(":")
-    with (
-        socket.create_connection((host, int(port)), 10) as plain,
-        context.wrap_socket(plain, server_hostname=host) as silent,
-    ):
-        silent.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n" * 200)  # megabytes of answers
-        began = time.monotonic()
-        wait_until(lambda: ended(silent), "the end of the connection", timeout_s=60)
-        assert time.monotonic() - began > 5
+    with socket.create_connection((host, int(port)), 10) as silent:
+        silent.settimeout(40)  # asyncio's own limit is 60 s
+        assert silent.recv(1) == b""
 
 
-def ended(connection: ssl.SSLSocket) -> bool:
-    """Has the other side ended it? Nothing is read."""
-    try:
-        connection.sendall(b" ")
-    except OSError:
-        return True
-    time.sleep(0.5)
-    return False
+def test_a_service_that_others_reach_without_tls_says_that_tokens_cross_in_clear(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _tls(Settings(home=tmp_path))
+    assert "tokens_in_clear" not in caplog.text
+    _tls(Settings(home=tmp_path, host="0.0.0.0"))
+    assert "tokens_in_clear host=0.0.0.0: set THINWIRE_TLS_CERTIFICATE" in caplog.text

@@ -12,7 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from thinwire.contract import stores
 from thinwire.contract.redaction import HIDDEN, names_secret, redacted
+from thinwire.contract.start import Start
 
 SHA256 = r"^[0-9a-f]{64}$"
 MOST_ARGS = 1000
@@ -117,11 +119,25 @@ def impossible(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:
             yield path, source.model_dump(exclude_none=True), f"left out: {reason}"
 
 
-def secrets_in(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:
-    """Which secrets it holds that have a better place, as (path, value without them, what is allowed).
+def secrets_in(
+    store: str | None, start: Start | None, recipe: ScriptRecipe | None
+) -> Iterator[tuple[str, object, str]]:
+    """Which secrets a job holds that have a better place, as (path, value without them, what is allowed).
 
-    Those in args have none, where a script takes them in no other way: they are hidden where the job is shown.
+    store: of its checkpoints. Those in args, and a signature in a start's URL, have none where nothing else would do:
+    they are hidden where the job is shown.
     """
+    if store is not None and (words := stores.any_credentials(store)):
+        yield "checkpoint.store", store, words
+    if start is not None:
+        path, place = start.place
+        if place is not None and (words := stores.credentials(place)):
+            yield path, place, words
+    if recipe is not None:
+        yield from _secrets_of(recipe)
+
+
+def _secrets_of(recipe: ScriptRecipe) -> Iterator[tuple[str, object, str]]:
     for index, requirement in enumerate(recipe.pip):
         if (shown := redacted(requirement)) != requirement:
             yield (

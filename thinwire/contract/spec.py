@@ -536,19 +536,8 @@ def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
 
 def _secrets_in(spec: JobSpec, info: ValidationInfo) -> list[Impossible]:
     """What everybody who may see the job would read of it; of a job that was accepted nothing is asked."""
-    if info.context is _ACCEPTED:
-        return []
-    found: list[Impossible] = []
-    store = spec.checkpoint.store
-    if store is not None and (words := stores.any_credentials(store)):
-        found.append(("checkpoint.store", store, words))
-    if spec.start is not None:
-        path, place = spec.start.place
-        if place is not None and (words := stores.credentials(place)):
-            found.append((path, place, words))
-    if isinstance(spec, ScriptSpec):
-        found += script.secrets_in(spec.recipe)
-    return found
+    recipe = spec.recipe if isinstance(spec, ScriptSpec) else None
+    return [] if info.context is _ACCEPTED else [*script.secrets_in(spec.checkpoint.store, spec.start, recipe)]
 
 
 def _impossible(spec: TrainSpec) -> list[Impossible]:
