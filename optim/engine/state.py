@@ -138,7 +138,7 @@ class Shown(dict[str, Any]):
 
     def added(self) -> dict[str, Any]:
         """What others have put here."""
-        return {name: value for name, value in self.items() if name not in self._ours}
+        return {name: self[name] for name in self if name not in self._ours}  # what is shown is not made for it
 
     def _refuse(self, name: str, what: str) -> None:
         if name in self._ours:
