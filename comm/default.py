@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.comm.codecs import SignCodec
+from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.reducer import Reducer, flat_reducer, lone_reducer, node_first_reducer
 from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.groups.distributed import TorchGroup
@@ -42,6 +43,7 @@ def default_reducer(
     full: FullWire = "fp32",
     sums: torch.dtype | None = None,
     topology: Topology = "flat",
+    results: Results = "kept",
 ) -> Reducer:
     """A compressed all-reduce over `group`; None: over the ranks of torch.distributed's default group, or one alone.
 
@@ -49,11 +51,12 @@ def default_reducer(
     cuts, keeps, full, sums: as in flat_reducer. topology: "node_first" exchanges signs by node first, which keeps
     nothing of the others, with sums as they are; "auto" does where that can be, and logs why not.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
-    left. Collective. Raises: WireMismatch, PeerLost; ValueError where "node_first" cannot be.
+    left; results: as in lone_reducer.
+    Collective. Raises: WireMismatch, PeerLost; ValueError where "node_first" cannot be.
     """
     group, codec = given_or_default(group), codec or SignCodec()
     if group.size == 1:
-        return lone_reducer(group, layout, like, bucket_elements=bucket_elements, cuts=cuts)
+        return lone_reducer(group, layout, like, bucket_elements=bucket_elements, cuts=cuts, results=results)
     if topology != "flat":
         if sums is not None:
             raise ValueError(f'topology = "{topology}": must be "flat" where kept sums are of {sums}')

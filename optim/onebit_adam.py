@@ -63,6 +63,8 @@ class OneBitAdamState:
 class Descent:
     """x <- x - lr (m / (sqrt v + eps) + wd x) along a received m, in one pass over what was received. A Reader.
 
+    Of one rank m is made in that pass (comm.exchange.alone).
+
     p: float[N], modified where it is read. v: float[N].  Source: Tang et al. 2021, Alg. 1, l. 13.
 
     The root of v is taken anew in each step. It could be kept in place of v, but v is saved, and goes on in a second
@@ -71,11 +73,24 @@ class Descent:
 
     def __init__(self, p_N: Tensor, v_N: Tensor, h: AdamHyper) -> None:
         self._p_N, self._v_N = p_N, v_N
-        self._lr, self._decay, self._eps = h.lr, h.lr * h.weight_decay, h.eps
+        self._h, self._lr, self._decay, self._eps = h, h.lr, h.lr * h.weight_decay, h.eps
 
     def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
         """m as rows of signs."""
         updates.descend_(self._p_N[at], self._v_N[at], rows, self._lr, self._decay, self._eps, table)
+
+    def make(self, at: slice, x: Tensor, last: Tensor | None, weight: float | None) -> None:
+        """m <- last + weight (x - last), in the place of the last."""
+        assert last is not None
+        assert weight is not None
+        p, v = self._p_N[at], self._v_N[at]
+        if updates.in_one_pass(p) and x.dtype == v.dtype == p.dtype:
+            updates.mix_and_descend_(p, x, last, v, self._h, weight)
+            return
+        for start in range(0, len(x), PIECE):
+            part = slice(start, start + PIECE)
+            last[part].add_(x[part].to(last.dtype).sub(last[part]).mul_(weight))
+        self.values(at, last)
 
     def values(self, at: slice, values: Tensor) -> None:
         """m as floats, 0 where dead."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.exchange.alone import Results
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.comm.protocol import Group, Result
 from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
@@ -45,6 +46,7 @@ from thinwire.optim.variance.sparse import SparseVarianceOptimizer
 from thinwire.optim.variance.warmup import CompressedOptions
 from thinwire.optim.zero_one_round import (
     SMALL_PIECE,
+    OwnReceipt,
     Receipt,
     Round,
     ZeroOneAdamState,
@@ -94,6 +96,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
     Raises: ValueError; PeerLost, WireMismatch.
     """
 
+    results: ClassVar[Results] = "read"
     longest_step: ClassVar[float] = 4.0
     """Of what a sync gives out, an element moves x by at most this times S; the rest is cut off."""
 
@@ -191,11 +194,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
         self.count_as_sum_()
-        s, g_N = self.vectors, self.space.g_N
         self._sent_at = groups = self._groups()
-        # Without the loops a gradient is read several times: better in one place.
-        where = LeftInPlace(self.reduce.buckets.layout, g_N) if updates.fits(g_N) else None
-        return formed_sum(self.reduce, s.update_error, partial(self._formed, groups, self._rounds), where)
+        return self._sum_of_round(groups)
 
     def _formed(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], at: slice, runs: LeftGradients) -> Tensor:
         """These elements of what this rank gives to a sync, new."""
@@ -498,28 +498,39 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
         # A rank's own, as in local steps: v is of the mean of what the momenta take in.
         self.space.shorten_gradient(self.max_grad_norm)
-        z_N = torch.empty_like(g_N)
-        units = self._units(self._rounds_after(groups))
-        for h, done, unit in zip(groups, self._rounds, units, strict=True):
-            propose_(z_N[h.span], g_N[h.span], s, h.span, h, done, unit)
+        z_N = None
+        if self.group.size > 1:  # the mean takes the place of what z is of
+            z_N = torch.empty_like(g_N)
+            units = self._units(self._rounds_after(groups))
+            for h, done, unit in zip(groups, self._rounds, units, strict=True):
+                propose_(z_N[h.span], g_N[h.span], s, h.span, h, done, unit)
         # Not mean_gradient_: it would shorten once more.
         reduce.full_(g_N, self.mean_wire)
         self.first.look_at_mean(g_N)
         if early:
             self.derive_used(g_N)
         if exchange:
-            mark_lost_(z_N, s)
-            kept = whole_sum(reduce, s.update_error, z_N)
+            kept = self._sum_of_round(groups) if z_N is None else whole_sum(reduce, s.update_error, mark_lost_(z_N, s))
             for k in range(len(reduce.buckets)):
                 kept.launch(k)
             kept.finish()
 
+    def _sum_of_round(self, groups: Sequence[AdamHyper]) -> Exchange:
+        """What this rank gives to a sync, formed of each bucket's own gradients."""
+        s, g_N = self.vectors, self.space.g_N
+        # Without the loops a gradient is read several times: better in one place.
+        where = LeftInPlace(self.reduce.buckets.layout, g_N) if updates.fits(g_N) else None
+        # On a CPU it is known at once whether this rank has a gradient to report that was lost.
+        known = g_N if g_N.device.type == "cpu" and not bool(s.lost) else None
+        return formed_sum(self.reduce, s.update_error, partial(self._formed, groups, self._rounds), where, known)
+
     def _receive(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], result: Result) -> None:
         """All groups take the sum that was received."""
         s, p_N, start_N = self.vectors, self.space.p_N, self.common_parameters
-        for h, done, unit in zip(groups, rounds, self._units(rounds), strict=True):
+        for h, done, unit, before in zip(groups, rounds, self._units(rounds), self._rounds, strict=True):
+            kind = OwnReceipt if before.is_new and h.lr and updates.fits(p_N) else Receipt
             # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
-            receipt = Receipt(p_N, start_N, s, h, done.weight, unit, self.longest_step * done.weight, done.kept)
+            receipt = kind(p_N, start_N, s, h, done.weight, unit, self.longest_step * done.weight, done.kept)
             for start, stop in receipt.parts():
                 result.read(receipt, start, stop)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import decoded
+from thinwire.comm.kernels.peak import witness
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.state import Local, Replicated, Residual, Scratch
@@ -97,7 +98,7 @@ def local_step(
     A gradient that is not finite counts as zero, and is reported to all at the next sync: to raise here would leave the
     peers alone in their next collective. A step with lr = 0 leaves m as it is, for u could not carry it to the others.
     """
-    finite = torch.isfinite(torch.linalg.vector_norm(g_N))
+    finite = torch.isfinite(witness(g_N))
     s.lost.logical_or_(~finite)
     _fill_where_(g_N, ~finite, 0.0)
     vectors = p_N, g_N, s.m_N, s.used, *s.of_round()
@@ -159,9 +160,10 @@ def propose_(
         z_s.add_(u, alpha=keep)
 
 
-def mark_lost_(z_b: Tensor, s: ZeroOneAdamState) -> None:
-    """z <- NaN where this rank has lost a gradient since the last sync, for all to learn. Does not wait."""
+def mark_lost_(z_b: Tensor, s: ZeroOneAdamState) -> Tensor:
+    """z <- NaN where this rank has lost a gradient since the last sync, for all to learn. Does not wait. Returns z."""
     _fill_where_(z_b, s.lost, torch.nan)
+    return z_b
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,6 +226,15 @@ class Receipt:
         cut_(z, divisor, self.longest)
         torch.div(z, self.weight, out=self.s.m_N[at])
         agree_(self.p_N[at], self.start_N[at], z, divisor, self.kept)
+
+
+class OwnReceipt(Receipt):
+    """As Receipt. Of one rank whose round has one step, z is made in that pass (comm.exchange.alone)."""
+
+    def make(self, at: slice, x: Tensor, last: Tensor | None, weight: float | None) -> None:
+        """z is what propose_ gives of the gradient x; the round began at p."""
+        p, v, m = (y[at] for y in (self.p_N, self.s.used, self.s.m_N))
+        updates.receive_own_(p, x, v, m, self.h, self.unit, (self.unit, self.weight, self.longest, self.kept))
 
 
 def cut_(u_N: Tensor, divisor_N: Tensor, longest: float) -> None:

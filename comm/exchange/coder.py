@@ -5,7 +5,7 @@
     CodecCoder   any_codec.py    rows of any Codec                                  errors, swapped at the end
     NodeCoder    node_first.py   exact inside a box, a SignCoder between boxes      that of the SignCoder, of slices
     SumCoder     in_full.py      the values, in a sum of all ranks or by node       none is needed
-    AloneCoder   in_full.py      nothing: there is one rank                         is given out
+    AloneCoder   alone.py        nothing: there is one rank                         is given out
 
 A new way to write vectors in fewer bytes is a Codec (docs/adding.md). Only a new order of collectives is a Coder.
 """
@@ -63,8 +63,9 @@ class Given:
     """What a bucket was launched with. vector: x. weight: of x against the last result; None: x itself.
 
     runs: what was read in place of parts of x. start: what stood for the last result. factor: of each live run, where
-    what was sent is so many times that. form: what makes x, where it is no vector. usable: False where the rows that
-    were sent say that they are not, and every rank undoes the exchange.
+    what was sent is so many times that. form: what makes x, where it is no vector; then vector and runs are those it is
+    made of, if known. usable: False where the rows that were sent say that they are not, and every rank undoes the
+    exchange.
     """
 
     vector_N: Tensor | None

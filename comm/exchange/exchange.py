@@ -125,13 +125,20 @@ class Exchange:
             raise RuntimeError("no result of this memory has been committed since restore(): use launch_sum")
         self._launch(k, Given(x_N, weight, runs, start_N, factor_r))
 
-    def launch_formed(self, k: int, form: Callable[[slice], Tensor]) -> None:
+    def launch_formed(
+        self,
+        k: int,
+        form: Callable[[slice], Tensor],
+        x_N: Tensor | None = None,
+        runs: Sequence[Tensor | None] = (),
+    ) -> None:
         """As launch_sum of a vector that nobody keeps: form(at) makes its elements `at`, new, whenever it is called.
 
         It is called now, and again where the exchange is undone or redone: what it reads must not change before
-        commit().
+        commit(); of one rank whose results are "read" before that is read, and of parts of a bucket.
+        x, runs: as in launch_lerp, where what is formed is finite if these are: one rank looks at them in its place.
         """
-        self._launch(k, Given(None, form=form))
+        self._launch(k, Given(x_N, runs=runs, form=form))
 
     def launch_absent(self, k: int) -> None:
         """Send in place of bucket k that this rank gives nothing this time: its part of the mean is 0. Of a rank alone.

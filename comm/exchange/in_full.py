@@ -1,10 +1,9 @@
-"""The values themselves, of which nothing is left out: their mean over all ranks, and one rank that has no others.
+"""The values themselves, of which nothing is left out: their mean over all ranks.
 
     flat           x <- sum over all ranks                                                        one collective
     by node        x, on L ranks of a box     all-to-all: rank l has slice l of all L, and adds them up in order of rank
                    slice l, on the B boxes    the sum of the peers
                    x                          all-gather in the box
-    one rank       x <- x, and what error memory holds
 
 A mean goes bucket by bucket, in place, while backward goes on. Between boxes 2 (B-1)/B of x leave a box, where a ring
 of all n ranks sends 2 (n-1)/n. After a failure x is undefined; nothing is left out, so there is nothing to undo, and
@@ -14,17 +13,15 @@ nothing to keep.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.exchange.coder import Coder, Given, Values
-from thinwire.comm.exchange.fidelity import Fidelity
-from thinwire.comm.exchange.memory import ErrorMemory, Place, Served, Whole
+from thinwire.comm.exchange.coder import Coder, Given
+from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.groups.nodes import Nodes
 from thinwire.comm.groups.watching import hold
-from thinwire.comm.kernels.peak import peak, peak_
+from thinwire.comm.kernels.peak import peak_
 from thinwire.comm.layout import Buckets, Partition
 from thinwire.comm.protocol import Group, Pending
 
@@ -142,92 +139,3 @@ class SumCoder(Coder):
         if fill:
             rows_Lc.view(-1)[: x_b.numel()].copy_(x_b)
         return rows_Lc
-
-
-class AloneCoder(Coder):
-    """Vectors of one layout on one rank. keeps_results: as CodecCoder.
-
-    result = x + R;  R <- 0:  a larger group may have left R, and a run that shrinks to one rank loses none of it.
-    """
-
-    def __init__(self, group: Group, buckets: Buckets, like: Tensor, *, keeps_results: bool) -> None:
-        super().__init__(buckets, like)
-        self.keeps_results = keeps_results
-        self._group = group
-        self._places = [Place(*2 * (Served(slice(start, stop), None, 0),)) for start, stop in buckets.spans]
-        self._values: list[Values] = []
-        self._memory: ErrorMemory | None = None
-        self._gives_out: set[int] = set()
-        """Buckets whose part of R is in the result."""
-        self._peak: Tensor | None = None
-        """The largest of what was given; NaN and infinity survive it."""
-
-    def new_memory(self) -> ErrorMemory:
-        """Error memory for one exchanged vector, empty."""
-        return ErrorMemory(self._places, Whole(self._group, self.buckets.layout.numel), self.like)
-
-    def owns(self, memory: ErrorMemory) -> bool:
-        """Was it made here, or by the reducer whose means these are?"""
-        return memory.places is self._places or not self.keeps_results
-
-    def begin(self, memory: ErrorMemory | None, draw: int) -> None:
-        """Make results when they are first needed: an optimizer that compresses nothing has none."""
-        self._memory, self._peak, self._gives_out = memory, None, set()
-        if self.keeps_results and not self.results:
-            self._values = [Values(partial(self.like.new_zeros, self.buckets.layout.numel)) for _ in range(2)]
-            self.results = self._values
-
-    def encode(self, k: int, given: Given, formed_b: Tensor | None) -> None:
-        """result <- x + R."""
-        assert formed_b is not None
-        at = slice(*self.buckets.spans[k])
-        result_b = formed_b
-        if self.keeps_results:
-            result_b = self._values[1 - self.turn].values_N[at].copy_(formed_b)
-        here = peak(result_b)
-        self._peak = here if self._peak is None else torch.maximum(self._peak, here)
-        if self._memory is not None and not self._memory.is_empty:
-            result_b.add_(self._memory.worker[k].sum_c).add_(self._memory.server[k].sum_c)
-            self._gives_out.add(k)
-
-    def encode_nothing(self, k: int) -> None:
-        """result <- 0: what waits goes on waiting."""
-        if self.keeps_results:
-            self._values[1 - self.turn].values_N[slice(*self.buckets.spans[k])] = 0
-
-    def refuse(self, k: int, flag: int) -> None:
-        """No other rank waits for it."""
-        self._peak = self.like.new_full((), torch.nan)
-
-    def send(self, k: int) -> Sequence[Pending]:
-        """Nothing."""
-        return ()
-
-    def serve(self, k: int, given: Given) -> None:
-        """Nothing."""
-
-    def finite(self) -> Tensor:
-        """Is all that was given?"""
-        return self.own_flag(())
-
-    def own_flag(self, given: Sequence[Given]) -> Tensor:
-        """The same."""
-        if self._peak is None:
-            return torch.ones((), dtype=torch.uint8, device="cpu")
-        return torch.isfinite(self._peak).to(torch.uint8)
-
-    def keep(self) -> None:
-        """R is given out."""
-        if self._memory is not None:
-            self._memory.give_out(self._gives_out)
-        self._memory = self._peak = None
-
-    def undo(self, given: Sequence[Given], num_served: int, *, lost: bool) -> None:
-        """Nothing was written but a result that nobody has."""
-        self._memory = self._peak = None
-
-    def fidelity(self, memory: ErrorMemory) -> Fidelity | None:
-        """All of it was carried: rho is 1 on the way back; what waits in error memory was put there since."""
-        given = float(torch.linalg.vector_norm(self._values[self.turn].values_N))
-        waiting = float(torch.linalg.vector_norm(memory.residual()))
-        return Fidelity(None, 1.0 if given > 0 else None, waiting / given if given > 0 else None)

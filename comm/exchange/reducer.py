@@ -16,11 +16,12 @@ from torch import Tensor
 from thinwire.comm.codecs.bf16 import Bf16Codec
 from thinwire.comm.codecs.int8 import Int8Codec
 from thinwire.comm.codecs.sign import SignCodec
+from thinwire.comm.exchange.alone import AloneCoder, Results
 from thinwire.comm.exchange.any_codec import CodecCoder
 from thinwire.comm.exchange.coder import Coder
 from thinwire.comm.exchange.exchange import Exchange, Mean
 from thinwire.comm.exchange.fidelity import Fidelity
-from thinwire.comm.exchange.in_full import AloneCoder, SumCoder
+from thinwire.comm.exchange.in_full import SumCoder
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.node_first import NodeCoder
 from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for, staged
@@ -254,17 +255,19 @@ def lone_reducer(
     *,
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
+    results: Results = "kept",
 ) -> Reducer:
     """One rank, which compresses nothing, and gives out what a larger group has left in error memory.
 
-    bucket_elements, cuts: as in flat_reducer.
+    bucket_elements, cuts: as in flat_reducer. results: "read": no exchange begins from the last one (launch_lerp), so
+    that nothing is kept for it.
     """
     buckets = Buckets.cut(layout, bucket_elements, cuts)
 
     def means(wire: FullWire) -> Mean:
-        return Mean(group, AloneCoder(group, buckets, like, keeps_results=False), Pipeline())
+        return Mean(group, AloneCoder(group, buckets, like, results="taken"), Pipeline())
 
-    return Reducer(group, AloneCoder(group, buckets, like, keeps_results=True), Pipeline(), means)
+    return Reducer(group, AloneCoder(group, buckets, like, results=results), Pipeline(), means)
 
 
 def _coded(wire: FullWire, group: Group, second: Group, buckets: Buckets, like: Tensor) -> CodecCoder:

@@ -1,4 +1,7 @@
-"""The largest absolute value of a vector: if it is finite all values are, for NaN and infinity survive it."""
+"""The largest absolute value of a vector: if it is finite all values are, for NaN and infinity survive it.
+
+Where only that is asked the sum of a vector on a CPU says as much, in half of the time, unless it overflows.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +23,12 @@ def peak_(x: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
     torch.aminmax(x, out=(scratch, out))
     torch.maximum(scratch.neg_(), out, out=out)
     return out
+
+
+def witness(x: Tensor) -> Tensor:
+    """0-dim, at least 0, new: finite if and only if all of x is. On a CPU its sum where that is, elsewhere its peak."""
+    if x.device.type == "cpu":
+        total = x.sum()
+        if bool(torch.isfinite(total)):
+            return total.abs_()
+    return peak(x)

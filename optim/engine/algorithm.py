@@ -20,6 +20,7 @@ from thinwire.comm.calls import Calls, refuse_other_calls
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.default import default_reducer
 from thinwire.comm.errors import CommError
+from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.groups.nodes import Topology
@@ -62,6 +63,9 @@ class Algorithm(Generic[State]):
 
     codec: ClassVar[Codec] = SignCodec()
     """How what is compressed is written."""
+
+    results: ClassVar[Results] = "kept"
+    """Does an exchange begin from the result of the one before? What one rank keeps follows from it."""
 
     narrow: tuple[str, ...] = ()
     """Which of "variance" and "error_memory" are kept in bfloat16: 1-bit Adam's argument."""
@@ -230,6 +234,7 @@ class Algorithm(Generic[State]):
             # Where ranks have come or gone boxes may differ.
             topology="auto" if self.topology == "node_first" and hasattr(self, "reduce") else self.topology,
             sums=torch.bfloat16 if "error_memory" in self.narrow else None,
+            results=self.results,
         )
 
     @property

@@ -3,7 +3,7 @@
 Each is opened when it is made, launched in order 0 to K - 1 by hooks or by step(), and finished in step():
 
     mean_gradient       g_N <- mean_i g_i, in full or in few bits                     dense steps and warm-ups
-    formed_sum          z -> the reducer's result, z made bucket by bucket            0/1 Adam; buckets of several betas
+    formed_sum          z -> the reducer's result, z made bucket by bucket            0/1 Adam
     fused_momentum      beta1 m + (1 - beta1) g -> the same, m being its last result  1-bit Adam; k times it: 1-bit LAMB
 
 What the compressed ones leave is the reducer's result: read it, then commit.
@@ -123,15 +123,16 @@ def formed_sum(
     memory: ErrorMemory,
     form: Callable[[slice, LeftGradients], Tensor],
     where: LeftInPlace | None = None,
+    g_N: Tensor | None = None,
 ) -> Exchange:
     """A sum through the codec that exists a bucket at a time. form(slice, runs): makes these elements of it, new.
 
     Of gradients that are final, and of what else stays as it is until the commit. memory: modified; as before, to
-    rounding, where it fails or is abandoned.
+    rounding, where it fails or is abandoned. g: the gradients, where what is made is finite if these are.
     """
     reduce.begin(memory)
     runs: LeftGradients = () if where is None else where.runs
-    return Exchange(reduce, lambda k: reduce.launch_formed(k, lambda at: form(at, runs)), where)
+    return Exchange(reduce, lambda k: reduce.launch_formed(k, lambda at: form(at, runs), g_N, runs), where)
 
 
 def whole_sum(reduce: Reducer, memory: ErrorMemory, z_N: Tensor) -> Exchange:

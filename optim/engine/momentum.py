@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from thinwire.comm.exchange.memory import ErrorMemory
@@ -164,9 +163,3 @@ class Momentum:
     def follow(self, other: Momentum) -> None:
         """m is what the other one is, in rows where it is there, which are no result of this one's reducer."""
         self._m_N, self._result, self._shown, self._version = other._m_N, other._result, other._shown, other._version
-
-
-def next_momentum_(z_N: Tensor, m_N: Tensor, g_N: Tensor, beta1: float) -> None:
-    """z <- m + (1 - beta1) (g - m), rounded as the fused kernels do it: without a fused multiply-add."""
-    torch.sub(g_N, m_N, out=z_N)
-    z_N.mul_(1 - beta1).add_(m_N)

@@ -26,6 +26,7 @@ def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None
     x = [torch.ones(8, dtype=dtype, device="cpu") for _ in range(6)]
     hyper = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.0)
     updates.adam_(x[0], x[1], x[2], x[3], hyper, None)
+    updates.mix_and_descend_(x[0], x[1], x[2], x[3], hyper, 0.1)
     table = BlockTable.from_spans([[(0, 8)]], [], x[0])
     rows = RowMemory.of(torch.zeros(table.wire_bytes, dtype=torch.uint8, device="cpu"), dtype)
     updates.descend_(x[0], x[1], rows, 1e-3, 0.0, 1e-8, table)
@@ -40,6 +41,7 @@ def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None
     updates.first_proposal_(x[0], x[1], x[2], hyper)
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
     updates.receive_(x[0], x[1], x[2], x[3], x[4], numbers, eps)
+    updates.receive_own_(x[0], x[1], x[2], x[3], hyper, 1.0, numbers)
     updates.receive_rows_(x[0], x[1], x[2], x[3], rows, numbers, eps, table)
     received = Rows(rows, table)
     one_T, bounds = torch.ones(1, dtype=dtype, device="cpu"), Bounds(0.5, 4.0, 0.9, 1.1, 0.01, 10.0, 4.0)

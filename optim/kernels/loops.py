@@ -41,6 +41,28 @@ def adam(
 
 
 @compiled
+def mix(
+    first: int,
+    stop: int,
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    weight: float,
+    eps: float,
+    keep: float,
+    rate: float,
+) -> None:
+    """m <- m + w (g - m); p <- keep p - rate m / (sqrt(v) + eps)."""
+    weights, all_eps, keeps, rates = splat8(weight), splat8(eps), splat8(keep), splat8(rate)
+    for at in range(BYTE * first, BYTE * stop, BYTE):
+        m8 = load8(m, at)
+        m8 = m8 + weights * (load8(g, at) - m8)
+        store(m, at, m8)
+        store(p, at, keeps * load8(p, at) - rates * m8 / (root(load8(v, at)) + all_eps))
+
+
+@compiled
 def descend(
     first: int,
     stop: int,
@@ -164,6 +186,33 @@ def receive(
         z8 = cut(signs * load8(z, at), bounds * d8)
         store(m, at, z8 / divisors)
         store(p, at, keeps * load8(start, at) - z8 / d8)
+
+
+@compiled
+def receive_own(
+    first: int,
+    stop: int,
+    p: Array,
+    g: Array,
+    v: Array,
+    m: Array,
+    weight: float,
+    rate: float,
+    sign: float,
+    divisor: float,
+    longest: float,
+    keep: float,
+    eps: float,
+) -> None:
+    """receive of what first_proposal gives, with p as its start."""
+    weights, rates = splat8(weight), splat8(rate)
+    signs, divisors, bounds, keeps = splat8(sign), splat8(divisor), splat8(longest), splat8(keep)
+    all_eps = splat8(eps)
+    for at in range(BYTE * first, BYTE * stop, BYTE):
+        m8, d8 = load8(m, at), root(load8(v, at)) + all_eps
+        z8 = cut(signs * (rates * (m8 + weights * (load8(g, at) - m8))), bounds * d8)
+        store(m, at, z8 / divisors)
+        store(p, at, keeps * load8(p, at) - z8 / d8)
 
 
 @compiled

@@ -53,6 +53,19 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
     increment_version((p_s, m_s, v_s))
 
 
+def mix_and_descend_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, weight: float) -> None:
+    """m <- m + weight (g - m); p <- p - lr (m / (sqrt v + eps) + weight_decay p), of one slice. p, m: modified.
+
+    On a GPU by the pass of adam_, where beta2 is 1, so that v stays. g: finite. Source: Tang et al. 2021, Alg. 1.
+    """
+    keep = 1 - h.lr * h.weight_decay
+    if fits(p_s):
+        _run("mix", (p_s, g_s, m_s, v_s), (weight, h.eps, keep, h.lr))
+    else:
+        _run("adam", (p_s, g_s, m_s, v_s), (weight, 1.0, 0.0, 1.0, h.eps, keep, h.lr))
+    increment_version((p_s, m_s))
+
+
 def descend_(p_c: Tensor, v_c: Tensor, rows: RowMemory, lr: float, decay: float, eps: float, table: BlockTable) -> None:
     """p <- p (1 - decay) - lr (m / (sqrt v + eps)), m being what the rows say; 0 where dead.
 
@@ -132,6 +145,14 @@ def receive_(
 ) -> None:
     """zero_one_round.Receipt of one slice of floats. p, m: modified. start may be p."""
     _run("receive", (p_s, start_s, z_s, v_s, m_s), (*numbers, eps))
+    increment_version((p_s, m_s))
+
+
+def receive_own_(
+    p_s: Tensor, g_s: Tensor, v_s: Tensor, m_s: Tensor, h: AdamHyper, unit: float, numbers: Receiving
+) -> None:
+    """receive_ of what first_proposal_ gives over unit, on a CPU. p, m: modified."""
+    _run("receive_own", (p_s, g_s, v_s, m_s), (1 - h.beta1, h.lr / unit, *numbers, h.eps))
     increment_version((p_s, m_s))
 
 

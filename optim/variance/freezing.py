@@ -18,9 +18,8 @@ from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.protocol import FullWire
 from thinwire.optim import adam_math
 from thinwire.optim.engine.algorithm import State
-from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, fused_momentum
+from thinwire.optim.engine.exchanges import Exchange, fused_momentum
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.engine.momentum import next_momentum_
 from thinwire.optim.engine.schedule import StepPlan, Wire, onebit_adam_plan
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer, exchanged_scale
@@ -107,24 +106,11 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         s, g_N, reduce = self.vectors, self.space.g_N, self.reduce
         if plan.momentum is not Wire.COMPRESSED:
             return super().begin_exchange(plan)
-        factor_T = self.exchanged_per_m
-        betas_K = [{group["betas"][0] for _, group in self.groups_in(slice(*span))} for span in reduce.buckets.spans]
-        if all(len(betas) == 1 for betas in betas_K):
-            s.momentum.refuse_written()
-            m_N = None if s.momentum.is_last_result else s.momentum.floats()
-            return fused_momentum(reduce, s.momentum_error, g_N, [beta1 for (beta1,) in betas_K], m_N, factor_T)
-        m_N = s.momentum.floats()  # groups of several betas in one bucket
-
-        def form(at: slice, runs: LeftGradients) -> Tensor:
-            z_b = torch.zeros_like(g_N[at])
-            for part, group in self.groups_in(at):
-                z = z_b[part.start - at.start : part.stop - at.start]
-                next_momentum_(z, m_N[part], g_N[part], group["betas"][0])
-                if factor_T is not None:
-                    z.mul_(spread(factor_T, self.space.layout, part.start, part.stop))
-            return z_b
-
-        return formed_sum(reduce, s.momentum_error, form)
+        s.momentum.refuse_written()
+        m_N = None if s.momentum.is_last_result else s.momentum.floats()
+        # No bucket reaches across the ends of groups.
+        beta1_K = [self.groups_in(slice(*span))[0][1]["betas"][0] for span in reduce.buckets.spans]
+        return fused_momentum(reduce, s.momentum_error, g_N, beta1_K, m_N, self.exchanged_per_m)
 
     def plan(self, step: int) -> StepPlan:
         """The plan of step `step`, counted from 1."""

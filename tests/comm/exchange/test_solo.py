@@ -6,6 +6,7 @@ import torch
 from tests.comm.exchange.test_plain import LAYOUT
 from thinwire.comm import NonFiniteInput, SoloGroup, default_reducer
 from thinwire.comm.exchange.reducer import Reducer
+from thinwire.comm.kernels.peak import witness
 from thinwire.comm.layout import VectorLayout
 
 ALONE = VectorLayout(80, ((0, 16), (16, 64), (64, 69), (72, 75)), ((0, 16), (16, 64), (64, 80)))
@@ -129,3 +130,104 @@ def test_fidelity_says_that_all_was_carried():
     reducer.compressed_(filled(1), memory)
     found = reducer.fidelity(memory)
     assert (found.worker_density, found.server_density, found.residual_ratio) == (None, 1.0, 0.0)
+
+
+class Mixer(Reading):
+    """A Reader that makes what it reads by itself."""
+
+    def make(self, at, x, last, weight):
+        if last is not None:
+            last.add_((x - last) * weight)
+        self.found.append((at.start, x.clone() if last is None else last.clone()))
+
+
+def mixed(layout=ALONE):
+    """A reducer with a last result, and an exchange finished that mixes g into it."""
+    reducer, memory = made(layout=layout)
+    x, g = filled(1, layout), filled(2, layout)
+    reducer.compressed_(x, memory)
+    reducer.begin(memory)
+    for k in range(len(reducer.buckets)):
+        reducer.launch_lerp(k, g, 0.125)
+    reducer.finish()
+    return reducer, memory, g, x + (g - x) * 0.125
+
+
+@pytest.mark.parametrize("read", [[(0, 80)], [(0, 16), (64, 80)], [(16, 64)]])
+def test_a_reader_that_mixes_leaves_the_result_in_the_place_of_the_last_one(read):
+    """And what it has not read is made there, so that one vector is enough."""
+    reducer, memory, g, expected = mixed()
+    last_N = reducer.last(memory).values_N
+    reader = Mixer()
+    for start, stop in read:
+        reducer.result.read(reader, start, stop)
+    reducer.commit()
+    g.fill_(torch.nan)  # it may change now
+    for start, values in reader.found:
+        assert torch.equal(values, expected[start : start + len(values)])
+    assert torch.equal(reducer.last(memory).values_N, expected)
+    assert reducer.last(memory).values_N.data_ptr() == last_N.data_ptr()
+    again = filled(3, ALONE)
+    reducer.begin(memory)
+    reducer.launch_lerp(0, again, 0.5)
+    reducer.finish()
+    reducer.result.decode_(out := torch.empty_like(again))
+    reducer.abandon()
+    assert torch.equal(out, expected + (again - expected) * 0.5)
+    assert torch.equal(reducer.last(memory).values_N, expected)
+
+
+def test_an_exchange_that_is_undone_while_it_is_mixed_has_torn_the_last_result():
+    reducer, memory, _, _ = mixed()
+    reducer.result.read(Mixer(), 0, 16)
+    reducer.abandon()
+    with pytest.raises(RuntimeError, match="half written: an exchange was undone while its result was read"):
+        reducer.begin(memory)
+
+
+def test_what_waits_in_error_memory_is_mixed_by_no_reader():
+    reducer, memory, _, last = mixed()
+    reducer.commit()
+    waiting, g = filled(4, ALONE), filled(5, ALONE)
+    memory.add_(waiting)
+    reducer.begin(memory)
+    reducer.launch_lerp(0, g, 0.125)
+    reducer.finish()
+    reducer.result.read(reader := Mixer())
+    reducer.commit()
+    assert torch.equal(reader.found[0][1], last + (g - last) * 0.125 + waiting)
+    assert not memory.residual().any()
+
+
+@pytest.mark.parametrize("reader", [Reading, Mixer])
+def test_results_that_are_read_once_take_no_memory(reader):
+    """They are there after the commit too, for who has them; no exchange begins from them."""
+    reducer = default_reducer(SoloGroup(), ALONE, torch.empty(0, dtype=torch.float64), results="read")
+    memory, g = reducer.new_memory(), filled(1, ALONE)
+    reducer.begin(memory)
+    reducer.launch_formed(0, lambda at: 2 * g[at], g)
+    reducer.finish()
+    result = reducer.result
+    reducer.commit()
+    result.read(found := reader(), 8, 64)
+    assert torch.equal(torch.cat([values for _, values in found.found]), (1 if reader is Mixer else 2) * g[8:64])
+    assert reducer.last(memory) is None
+    assert not reducer._coder.results
+    g[3] = torch.inf
+    reducer.begin(memory)
+    reducer.launch_formed(0, lambda at: 2 * g[at], g)
+    with pytest.raises(NonFiniteInput):
+        reducer.finish()
+
+
+def test_a_sum_that_overflows_is_no_value_that_is_not_finite():
+    large = torch.full((1000,), 3e38)
+    assert not torch.isfinite(large.sum())
+    assert torch.isfinite(witness(large))
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        for others in (torch.ones(1000), large):
+            x = others.clone()
+            x[7] = bad
+            assert not torch.isfinite(witness(x))
+            x[8] = -bad
+            assert not torch.isfinite(witness(x))

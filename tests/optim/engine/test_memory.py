@@ -6,7 +6,7 @@ import torch
 from tests.covering import every_value
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
-from thinwire.comm import run_threads
+from thinwire.comm import SoloGroup, run_threads
 from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 HELD = {
@@ -47,6 +47,29 @@ def test_stats_say_how_many_bytes_a_parameter_are_held(name, size):
 
     for told in run_threads(size, work):
         assert told == {"state": pytest.approx(expected(size), abs=0.12), "gradient": pytest.approx(4, abs=0.01)}
+
+
+ALONE = {
+    "adam": 8.0,
+    "onebit_adam": 8.0,
+    "onebit_lamb": 16.0,
+    "zero_one_adam": 8.0,
+    "zero_one_adam before the freeze": 12.0,
+    "zero_one_adam with local steps": 16.0,
+}
+
+
+@pytest.mark.parametrize("name", sorted(ALONE))
+def test_one_rank_holds_no_vector_that_only_others_need(name):
+    """Moments, v as it is used, and what algorithms hold: LAMB a fresh variance and the last m, 0/1 Adam u and x_s."""
+    net = seeded(1, lambda: torch.nn.Linear(512, 512))
+    optimizer = HELD[name][0](net.parameters(), SoloGroup())
+    for _ in range(7):
+        for param in net.parameters():
+            param.grad.normal_()
+        optimizer.step()
+    held = optimizer.stats()["bytes_per_parameter"]["state"]
+    assert held == pytest.approx(ALONE[name], abs=0.01)
 
 
 def test_masters_of_low_precision_parameters_are_told_apart():

@@ -1,5 +1,7 @@
 """The loops that update in one pass give what the chains of torch operations give, on any number of threads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -84,6 +86,35 @@ def test_local_step_and_proposal(dtype, numel):
     assert torch.equal(first_m, m)
     assert_close(m, m2)
     assert_close(p, p2)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("numel", SIZES)
+def test_mixing_is_adam_with_a_variance_that_stays(dtype, numel):
+    p, g, m, v = vectors(4, numel, dtype)
+    v.abs_()
+    p2, m2, v2, h = p.clone(), m.clone(), v.clone(), hyper(numel)
+    updates.mix_and_descend_(p, g, m, v, h, 0.25)
+    keep = 1 - h.lr * h.weight_decay
+    updates._run("adam", (p2, g, m2, v2), (0.25, 1.0, 0.0, 1.0, h.eps, keep, h.lr))
+    assert torch.equal(p, p2)
+    assert torch.equal(m, m2)
+    assert torch.equal(v, v2)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("longest", [float("inf"), 0.5])
+def test_receiving_what_one_rank_has_proposed_is_one_pass_for_two(dtype, numel, longest):
+    p, g, m, v, z = vectors(5, numel, dtype)
+    p2, m2, h, unit = p.clone(), m.clone(), hyper(numel), 0.75
+    v.abs_()
+    numbers = (unit, 0.75, longest, 0.999)
+    updates.receive_own_(p, g, v, m, h, unit, numbers)
+    updates.first_proposal_(z, g, m2, replace(h, lr=h.lr / unit))
+    updates.receive_(p2, p2, z, v, m2, numbers, h.eps)
+    assert torch.equal(p, p2)
+    assert torch.equal(m, m2)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
