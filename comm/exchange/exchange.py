@@ -76,6 +76,11 @@ class Exchange:
         return len(self._given)
 
     @property
+    def has_failed(self) -> bool:
+        """Is a peer lost since the first launch, as far as is known? finish() raises it."""
+        return self._error is not None or self._pipeline.failed
+
+    @property
     def has_lost(self) -> bool:
         """Was the last exchange undone because a peer was lost, so that redone() may count it?"""
         return self._lost is not None
@@ -299,7 +304,7 @@ class Exchange:
         self._send(k)
 
     def _send(self, k: int) -> None:
-        if self._error is not None or self._pipeline.failed:
+        if self.has_failed:
             return  # a peer is lost: nobody will answer
         try:
             self._first[k] = self._coder.send(k)

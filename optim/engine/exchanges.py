@@ -62,6 +62,10 @@ class Carrier(Protocol):
     def abandon(self) -> None:
         """Undo what was launched. Collective. Raises: PeerLost."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Will finish() raise, as far as is known?"""
+
 
 LeftGradients = Sequence[Tensor | None]
 """Of each tensor: its gradient, float[elements], where it is not in g_N."""
@@ -101,7 +105,13 @@ class Exchange:
 
     def __init__(self, carrier: Carrier, launch: Callable[[int], None], where: LeftInPlace | None = None) -> None:
         self.launch, self.finish, self.abandon = launch, carrier.finish, carrier.abandon
+        self._carrier = carrier
         self._where = where
+
+    @property
+    def has_failed(self) -> bool:
+        """Is a peer lost, as far as is known? finish() raises it."""
+        return self._carrier.has_failed
 
     def keeps(self, index: int, grad: Tensor) -> bool:
         """Will launch read this tensor's gradient where it is? Else it must be in g_N. Until the commit it stays so."""
@@ -302,6 +312,7 @@ class Overlap:
 
         beside: what else all ranks send, when the last bucket is launched. A peer that is lost in it does not undo the
         step, for others may have all of the exchange by then: finish() decides, and the next call tells of the peer.
+        A rank that has lost one in the exchange takes no part in it: the others are elsewhere.
         Raises: PeerLost, NonFiniteInput, and what else beside raises; then it is undone.
         """
         here, self._round = self._round, None
@@ -312,7 +323,8 @@ class Overlap:
         for k in range(num_launched, self.num_buckets):
             exchange.launch(k)
         try:
-            beside()
+            if not exchange.has_failed:
+                beside()
         except PeerLost as error:
             logger.warning("peer_lost_beside_exchange reason=%s", error)
         except (CommError, ValueError):
