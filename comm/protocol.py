@@ -172,7 +172,10 @@ class Reader(Protocol):
 
 
 class Result(Protocol):
-    """What an exchange gave, bit-equal on every rank. It stays until the next but one begins."""
+    """What an exchange gave, bit-equal on every rank. It stays until the next but one begins.
+
+    Of one rank until a Reader has made the next one in its place (comm.exchange.alone).
+    """
 
     def decode_(self, out_N: Tensor, start: int = 0, stop: int | None = None) -> None:
         """out <- elements [start, stop) of the result, 0 where dead.
