@@ -29,8 +29,11 @@ class Echo(Blocking):
         self._sent.append(in_nB)
 
     def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:
-        """out[0] <- in; out[i] <- what rank i was sent in the all-to-all that belongs to this."""
-        if self._sent:
+        """out[0] <- in; out[i] <- what rank i was sent in the all-to-all that belongs to this.
+
+        What is sent beside an exchange, of another size, is in no all-to-all: all have the same.
+        """
+        if self._sent and self._sent[0].shape == out_nB.shape:
             out_nB.copy_(self._sent.popleft())
             out_nB[0].copy_(in_B)
         else:
