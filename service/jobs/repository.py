@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -34,6 +34,7 @@ from thinwire.service.db import Base
 from thinwire.service.errors import JobNotFound
 
 JsonDict = dict[str, Any]
+Made = TypeVar("Made")
 
 SAMPLE_BYTES, EVENT_BYTES = 64, 256
 """What a row takes beside its JSON, indices included, about."""
@@ -325,13 +326,17 @@ class JobRepository:
         shown = [{**event, "fields": redacted_json(event["fields"])} for event in events]
         return sum(self.session.scalars(statement.returning(size), shown))
 
-    def samples(self, job_id: str, after_step: int, limit: int, most_bytes: int) -> tuple[list[SampleRow], bool]:
-        """The first `limit` samples with a step above `after_step`, in order of step, and whether there are more.
+    def samples(
+        self, job_id: str, after_step: int, limit: int, most_bytes: int, view: Callable[[SampleRow], Made]
+    ) -> tuple[list[Made], bool]:
+        """What `view` makes of the first `limit` samples above a step, in order of step, and whether there are more.
 
-        Of `most_bytes` in all, but one at least.
+        Of `most_bytes` in all, but one at least. No row is kept: of many, they are most of the memory.
         """
         query = select(SampleRow, json_bytes(SampleRow.sample)).order_by(SampleRow.step)
-        return self._first(query.where(SampleRow.job_id == job_id, SampleRow.step > after_step), limit, most_bytes)
+        return self._first(
+            query.where(SampleRow.job_id == job_id, SampleRow.step > after_step), limit, most_bytes, view
+        )
 
     def events(
         self,
@@ -360,7 +365,9 @@ class JobRepository:
         """The event of this number, where it is the job's."""
         return self.session.scalar(select(EventRow).where(EventRow.id == number, EventRow.job_id == job_id))
 
-    def _first(self, query: Select[Any, int], limit: int, most_bytes: int) -> tuple[list[Any], bool]:
+    def _first(
+        self, query: Select[Any, int], limit: int, most_bytes: int, view: Callable[[Any], Any] = lambda row: row
+    ) -> tuple[list[Any], bool]:
         """The first rows of a query for rows and their sizes, and whether there are more. It reads no more of them."""
         found: list[Any] = []
         size = 0
@@ -369,7 +376,7 @@ class JobRepository:
                 size += its_size
                 if found and (len(found) == limit or size > most_bytes):
                     return found, True
-                found.append(row)
+                found.append(view(row))
         return found, False
 
     # leases

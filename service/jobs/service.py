@@ -49,7 +49,7 @@ from thinwire.service.people.audit import Change, deleted_jobs
 logger = logging.getLogger(__name__)
 
 MOST_EVENTS = 5000
-MOST_SAMPLE_BYTES, MOST_EVENT_BYTES, MOST_JOB_BYTES = 4 << 20, 1 << 20, 4 << 20
+MOST_SAMPLE_BYTES, MOST_EVENT_BYTES, MOST_JOB_BYTES = 2 << 20, 1 << 20, 4 << 20
 """In one answer, of samples, of events, and of what jobs in a list have in the database."""
 MOST_SPEC_BYTES = 64 << 20
 """Of the jobs of one person that are not over: each turn of the reconciler reads them."""
@@ -282,8 +282,10 @@ class JobService:
             if before is None and before_event is not None:
                 words = "must be `next_before_event` of an earlier answer for this job: begin again without it"
                 raise InvalidRequest.at("before_event", before_event, words)
-            rows, more = jobs.samples(job_id, after_step, limit, MOST_SAMPLE_BYTES)
-            samples = [sample for row in rows if (sample := sample_view(row)) is not None]
+            found, more = jobs.samples(
+                job_id, after_step, limit, MOST_SAMPLE_BYTES, lambda row: (row.step, sample_view(row))
+            )
+            samples = [sample for _, sample in found if sample is not None]
             events, older = jobs.events(
                 job_id, event_kinds, limit=MOST_EVENTS, most_bytes=MOST_EVENT_BYTES, before=before
             )
@@ -291,9 +293,9 @@ class JobService:
             job_id=job_id,
             samples=samples,
             events=[event_view(row) for row in events],
-            next_after_step=rows[-1].step if more else None,
+            next_after_step=found[-1][0] if more else None,
             next_before_event=events[0].id if older else None,
-            unreadable=len(rows) - len(samples),
+            unreadable=len(found) - len(samples),
         )
 
     def logs(self, job_id: str, offset: int, limit: int) -> Logs:

@@ -70,6 +70,15 @@ def test_an_answer_holds_so_many_bytes_of_events_and_says_where_older_ones_are(s
     assert (wrong.status_code, wrong.json()["problems"][0]["path"]) == (422, "before_event")
 
 
+def test_a_history_of_a_version_that_took_what_cannot_be_shown_is_shown(service: Service) -> None:
+    job_id = service.running()
+    service.post(job_id, events=events(0, 1))
+    with service.plane.db.write() as session:
+        [row] = session.scalars(select(EventRow).where(EventRow.kind == "told"))
+        row.fields = {"text": "half \ud800 pair"}
+    assert told(service, job_id)["events"][0]["fields"] == {"text": "half ? pair"}
+
+
 def test_events_of_one_time_are_in_one_page_each(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_service, "MOST_EVENTS", 2)
     job_id = service.running()

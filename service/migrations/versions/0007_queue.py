@@ -1,7 +1,7 @@
 """Jobs have places of the cluster, or wait for them.
 
 Revision ID: 0007
-Revises: 0005
+Revises: 0006
 """
 
 import sqlalchemy as sa
