@@ -18,7 +18,6 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 
@@ -27,7 +26,7 @@ import uvicorn
 from thinwire.contract.files import private_folder, unusable_home, write_private
 from thinwire.contract.tls import WrongCa
 from thinwire.service.config import IPNetwork, Settings
-from thinwire.service.connections import ACCEPTED_AT_ONCE, MOST, Bounds, bounded
+from thinwire.service.connections import ACCEPTED_AT_ONCE, MOST, Bounds, bounded, within_tls
 from thinwire.service.db import DatabaseUnusable
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CERTIFICATE_TICKS = 100
 """Between two looks whether the certificate was renewed, in tenths of a second."""
-HANDSHAKE_S = 10.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OPEN_REQUESTS_S = 5
 """How long requests that are under way at the end may still take."""
@@ -139,9 +137,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer, then say so."""
-        if self.config.ssl is not None:  # who says nothing holds a connection for as long as asyncio lets them: 60 s
-            loop = asyncio.get_running_loop()
-            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HANDSHAKE_S)  # type: ignore[method-assign]
+        if self.config.ssl is not None:
+            within_tls(asyncio.get_running_loop())
         await super().startup(sockets)
         if not self.started or self.should_exit:
             return

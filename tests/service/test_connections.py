@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.certificates import authority, signed
 from tests.service.control_plane_harness import wait_until
 from tests.service.live_service import Listening
-from thinwire.service.connections import Bounds, bounded
+from thinwire.service.connections import Bounds, bounded, within_tls
 
-BOUNDS = Bounds(most=12, unread_bytes=40_000_000, idle_s=1.0, unread_s=1.5, busy_s=60.0, look_s=0.1)
+BOUNDS = Bounds(most=12, unread_bytes=40_000_000, handshake_s=1.0, idle_s=1.0, unread_s=1.5, busy_s=60.0, look_s=0.1)
 LONG = 15_000_000
 """Bytes: more than two sockets hold."""
 ASK_PAGE = b"GET /page HTTP/1.1\r\nHost: x\r\n\r\n"
+ASK = b"GET /now HTTP/1.1\r\nHost: x\r\n\r\n"
 ASK_LONG = b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Asked:
     """A server that answers /now and /page at once, /long with LONG bytes, and /slow when it is let go."""
 
-    def __init__(self) -> None:
-        app = FastAPI()
+    def __init__(self, **options: Any) -> None:
+        """options: of uvicorn."""
+
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            if options:
+                within_tls(asyncio.get_running_loop())
+            yield
+
+        app = FastAPI(lifespan=lifespan)
         self.slow, self.let_go = threading.Semaphore(0), threading.Event()
 
         @app.get("/now")
@@ -50,7 +63,7 @@ class Asked:
             return "slow"
 
         self.http = bounded(BOUNDS)
-        self.server = Listening(app, http=self.http, access_log=False, timeout_keep_alive=30)
+        self.server = Listening(app, http=self.http, lifespan="on", access_log=False, timeout_keep_alive=30, **options)
         self.port = self.server.port
 
 
@@ -123,6 +136,36 @@ def test_an_answer_that_nobody_reads_is_given_up(asked: Asked, port: int) -> Non
     with connection(port, ASK_LONG):
         wait_until(lambda: asked.http.others._unread_bytes, "an answer is not read")
         wait_until(lambda: not asked.http.others._moved_at, "the connection is ended")
+
+
+def test_within_tls_it_is_the_same(tmp_path: Path) -> None:
+    authority(tmp_path, "ca")
+    signed(tmp_path, "server", "IP:127.0.0.1", "ca")
+    asked = Asked(ssl_certfile=str(tmp_path / "server.crt"), ssl_keyfile=str(tmp_path / "server.key"))
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+    known = asked.http.others._moved_at
+
+    def inside(said: bytes) -> ssl.SSLSocket:
+        plain = socket.create_connection(("127.0.0.1", asked.port), timeout=30)
+        made = context.wrap_socket(plain, server_hostname="127.0.0.1")
+        made.sendall(said)
+        return made
+
+    try:
+        with connection(asked.port) as silent:
+            wait_until(lambda: known, "it counts before TLS is agreed upon")
+            assert is_closed(silent)
+        with inside(ASK_LONG):
+            wait_until(lambda: asked.http.others._unread_bytes, "an answer is not read")
+            wait_until(lambda: not known, "the connection is ended")
+        with ExitStack() as stack:
+            held = [stack.enter_context(connection(asked.port)) for _ in range(BOUNDS.most)]
+            for _ in range(BOUNDS.most):
+                with inside(ASK) as made:
+                    assert made.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            assert _closed_at_once(held)
+    finally:
+        asked.server.stop()
 
 
 def test_a_slow_reader_is_not_given_up(port: int) -> None:

@@ -10,9 +10,11 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -24,7 +26,7 @@ from thinwire.contract.reports import Sample, Telemetry
 from thinwire.contract.tls import LONGEST_CA, WrongCa, as_word, from_word, read_ca, trusting
 from thinwire.service.config import Settings
 from thinwire.service.launch.driver import driver_command, ticket_of
-from thinwire.service.server import ServeRefused, _tls
+from thinwire.service.server import KEPT_FILES, ServeRefused, _tls
 from thinwire.workers.run_place import ClaimRefused, Credentials, Place, claim
 from thinwire.workers.telemetry.service_client import ServiceClient, ServiceUnavailable
 
@@ -46,7 +48,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TlsServer(Server):
     """The service of a home, whose certificate is in a folder where it can be renewed."""
 
-    def __init__(self, home: Path, certificates: Path) -> None:
+    def __init__(self, home: Path, certificates: Path, files: int | None = None) -> None:
         self.folder, self.ca = home.parent / "tls", certificates / "ca.crt"
         self.folder.mkdir()
         self._certificates = certificates
@@ -54,6 +56,7 @@ class TlsServer(Server):
         port = free_port()
         super().__init__(
             home,
+            files=files,
             THINWIRE_TLS_CERTIFICATE=str(self.folder / "tls.crt"),
             THINWIRE_TLS_KEY=str(self.folder / "tls.key"),
             THINWIRE_TLS_CA=str(self.ca),
@@ -149,6 +152,24 @@ def test_who_does_not_know_the_ca_sends_no_token(
     with pytest.raises(ServiceUnavailable, match="401"):
         worker.run_now()
     worker.close()
+
+
+def test_strangers_who_agree_on_no_tls_shut_nobody_out(certificates: Path, tmp_path: Path) -> None:
+    """They count from their first byte on, and give way as others do; or nobody could count them."""
+    server = TlsServer(tmp_path / "home", certificates, files=KEPT_FILES + 50)
+    try:
+        host, port = server.url.removeprefix("https://").split(":")
+        with ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_connection((host, int(port)), 10)) for _ in range(320)]
+            for _ in range(5):
+                with httpx.Client(verify=trusting(server.ca.read_text()), trust_env=False, timeout=30) as client:
+                    assert client.get(f"{server.url}/healthz").status_code == 200
+            held = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+            assert held < KEPT_FILES
+            silent[0].settimeout(10)
+            assert silent[0].recv(1) == b""
+    finally:
+        server.end(signal.SIGTERM)
 
 
 def test_a_certificate_that_was_renewed_is_shown_without_a_restart(server: TlsServer, certificates: Path) -> None:
