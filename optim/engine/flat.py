@@ -37,8 +37,8 @@ LOOK_AT_ALL = 100
 FEW = 8
 """Elements of each that the other steps look at, at least, where it has so many rows."""
 THROUGH_DATA = (
-    "bfloat16 or float16 parameters are written through `.data`, a few elements at a time, which leaves no trace. From "
-    "here on every step compares all of them with their float32 masters. Write them under torch.no_grad() without "
+    "bfloat16 or float16 parameters are written through `.data`, which leaves no trace, and a step has not seen it. "
+    "From here on every step compares all of them with their float32 masters. Write them under torch.no_grad() without "
     "`.data` (p.clamp_(...), p.copy_(...)), or call optimizer.refresh_master() after it"
 )
 
@@ -72,8 +72,8 @@ class FlatSpace:
         self._looks, self._looks_at_all = 0, False
         self._samples: tuple[list[int], list[tuple[Tensor, Tensor]]] = [], []
         """Where low-precision parameters lie, and of each a few elements of master and parameter: views."""
-        self._unlike: Tensor | None = None
-        """Did look_at_values find other values than the rounded masters? 0-dim."""
+        self._unlike: _Answer | None = None
+        """Did look_at_values find other values than the rounded masters?"""
         self.gradient_norm: Tensor | None = None
         """What shorten_gradient last found, 0-dim, before it shortened; None before."""
         self.shortened_by: Tensor | None = None
@@ -159,27 +159,41 @@ class FlatSpace:
     def look_at_values(self) -> None:
         """See whether low-precision parameters are still their rounded masters: take_unlike() takes those that are not.
 
-        For what is written through `.data`. A few elements of each are looked at; all of them at the first calls, at
-        every LOOK_AT_ALLth, and at every call once that has found what a look at a few had not. Only a look at all
-        waits for a GPU.
+        For what is written through `.data`. A few elements of each are looked at; all of them are, and are taken, at
+        the first calls, at every LOOK_AT_ALLth, and at every call once that has found what a look at a few had not.
+        Does not wait for the device.
         """
         if not self._low:
             return
+        self.take_unlike(late=True)
+        if self._looks_at_all:
+            self.take_written()
+            return
         self._looks += 1
-        whole = self._looks_at_all or self._looks & (self._looks - 1) == 0 or self._looks % LOOK_AT_ALL == 0
-        self._unlike = self._unlike_few()
-        if whole and not bool(self._unlike):
-            self._unlike = self._unlike_all()
-            if bool(self._unlike) and not self._looks_at_all:
-                self._looks_at_all = True
-                logger.warning("written_through_data: %s", THROUGH_DATA)
+        whole = self._looks & (self._looks - 1) == 0 or self._looks % LOOK_AT_ALL == 0
+        found = self._unlike_few()
+        if whole:
+            found = self._unlike_all() & ~found
+            self.take_written()
+        self._unlike = _Answer(found, whole)
         if self.p_N.device.type == "cpu":
             self.take_unlike()
 
-    def take_unlike(self) -> None:
-        """p <- what was written through `.data`, where look_at_values() has found that. Waits for the device."""
-        unlike, self._unlike = self._unlike, None
-        if unlike is not None and bool(unlike):
+    def take_unlike(self, *, late: bool = False) -> None:
+        """p <- what was written through `.data`, where look_at_values() has found that. Does not wait for the device.
+
+        To be called when the device has been waited for since. late: the parameters have been stepped since, so that
+        the write is lost: from here on all values are looked at in every step, and it is said.
+        """
+        answer = self._unlike
+        found = None if answer is None else answer.there()
+        if answer is None or found is None:
+            return
+        self._unlike = None
+        if found and (late or answer.of_all):
+            self._looks_at_all = True
+            logger.warning("written_through_data: %s", THROUGH_DATA)
+        elif found:
             self.take_written()
 
     def _unlike_few(self) -> Tensor:
@@ -410,6 +424,29 @@ def _identity(param: Tensor) -> tuple[int, int]:
 def _holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and arrays hold a storage, beside the object that it was asked of."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+class _Answer:
+    """A bool, 0-dim, that comes to the host by itself from a CPU or a GPU.
+
+    of_all: of a look at all values, which have been taken.
+    """
+
+    def __init__(self, found: Tensor, of_all: bool) -> None:
+        self.of_all = of_all
+        self._host: Tensor | None = found if found.device.type == "cpu" else None
+        self._event: torch.cuda.Event | None = None
+        if found.device.type == "cuda":
+            self._host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+            self._host.copy_(found, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(found.device))
+
+    def there(self) -> bool | None:
+        """It; None where it has not come yet."""
+        if self._host is None or (self._event is not None and not self._event.query()):  # type: ignore[no-untyped-call]
+            return None
+        return bool(self._host.numpy())
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ EARLY = (1, 10)
 """Steps after the ranks have begun, or their parameters have changed, of which the next compares too."""
 TO_DO = (
     "nothing brings these ranks together again. Give all the same learning rate and settings (a ReduceLROnPlateau the "
-    "loss averaged over ranks), write weights alike on every rank (what reads p.grad finds this rank's own there, "
+    "loss averaged over ranks), write weights alike on every rank (a perturbation, as of SAM, is put back by "
+    "p.copy_(old) and not subtracted; what reads p.grad finds this rank's own there, "
     'unless optimizer.gradients = "mean"), and step a process group\'s optimizers from one thread; then go on from a '
     "checkpoint of before"
 )
