@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.comm.groups.texts import texts_if_they_differ
+from thinwire.comm.calls import refuse_other_calls
 from thinwire.optim.engine import beside
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.parameters import digest
@@ -54,7 +54,7 @@ class Replicas:
         self._said: set[str] = set()
 
     def compare(self, optimizer: Algorithm[Any]) -> None:
-        """Where it is time: say once, on rank 0, what differs. Collective. Raises: PeerLost."""
+        """Where it is time: say once, on rank 0, what differs. Collective. Raises: PeerLost, CallMismatch."""
         now = optimizer.common_steps
         begins = self._since is None
         self._since = now if self._since is None else self._since
@@ -65,7 +65,9 @@ class Replicas:
             return
         own_N = optimizer.common_parameters
         own = {**settings(optimizer), _PARAMETERS: digest(own_N), _BESIDE: beside.digests(optimizer)}
-        texts = texts_if_they_differ(optimizer.group, json.dumps(own, default=str), own_N.device)
+        calls, text = optimizer.calls, json.dumps(own, default=str)
+        # A rank in another call may gather as many bytes there.
+        texts = refuse_other_calls(optimizer.group, calls.now, own_N.device, remedy=calls.remedy, more=text)
         self._mark = mark
         if texts is None or optimizer.group.rank:
             return

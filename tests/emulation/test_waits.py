@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 FLOOR = {f"optim.variance.floor.{name}" for name in ("_sums_of", "_raise", "floor_variance_")}
 SELDOM = {
     "first step": {"optim.engine.first_step.FirstStep.look_at_mean"},
+    "ranks compare what they hold": {"optim.engine.parameters.digest"},
     "freeze": FLOOR
     | {
         "optim.variance.freezing.FreezingOptimizer.update",
@@ -63,6 +64,7 @@ def happens(name, step):
     compressed, zero_one = step["phase"] == "compressed", name.startswith("0/1")
     found = {
         "first step": step["step"] == 1,
+        "ranks compare what they hold": step["compares"],
         "freeze": step["freezes"],
         "refresh": compressed and step["moves_variance"],
         "0/1 Adam moves its variance": zero_one and step["moves_variance"] and not compressed,
@@ -79,6 +81,7 @@ def happens(name, step):
 def test_a_step_waits_for_the_device_in_finish_alone(name):
     steps = told(cases()[name].seldom)[name]
     assert len(steps) == cases()[name].steps
+    assert sum(step["compares"] for step in steps) <= 4
     for step in steps:
         waits = step["waits"]
         at_finish = sum(times for wait, times in waits.items() if wait.startswith(f"{FINISH}:"))

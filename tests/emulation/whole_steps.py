@@ -148,7 +148,7 @@ def run(case: Case, device: torch.device, watch: Watch) -> list[dict[str, Any]]:
     scaler = torch.amp.GradScaler(device.type) if case.scaled else None
     told = []
     for step in range(1, case.steps + 1):
-        plan = optimizer.plan(step)
+        plan, compared = optimizer.plan(step), optimizer._replicas._mark
         loss = model.loss(random) if scaler is None else scaler.scale(model.loss(random))
         with watch(step) as waits:
             optimizer.zero_grad()
@@ -162,6 +162,7 @@ def run(case: Case, device: torch.device, watch: Watch) -> list[dict[str, Any]]:
             scaler.update()
         said = {"phase": str(plan.phase), "full": plan.gradient is Wire.FULL, "bits": plan.momentum is Wire.COMPRESSED}
         frozen = optimizer.frozen_at == step
+        said["compares"] = step == 1 or optimizer._replicas._mark != compared
         told.append({"step": step, **said, "moves_variance": plan.update_variance, "freezes": frozen, "waits": found})
     return told
 

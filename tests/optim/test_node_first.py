@@ -13,6 +13,7 @@ from tests.optim.regroup.test_regroup import EPS, maker
 from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim.engine.health import health
+from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.share import read
 from thinwire.optim.engine.shares import agree_on_load
 from thinwire.optim.engine.state import error_memories
@@ -220,7 +221,8 @@ def test_a_rank_that_dies_in_a_step_takes_only_its_own_part_of_r(name, fault):
             assert (r_N - due).abs().max() <= 64 * EPS * due.abs().max()
 
 
-def test_a_rank_that_lost_the_last_collective_alone_goes_forward_with_the_others():
+def test_a_rank_that_lost_the_last_collective_alone_goes_forward_with_the_others(monkeypatch):
+    monkeypatch.setattr(Replicas, "compare", lambda *_: None)  # beside the exchange, in some steps
     ranks, done = begun("onebit_adam", BOXES, 10), []
 
     def step(rank, group):

@@ -13,7 +13,7 @@ from tests.optim.constructing import construct
 from tests.optim.reference.written_out import CLASSES, bits
 from tests.optim.seeded import seeded
 from thinwire.comm import PeerLost, WireMismatch, run_threads
-from thinwire.comm.groups.faults import Fault, FaultyGroup
+from thinwire.comm.groups.faults import Fault, FaultyGroup, What
 from thinwire.optim import Adam, OneBitAdam
 
 HEADER = 16
@@ -244,6 +244,26 @@ def test_with_overlap_a_peer_lost_there_leaves_a_step_that_all_ranks_have_and_th
 
     first, *others = run_threads(3, work)
     assert all(torch.equal(first, other) for other in others)
+
+
+@every_value({"ranks": [2, 3]})
+def test_with_overlap_a_rank_that_has_lost_a_peer_in_the_exchange_sends_no_buffers_after_it(ranks):
+    """The others are in the exchange yet, and would be told that they are in different calls."""
+    all_are_here = threading.Barrier(ranks)
+
+    def work(group):
+        net, faulty = seeded(0, Net), FaultyGroup(group)
+        optimizer = made("onebit_adam", net, faulty, overlap=True)
+        train(net, optimizer, group.rank, [1, 2, 3, 4])
+        before = bits(optimizer.space.p_N)
+        all_are_here.wait()
+        faulty.arm(Fault(ranks=(1,), collective="all_to_all", what=What.ALONE))
+        with pytest.raises(PeerLost):
+            train(net, optimizer, group.rank, [5])
+        group.leave("lost a peer")
+        assert torch.equal(before, bits(optimizer.space.p_N))
+
+    run_threads(ranks, work)
 
 
 def test_a_layer_that_one_rank_does_not_use_keeps_the_order_of_what_is_sent():

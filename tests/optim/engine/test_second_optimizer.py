@@ -198,6 +198,24 @@ for step in range(14):
         dist.all_reduce(param.grad)
     mine.step(), other.step()
 say("beside", [line for line in lines if "replicas_differ" in line])
+
+# async_save, whose thread has collectives of its own on the default group, beside steps
+import torch.distributed.checkpoint as checkpoint
+def trained(where):
+    model = layers()
+    optimizer, saving = OneBitAdam(model.parameters(), lr=1e-2, warmup=3), None
+    for step in range(14):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4, generator=torch.Generator().manual_seed(7 * step + rank))).square().sum().backward()
+        optimizer.step()
+        if step == 5:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            saving = checkpoint.async_save(state, checkpoint_id=where) if where else None
+    if saving is not None:
+        saving.result()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+say("saved", torch.equal(trained(os.path.join(folder, "saved")), trained(None)))
+say("files", len(os.listdir(os.path.join(folder, "saved"))))
 dist.destroy_process_group()
 """
 
@@ -209,3 +227,5 @@ def test_what_torch_distributed_puts_around_an_optimizer_is_refused_in_a_sentenc
         assert "Give every rank as many batches" in said(tmp_path, rank, "join")
         assert "without ZeroRedundancyOptimizer" in said(tmp_path, rank, "zero")
         assert said(tmp_path, rank, "beside") == "[]"
+        assert said(tmp_path, rank, "saved") == "True"
+        assert int(said(tmp_path, rank, "files")) > 1
