@@ -118,6 +118,10 @@ def test_a_gradient_that_is_not_finite_is_undone_on_every_rank(name, steps, over
     assert all(torch.equal(first, other) for other in others)
 
 
+def stopped(_):
+    raise ZeroDivisionError("in the midst of a backward")
+
+
 @every_value({"name": ("adam", *COMPRESSED), "steps": (2, FIRST, FIRST + 3), "late": (False, True)}, only=(0, 2))
 @pytest.mark.law
 def test_a_lost_peer_leaves_parameters_and_state_as_they_were(name, steps, late):
@@ -133,7 +137,9 @@ def test_a_lost_peer_leaves_parameters_and_state_as_they_were(name, steps, late)
         optimizer.zero_grad()
         if group.rank == 1:
             if late:
-                backward(net, steps + 1, group.rank)
+                net.first.weight.register_hook(stopped)
+                with pytest.raises(ZeroDivisionError):
+                    backward(net, steps + 1, group.rank)  # the end of it would launch the rest
             ready.wait()  # the peer may be on its way out of the last collective
             group.leave()
             return
