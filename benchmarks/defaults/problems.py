@@ -127,10 +127,11 @@ class Factors(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.users, self.items = nn.Embedding(USERS, 16), nn.Embedding(ITEMS, 16)
-        self.biases = nn.ModuleList([nn.Embedding(USERS, 1), nn.Embedding(ITEMS, 1)])
+        biases = [nn.Embedding(USERS, 1), nn.Embedding(ITEMS, 1)]
+        self.biases = nn.ModuleList(biases)
         for factors in (self.users, self.items):
             nn.init.normal_(factors.weight, std=0.1)
-        for bias in self.biases:
+        for bias in biases:
             nn.init.zeros_(bias.weight)
 
     def forward(self, pairs: Tensor) -> Tensor:
