@@ -58,23 +58,41 @@ def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int
     p_N.addcdiv_(m_N, scratch_N, value=-h.lr / correction1)
 
 
-def step_(p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None) -> None:
-    """momentum_, variance_ and descend_ of one slice; on the CPU in one pass. p, m, v: modified."""
-    if updates.in_one_pass(p_N):
+def step_(
+    p_N: Tensor,
+    g_N: Tensor,
+    m_N: Tensor,
+    v_N: Tensor,
+    h: AdamHyper,
+    bias_step: int | None,
+    seen_N: Tensor | None = None,
+) -> None:
+    """momentum_, variance_ and descend_ of one slice; on the CPU in one pass. p, m, v: modified.
+
+    seen: what v takes in the square of, in place of g.
+    """
+    if seen_N is None and updates.in_one_pass(p_N):
         updates.adam_(p_N, g_N, m_N, v_N, h, bias_step)
         return
     momentum_(m_N, g_N, h.beta1)
-    variance_(v_N, g_N, h.beta2)
+    variance_(v_N, g_N if seen_N is None else seen_N, h.beta2)
     for p, m, v in zip(*(torch.split(x, PIECE) for x in (p_N, m_N, v_N)), strict=True):
         descend_(p, m, v, h, bias_step, torch.empty_like(p))
 
 
 def step_narrow_(
-    p_N: Tensor, g_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int | None, noise: Noise
+    p_N: Tensor,
+    g_N: Tensor,
+    m_N: Tensor,
+    v_N: Tensor,
+    h: AdamHyper,
+    bias_step: int | None,
+    noise: Noise,
+    seen_N: Tensor | None = None,
 ) -> None:
     """step_ of a slice whose v is bfloat16, rounded at random by `noise`, so that small changes are not lost to it."""
-    parts = (torch.split(x, PIECE) for x in (p_N, g_N, m_N, v_N))
-    for number, (p, g, m, v) in enumerate(zip(*parts, strict=True)):
+    parts = (torch.split(x, PIECE) for x in (p_N, g_N, m_N, v_N, g_N if seen_N is None else seen_N))
+    for number, (p, g, m, v, seen) in enumerate(zip(*parts, strict=True)):
         wide = v.float()
-        step_(p, g, m, wide, h, bias_step)
+        step_(p, g, m, wide, h, bias_step, None if seen_N is None else seen)
         narrow(wide, noise.at(noise.start + number * PIECE), v)

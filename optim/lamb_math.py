@@ -264,13 +264,6 @@ MOSTLY = 0.25
 """The part of the mean gradient that must be zero, so that R is brought together."""
 
 
-def zeros_of(g_N: Tensor, live: Sequence[Span]) -> Tensor:
-    """z of each tensor, float64[tensors], on the host. Waits for the device."""
-    counts = [torch.count_nonzero(g_N[start:stop]) for start, stop in live]
-    lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64, device="cpu")
-    return 1 - torch.stack(counts).double().cpu() / lengths
-
-
 def are_most_zero(zeros_t: Tensor, live: Sequence[Span], most: float = MOSTLY) -> bool:
     """Is at least that part of all elements zero?"""
     lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64, device="cpu")

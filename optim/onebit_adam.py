@@ -29,6 +29,7 @@ from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
+from thinwire.optim.variance.rare import give_touches_
 
 Narrow = Literal["variance", "error_memory"]
 """What may be kept in bfloat16: the variance once it is frozen, and what compression leaves out."""
@@ -153,19 +154,25 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
             momentum_error=memory,
         )
 
+    def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
+        """As FreezingOptimizer.on_freeze: what a row of few gradients is frozen as."""
+        give_touches_(self.vectors.v_N, self.space.g_N, self.space.layout.live, self.hypers(self.num_steps + 1))
+
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step on this rank, in place.  [Tang et al. 2021, Alg. 1]"""
         s, p_N, g_N = self.vectors, self.space.p_N, self.space.g_N
         if plan.gradient is Wire.FULL:
             self.mean_gradient_()  # g <- mean_i g_i
+            seen_N = self.seen_at_refresh()
             m_N = s.momentum.written()
             for h in groups:  # Adam on g
                 p, g, m, v = (x[h.span] for x in (p_N, g_N, m_N, s.v_N))
+                seen = None if seen_N is None else seen_N[h.span]
                 if v.dtype == p.dtype:
-                    adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen))
+                    adam_math.step_(p, g, m, v, h, plan.bias_of(h.seen), seen)
                 else:  # a refresh
                     noise = self.variance_noise.at(h.span.start)
-                    adam_math.step_narrow_(p, g, m, v, h, plan.bias_of(h.seen), noise)
+                    adam_math.step_narrow_(p, g, m, v, h, plan.bias_of(h.seen), noise, seen)
             return
         self.exchange_(plan)  # m <- compressed_mean_i(beta1 m + (1 - beta1) g_i)
         for h in groups:  # x <- x - lr (m / (sqrt(v) + eps) + wd x)

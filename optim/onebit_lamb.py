@@ -46,6 +46,7 @@ from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.kernels.lamb import Bounds, Heard, descent_of, fits
 from thinwire.optim.lamb_math import BOUNDS, LambBounds, TensorSegments, tensor_segments
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
+from thinwire.optim.variance.rare import zeros_of
 from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART
 
 LONGEST_STEP = 4.0
@@ -298,7 +299,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         Collective where most of g is zero. Raises: PeerLost, NonFiniteInput, and then nothing has changed.
         """
         s, g_N, live = self.vectors, self.space.g_N, self.space.layout.live
-        zeros_t, residual_N = lamb_math.zeros_of(g_N, live), None
+        zeros_t, residual_N = zeros_of(g_N, live), None
         if lamb_math.are_most_zero(zeros_t, live):
             wire: FullWire = "int8" if self.topology == "flat" else "bf16"
             residual_N = s.momentum_error.share(self.group.size).mul_(self.group.size)
@@ -346,7 +347,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         if self.full_exchange != "int8":
             return None
         live = self.space.layout.live
-        zeros_t = lamb_math.zeros_of(self.space.g_N, live)
+        zeros_t = zeros_of(self.space.g_N, live)
         if not lamb_math.are_most_zero(zeros_t, live, HALF):
             return None
         return "more than half of the gradient is zero: a variance of rare rows that is kept would lengthen all steps"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.defaults.problems import Problem
-from benchmarks.defaults.tasks import RISE, DefaultsTask, Metric
+from benchmarks.defaults.tasks import RISE, DefaultsTask, Metric, steady
 from benchmarks.turns import Turns, run_in_turns
 from tests.workers.by_hand import accuracy, build, evaluate, train_step
 from thinwire.comm import NonFiniteInput
@@ -136,7 +136,9 @@ def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr
         for model in models:
             model.load_state_dict(task.start())
     validation = problem.validation_batch()
-    told = {"total_steps": steps, "lr_warmup_steps": round(RISE * steps)} if method in BASELINES else {}
+    told = {"total_steps": steps} if method in BASELINES else {}
+    if told and task.schedule is not steady:
+        told["lr_warmup_steps"] = round(RISE * steps)
 
     def work(group: Turns) -> Seen:
         model, seen = models[group.rank], Seen([], Counter())

@@ -1,4 +1,4 @@
-"""The nine tasks: three that a job file describes, two on which 0/1 Adam fell behind, and four that move v late.
+"""The tasks: three that a job file describes, two on which 0/1 Adam fell behind, four that move v late, five of others.
 
 gpt, bert, resnet   0.14, 0.12 and 0.08 M parameters, as jobs: bytes of a text, masked bytes, handwritten digits
 lstm, rows          a character LSTM, and embedding rows that are rarely touched
@@ -6,6 +6,9 @@ saddle              a deep narrow net with small initial weights: gradients grow
 curriculum          labels that are noise for a third of the run, then say something
 restarts            the LSTM under a cosine that begins again twice (SGDR)
 finetune            the LSTM from a checkpoint trained on the same text in small letters, at a lower rate
+steady, ratings     embedding rows in any order and factors of users and items, at a rate that never falls
+steadylstm          the LSTM at a rate that never falls
+vit, contrast       a transformer on digits, and two views of a digit to be told from those of others
 """
 
 from __future__ import annotations
@@ -22,7 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.defaults.problems import LSTM, ROWS, Batch, CharacterLstm, Problem, text, windows_of
+from benchmarks.defaults.problems import (
+    CONTRAST,
+    LSTM,
+    RATINGS,
+    ROWS,
+    SHUFFLED,
+    VIT,
+    Batch,
+    CharacterLstm,
+    Problem,
+    text,
+    windows_of,
+)
 from benchmarks.provenance import TEXT
 from thinwire.contract.spec import TrainSpec
 
@@ -71,6 +86,11 @@ def once(step: int, steps: int) -> float:
     """A rate that rises for a tenth of the run and falls as a cosine to a tenth."""
     rise = round(RISE * steps)
     return step / rise if step <= rise else 0.55 + 0.45 * cos(pi * (step - rise) / (steps - rise))
+
+
+def steady(step: int, steps: int) -> float:
+    """The same rate from the first step to the last. Nothing hides steps that a variance makes too long."""
+    return 1.0
 
 
 def restarting(step: int, steps: int) -> float:
@@ -190,6 +210,11 @@ DEFAULTS_TASKS = {
         DefaultsTask(
             "resnet", "ResNet, digits", None, 1000, once, _RESNET, {"adam": 2e-3, "lamb": 1e-2}, Metric.ACCURACY
         ),
+        DefaultsTask("steady", "the rows in any order, at a constant rate", SHUFFLED, SHUFFLED.steps, steady),
+        DefaultsTask("ratings", f"{RATINGS.title}, at a constant rate", RATINGS, RATINGS.steps, steady),
+        DefaultsTask("contrast", CONTRAST.title, CONTRAST, CONTRAST.steps, once),
+        DefaultsTask("vit", VIT.title, VIT, VIT.steps, once),
+        DefaultsTask("steadylstm", "the LSTM at a constant rate", LSTM, LSTM.steps, steady),
     )
 }
 """In the order in which they are run: first the task on which the automatic freeze is known to lose."""

@@ -22,8 +22,9 @@ from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.optim import adam_math
 from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.hyperparameters import AdamHyper
-from thinwire.optim.engine.schedule import StepPlan, ZeroOneSchedule
+from thinwire.optim.engine.schedule import StepPlan, Wire, ZeroOneSchedule
 from thinwire.optim.variance.floor import floor_variance_
+from thinwire.optim.variance.rare import give_touches_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, WARMUP_PART, VarianceFreeze, rose
 
@@ -233,10 +234,10 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
     def update_variance(self, groups: Sequence[AdamHyper]) -> None:
         """v from the mean gradient in g; after the freeze with the weight of all steps since its last change."""
         v_N, now = self.vectors.v_N, self.num_steps + 1
-        kept = self.frozen_at is not None
+        kept, seen_N = self.frozen_at is not None, self.seen_at_refresh()
         for h in groups:
             beta2 = (self.refreshing(h, now) if kept else h).beta2
-            adam_math.variance_(v_N[h.span], self.space.g_N[h.span], beta2)
+            adam_math.variance_(v_N[h.span], (self.space.g_N if seen_N is None else seen_N)[h.span], beta2)
         if kept:
             self.keep_refreshed(now)
         else:
@@ -276,14 +277,16 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         """Does an update that gave v count? Not while v is zero everywhere."""
         return updates > 0 or bool(v_N.any())
 
-    def _use_(self, v_N: Tensor, updates: int) -> None:
-        """v <- v_used, after so many updates. Waits for the device."""
-        for h in self.run_hypers(updates):
+    def _use_(self, v_N: Tensor, updates: int, g_N: Tensor | None = None) -> None:
+        """v <- v_used, after so many updates. g: the mean gradient, where it is frozen by it. Waits for the device."""
+        layout, runs = self.space.layout, self.run_hypers(updates)
+        for h in runs:
             if h.seen:  # 0: it is zero
                 adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
-        layout = self.space.layout
         raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.floor_block))
         self.evidence["floored_elements"] = int(raised_N.count_nonzero())
+        if g_N is not None:
+            give_touches_(v_N, g_N, layout.live, runs)
 
     def divisor(self, at: slice) -> Tensor | None:
         """d of these elements, new: what the next step divides by. None in the dense start, where that is Adam's."""
@@ -308,7 +311,8 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         self.saved["lr_rose_at"], self.saved["last_lrs"] = self._rose_at(now), self.rates()
         if not (plan.freeze_variance and updates):
             return
-        self._use_(self.vectors.v_N, updates)
+        # A rank's own gradient, where this step sent none, is not the same on all.
+        self._use_(self.vectors.v_N, updates, self.space.g_N if plan.gradient is Wire.FULL else None)
         self.frozen_at = now
         self.vectors.used_N = None
         self.set_ages([replace(age, unseen=None) for age in self.ages])

@@ -35,6 +35,7 @@ from thinwire.optim.engine.parameters import compute_dtype
 from thinwire.optim.engine.saving import SHORTENED
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import TensorState
+from thinwire.optim.variance import rare
 from thinwire.optim.variance.floor import floor_variance_
 from thinwire.optim.variance.refresh import PART, gap_after, weight_of
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS
@@ -171,6 +172,12 @@ class WarmupOptimizer(FlatOptimizer[State]):
         """h with a beta2 that gives the gradient of `step` the weight of all steps since v was changed last."""
         age = step - self.warmup_from
         return replace(h, beta2=1 - weight_of(step - self.refreshed_at, age, h.beta2, self.refresh or PART))
+
+    def seen_at_refresh(self) -> Tensor | None:
+        """What v takes in the square of, float[N], where that is not the mean gradient g: in a refresh (rare.py)."""
+        if self.frozen_at is None:
+            return None
+        return rare.seen_at_refresh(self.vectors.v_N, self.space.g_N, self.space.layout.live)
 
     @property
     def variance_noise(self) -> Noise:

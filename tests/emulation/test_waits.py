@@ -21,11 +21,12 @@ SELDOM = {
     "freeze": FLOOR
     | {
         "optim.variance.freezing.FreezingOptimizer.update",
+        "optim.variance.rare.zeros_of",
         "optim.variance.warmup.WarmupOptimizer.count_errors_as_sent_",
         "optim.onebit_lamb.OneBitLamb.on_freeze",
         "optim.variance.sparse.SparseVarianceOptimizer._use_",
     },
-    "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed", "optim.lamb_math.zeros_of"},
+    "refresh": FLOOR | {"optim.variance.warmup.WarmupOptimizer.keep_refreshed", "optim.variance.rare.zeros_of"},
     "0/1 Adam moves its variance": FLOOR
     | {
         "optim.variance.sparse.SparseVarianceOptimizer._use_",
@@ -34,7 +35,7 @@ SELDOM = {
     },
     "the automatic rule tests": {
         "optim.variance.when_to_freeze.VarianceStability.read_norms",
-        "optim.lamb_math.zeros_of",
+        "optim.variance.rare.zeros_of",
     },
     "buffers of model=": {
         "optim.engine.buffers.Buffers.equalise_",
