@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.fused_reference import root
 from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
 from thinwire.optim import adam_math
@@ -85,7 +86,7 @@ class Descent:
         assert last is not None
         assert weight is not None
         p, v = self._p_N[at], self._v_N[at]
-        if updates.in_one_pass(p) and x.dtype == v.dtype == p.dtype:
+        if updates.fits(p) and x.dtype == v.dtype == p.dtype:
             updates.mix_and_descend_(p, x, last, v, self._h, weight)
             return
         for start in range(0, len(x), PIECE):
@@ -97,7 +98,7 @@ class Descent:
         """m as floats, 0 where dead."""
         for start in range(at.start, at.stop, PIECE):
             part = slice(start, min(start + PIECE, at.stop))
-            step = torch.sqrt(self._v_N[part].to(self._p_N.dtype)).add_(self._eps).reciprocal_()
+            step = root(self._v_N[part].to(self._p_N.dtype)).add_(self._eps).reciprocal_()  # as the loop rounds it
             step.mul_(values[start - at.start : part.stop - at.start]).mul_(self._lr)
             p = self._p_N[part]
             if self._decay:

@@ -50,16 +50,17 @@ def mix(
     v: Array,
     weight: float,
     eps: float,
-    keep: float,
     rate: float,
+    keep: float,
+    one: float,
 ) -> None:
-    """m <- m + w (g - m); p <- keep p - rate m / (sqrt(v) + eps)."""
-    weights, all_eps, keeps, rates = splat8(weight), splat8(eps), splat8(keep), splat8(rate)
+    """m <- m + w (g - m), and descend along that, rounded as it is there."""
+    weights, all_eps, rates, keeps, ones = splat8(weight), splat8(eps), splat8(rate), splat8(keep), splat8(one)
     for at in range(BYTE * first, BYTE * stop, BYTE):
         m8 = load8(m, at)
         m8 = m8 + weights * (load8(g, at) - m8)
         store(m, at, m8)
-        store(p, at, keeps * load8(p, at) - rates * m8 / (root(load8(v, at)) + all_eps))
+        store(p, at, load8(p, at) * keeps - m8 * (ones / (root(load8(v, at)) + all_eps)) * rates)
 
 
 @compiled

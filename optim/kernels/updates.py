@@ -54,15 +54,11 @@ def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias
 
 
 def mix_and_descend_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, weight: float) -> None:
-    """m <- m + weight (g - m); p <- p - lr (m / (sqrt v + eps) + weight_decay p), of one slice. p, m: modified.
+    """m <- m + weight (g - m); p <- p - lr (m / (sqrt v + eps) + weight_decay p), of one slice on a CPU.
 
-    On a GPU by the pass of adam_, where beta2 is 1, so that v stays. g: finite. Source: Tang et al. 2021, Alg. 1.
+    p, m: modified. Source: Tang et al. 2021, Alg. 1.
     """
-    keep = 1 - h.lr * h.weight_decay
-    if fits(p_s):
-        _run("mix", (p_s, g_s, m_s, v_s), (weight, h.eps, keep, h.lr))
-    else:
-        _run("adam", (p_s, g_s, m_s, v_s), (weight, 1.0, 0.0, 1.0, h.eps, keep, h.lr))
+    _run("mix", (p_s, g_s, m_s, v_s), (weight, h.eps, h.lr, 1 - h.lr * h.weight_decay, 1.0))
     increment_version((p_s, m_s))
 
 
