@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 FLOOR = {f"optim.variance.floor.{name}" for name in ("_sums_of", "_raise", "floor_variance_")}
 SELDOM = {
     "first step": {"optim.engine.first_step.FirstStep.look_at_mean"},
+    "parameters are compared over the ranks": {"optim.engine.parameters.digest"},
     "freeze": FLOOR
     | {
         "optim.variance.freezing.FreezingOptimizer.update",
@@ -63,6 +64,7 @@ def happens(name, step):
     compressed, zero_one = step["phase"] == "compressed", name.startswith("0/1")
     found = {
         "first step": step["step"] == 1,
+        "parameters are compared over the ranks": step["step"] in (1, 2, 11) or compressed,
         "freeze": step["freezes"],
         "refresh": compressed and step["moves_variance"],
         "0/1 Adam moves its variance": zero_one and step["moves_variance"] and not compressed,
