@@ -444,6 +444,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             state_dict = pre_hook(self, state_dict) or state_dict
         self.loaded = saving.apply(self, state_dict)
         self.resumed()
+        self._replicas.resumed(self)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

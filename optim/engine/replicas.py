@@ -58,8 +58,7 @@ class Replicas:
         now = optimizer.common_steps
         begins = self._since is None
         self._since = now if self._since is None else self._since
-        froze = optimizer.frozen_at is not None and now > optimizer.frozen_at
-        mark = (*(now - self._since >= early for early in EARLY), froze, now // EVERY)
+        mark = self._now(optimizer, self._since)
         if optimizer.group.size == 1 or mark == self._mark or (begins and not now):
             self._mark = mark
             return
@@ -75,6 +74,17 @@ class Replicas:
         of_others = [one.pop(_BESIDE) for one in everyone]
         self._say(now, _differences(everyone), TO_DO)
         self._say(now, _differences_beside(of_others), TO_DO_BESIDE)
+
+    def resumed(self, optimizer: Algorithm[Any]) -> None:
+        """Go on as the run that saved does, so that a step of either sends the same. Local."""
+        self._since = 0
+        self._mark = self._now(optimizer, 0)
+
+    def _now(self, optimizer: Algorithm[Any], since: int) -> tuple[object, ...]:
+        """What changes where it is time."""
+        now = optimizer.common_steps
+        froze = optimizer.frozen_at is not None and now > optimizer.frozen_at
+        return (*(now - since >= early for early in EARLY), froze, now // EVERY)
 
     def _say(self, step: int, differences: list[str], what_to_do: str) -> None:
         if differences and what_to_do not in self._said:

@@ -209,9 +209,9 @@ class _Last(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         if not trainer.is_in_train or trainer._thinwire_run.step_is_lost:
             return
-        found = {name.removeprefix("eval_"): x for name, x in (metrics or {}).items() if isinstance(x, float | int)}
+        found = {name: x for name, x in (metrics or {}).items() if isinstance(x, float | int)}
         wanted = {name: x for name, x in found.items() if not name.endswith(OF_THE_CLOCK)}
-        trainer._thinwire_run.report(**{f"validation_{name}": x for name, x in wanted.items()})
+        trainer._thinwire_run.report(**{f"validation_{name.removeprefix('eval_')}": x for name, x in wanted.items()})
 
 
 def feed(trainer: Any, run: Run) -> None:

@@ -9,6 +9,7 @@ import torch
 from tests.covering import parametrize
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, run_threads
+from thinwire.comm.groups.faults import Fault, FaultyGroup
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
@@ -96,24 +97,13 @@ def test_a_checkpoint_is_resumed_by_another_number_of_workers(tmp_path, new_size
     assert samples[-1].loss < 4.6
 
 
-class Dying:
-    """A group whose rank leaves in the middle of a collective, `calls` collectives from the start."""
-
-    def __init__(self, group, calls):
-        self._group, self._calls = group, calls
-        self.rank, self.size, self.stats = group.rank, group.size, group.stats
-
-    def __getattr__(self, name):
-        self._calls -= name != "calls"  # what it is doing is no collective
-        if self._calls <= 0 and self.rank == 1:
-            self._group.leave()
-            raise PeerLost("killed")
-        return getattr(self._group, name)
+DEATH = Fault((1,), "all_to_all", 12)
+"""Of the rank in the midst of an exchange, after the first checkpoint."""
 
 
 def test_a_lost_worker_ends_the_run_and_the_next_one_goes_on_from_the_checkpoint(tmp_path):
     with pytest.raises(PeerLost):
-        run_small(tmp_path, small_spec(), 2, wrap=lambda group: Dying(group, calls=90))
+        run_small(tmp_path, small_spec(), 2, wrap=lambda group: FaultyGroup(group, DEATH))
     before = newest(tmp_path / "checkpoints")
     assert before in (8, 16)
     (summary, _, events), *_ = run_small(tmp_path, small_spec(), 2)
