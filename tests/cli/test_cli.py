@@ -131,6 +131,47 @@ def test_show_prints_the_summary_of_a_success(thinwire: Callable[..., Run], live
         assert part in out, f"{part} in\n{out}"
 
 
+@parametrize("end", [None, LaunchState.FAILED, LaunchState.STOPPED], usual=[0, 1, 2])
+def test_a_job_without_a_summary_has_its_figures_and_picture(
+    thinwire: Callable[..., Run], live: LiveService, tmp_path: Path, end: LaunchState | None
+) -> None:
+    job_id, picture = live.service.running(), tmp_path / "loss.png"
+    assert "wire" not in thinwire("show", job_id).out
+    nothing = thinwire("picture", job_id, "--out", str(picture))
+    assert nothing.code == 1
+    assert "no step of it" in nothing.err
+    sent = {"world_size": 2, "payload_bytes": 1_000_000, "compression_ratio": 4.0}
+    live.service.post(job_id, samples=[sample(step, **{**sent, "loss": 5.0 / step}) for step in (1, 2, 4)])
+    if end is LaunchState.STOPPED:
+        assert thinwire("cancel", job_id).code == 0
+    if end is not None:
+        live.finish(job_id, end, "the card caught fire")
+    run = thinwire("show", job_id)
+    out = " ".join(run.out.split())
+    for part in ("1,000,000 parameters, 2 workers, 4 steps so far", "5.0000", "1.2500", "3 MB", "12 MB", "4x", "2x"):
+        assert part in out, f"{part} in\n{run.out}"
+    assert "SUCCEEDED" not in out
+    assert "3 of the 4 steps" in run.err
+    drawn = thinwire("picture", job_id, "--out", str(picture))
+    assert (drawn.code, drawn.out.strip()) == (0, str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    refused = thinwire("picture", job_id, "--out", str(tmp_path / "none" / "loss.png"))
+    assert (refused.code, "cannot be written" in refused.err) == (2, True)
+
+
+def test_what_draws_is_named_where_it_is_not_installed(
+    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job_id = live.service.running()
+    live.service.post(job_id, samples=[sample(1)])
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run = thinwire("picture", job_id, "--out", str(tmp_path / "loss.png"))
+    assert run.code == 1
+    assert "needs the Python module 'matplotlib" in run.err
+    assert "pip install 'thinwire[worker]'" in run.err
+
+
 @pytest.mark.parametrize("path", ["frozen_at", "loss.train_last", "payload_bytes.bf16", "seconds.total"])
 def test_a_summary_without_a_key_is_an_error_that_names_it(path: str) -> None:
     broken = json.loads(json.dumps(SUMMARY))

@@ -37,18 +37,19 @@ from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
+from thinwire.cli.picture import picture, shown_summary
 from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.screen import complain, complain_of, console, note, print_columns, watch_to_end
 from thinwire.cli.submit import manifest, submit
-from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.cli.summary import SummaryError, summary_table
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, outcome, wait_for_workers
+from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import JobList
 from thinwire.contract.redaction import Redacting
 from thinwire.contract.reports import EventKind
-from thinwire.contract.spec import ScriptSpec
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
 
@@ -180,11 +181,14 @@ def jobs(
 def show(job_id: JobId, as_json: AsJson = False) -> None:
     """Show one job: state and reason, progress, summary, folder, and its page in the Ray dashboard.
 
+    Without a summary of its own, because it goes on, was cancelled or has failed, it has one of the steps so far.
+
     Example: `thinwire show quickstart-3f`
     """
     with Client() as client:
         job = client.resolve(job_id)
         resumed = [] if as_json else client.events(job.id, [EventKind.RESUMED])
+        summary = None if as_json else shown_summary(client, job)
     if as_json:
         typer.echo(job.model_dump_json(indent=2))
         return
@@ -218,9 +222,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
             f"`thinwire dashboard {job.id}` opens that page signed in. It asks for a token else: of the file "
             "ray/auth_token of the server's THINWIRE_HOME, or, with the launcher ray, of its THINWIRE_RAY_TOKEN_FILE."
         )
-    if job.summary is not None:
-        unit = {"loss_is": "loss"} if isinstance(job.spec, ScriptSpec) else {}
-        console().print(summary_table(read_summary(job.summary), **unit))
+    if summary is not None:
+        console().print(summary_table(summary, loss_is(job.spec)))
 
 
 @app.command("watch")
@@ -273,6 +276,7 @@ app.command()(audit)
 app.command()(plan)
 app.command()(fetch)
 app.command()(dashboard)
+app.command()(picture)
 
 
 @app.command()
