@@ -159,7 +159,7 @@ class Course:
             return None
 
     def _take(self, made: Made) -> None:
-        """A body has made the step that was given out."""
+        """A body, or a loop elsewhere, has made a step, whose seconds are all booked on forward and backward by now."""
         self._meter.seconds["optimizer"] += made.optimizer_s
         self._meter.seconds["forward_backward"] -= made.optimizer_s
         self.made(made)
@@ -256,7 +256,7 @@ class Course:
         """Of a loop that draws no batch: it has made the next step, which has sent so much. Collective, as steps()."""
         self._meter.seconds["forward_backward"] += made.seconds
         self._meter.sent_bytes["optimizer"] += sent_bytes
-        self.made(made)
+        self._take(made)
         self.attend()
 
     def goes_on_to(self, step: int) -> None:
