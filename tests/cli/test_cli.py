@@ -23,6 +23,7 @@ from thinwire.cli import commands, screen, watch
 from thinwire.cli.client import server_of
 from thinwire.cli.job_file import JobFileError, read_job_file
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.cli.worker_lines import WorkerLines
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.launch.protocol import LaunchState
 
@@ -221,6 +222,36 @@ def test_logs_prints_the_log_as_it_is_and_follows_it(thinwire: Callable[..., Run
     live.finish(job_id)
     live.service.launcher.write_log(job_id, " three\n")
     assert thinwire("logs", job_id, "-f").out == "one [bold]\ntwo three\n"
+
+
+def test_a_log_is_shown_of_one_worker(thinwire: Callable[..., Run], live: LiveService) -> None:
+    """With what it wrote before it knew its number, and with its replacement's; whole lines, wherever a part ends."""
+    job_id = live.service.running()
+    began = "2026-11-26 20:56:09,638 INFO thinwire.workers.worker worker_started number={} pid={}\n"
+    ours = [
+        "(ElasticWorker pid=20) importing\n",
+        "(ElasticWorker pid=20) " + began.format(1, 20),
+        "(ElasticWorker pid=20) one\n",
+        "(ElasticWorker pid=20, ip=10.0.0.3) " + began.format(1, 20),
+        "(ElasticWorker pid=20, ip=10.0.0.3) two (pid=10)\n",
+        "(ElasticWorker pid=20, ip=10.0.0.3) no end",
+    ]
+    others = [
+        "2026-11-26 driver\n",
+        "(ElasticController pid=5) worker_started slot=1 pid=20 node=127.0.0.1\n",
+        "(ElasticWorker pid=10) " + began.format(0, 10),
+        "(ElasticWorker pid=10) says (pid=20) worker_started number=1 pid=20\n",
+        "(ElasticWorker pid=10) zero\n",
+    ]
+    live.service.launcher.write_log(job_id, "".join(ours[:1] + others + ours[1:]))
+    run = thinwire("logs", job_id, "--rank", "1")
+    assert (run.code, run.out, run.err) == (0, "".join(ours), "")
+    by_letter = WorkerLines(1)
+    assert "".join(map(by_letter.of, "".join(ours[:1] + others + ours[1:]))) + by_letter.end() == "".join(ours)
+    assert thinwire("logs", job_id, "--rank", "0").out == "".join(others[2:])
+    none = thinwire("logs", job_id, "--rank", "7")
+    assert (none.code, none.out) == (1, "")
+    assert "those that have: 0, 1" in none.err
 
 
 def test_following_a_log_that_is_lost_ends(thinwire: Callable[..., Run], live: LiveService) -> None:

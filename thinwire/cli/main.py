@@ -46,6 +46,7 @@ from thinwire.cli.submit import manifest, submit
 from thinwire.cli.summary import SummaryError, summary_table
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, outcome, wait_for_workers
+from thinwire.cli.worker_lines import WorkerLines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import JobList
 from thinwire.contract.redaction import Redacting
@@ -243,11 +244,15 @@ def watch_command(job_id: JobId) -> None:
 def logs(
     job_id: JobId,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Only what this worker wrote, by its number in `thinwire watch`.")
+    ] = None,
 ) -> None:
     """Print what the job's processes wrote.
 
-    Example: `thinwire logs quickstart-3f -f`
+    Example: `thinwire logs quickstart-3f -f --rank 1`
     """
+    of_worker = None if rank is None else WorkerLines(rank)
     with Client() as client:
         full_id = client.resolve(job_id).id
         offset, waiting = 0, False
@@ -263,12 +268,18 @@ def logs(
                 time.sleep(FOLLOW_POLL_S)
                 continue
             waiting = False
-            typer.echo(chunk.text, nl=False)
+            typer.echo(chunk.text if of_worker is None else of_worker.of(chunk.text), nl=False)
             moved, offset = chunk.next_offset > offset, chunk.next_offset
             if not moved and (chunk.complete or not follow):
-                return
+                break
             if not moved:
                 time.sleep(FOLLOW_POLL_S)
+    if of_worker is not None:
+        typer.echo(of_worker.end(), nl=False)
+        if rank not in of_worker.workers:
+            known = ", ".join(map(str, of_worker.workers)) or "none"
+            complain(f"--rank {rank}: no worker of this number has begun in this log; those that have: {known}")
+            raise typer.Exit(1)
 
 
 app.add_typer(tokens, name="token")
