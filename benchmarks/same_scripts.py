@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from benchmarks.paired import interval, judge
 from benchmarks.provenance import ROOT, provenance
 from benchmarks.report import pipes
+from thinwire.contract.figures import ring_bytes
 from thinwire.optim import Adam, OneBitAdam
-from thinwire.workers.telemetry.report import ring_bytes
 
 OUT = ROOT / "benchmarks" / "results" / "same-scripts"
 TEXT = ROOT / "tests" / "data" / "tinyshakespeare.txt"

@@ -39,8 +39,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CERTIFICATE_TICKS = 100
 """Between two looks whether the certificate was renewed, in tenths of a second."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-OPEN_REQUESTS_S = 5
-"""How long requests that are under way at the end may still take."""
+OPEN_REQUESTS_S = 3
+"""How long requests that are under way at the end may still take; all else ends after them."""
 
 
 class ServeRefused(Exception):

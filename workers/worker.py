@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
+from thinwire.contract.figures import loss_is
 from thinwire.contract.reports import Failure
 from thinwire.contract.spec import JobSpec, ScriptSpec, read_accepted
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
@@ -91,7 +92,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     try:
         summary = run_job(spec, run, ranks, device, reporter)
         if summary is not None:
-            report.write_report(place.run_dir, summary)
+            report.write_report(place.run_dir, summary, loss_is(spec))
         reporter.close(summary=summary)
     except RunEnded as reason:
         logger.info("run_ended number=%d reason=%r", number, str(reason))

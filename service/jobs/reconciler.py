@@ -234,8 +234,8 @@ class Reconciler:
     # asking
 
     def _soon(self) -> float:
-        """Until when to wait for what begins now, as time.monotonic() counts."""
-        return time.monotonic() + self.patience_s
+        """Until when to wait for what begins now, as time.monotonic() counts. A turn that is to end waits no more."""
+        return time.monotonic() + (0.0 if self._stop.is_set() else self.patience_s)
 
     def _unready(self) -> str | None:
         """Why the launcher cannot be used; one that does not say so soon is not waited for."""

@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 WATCH_S: Final = 2.0
 """Between two looks at the head; the lease is touched each time."""
 MAX_BACKOFF_S: Final = 60.0
+_POLL_S: Final = 0.1
 
 Command = Callable[[Path, int], list[str]]
 
@@ -91,10 +92,14 @@ class LocalLauncher(Launcher):
     def close(self) -> None:
         """End the head, its jobs and all their processes, and verify it. Raises LauncherError if some remain."""
         self._closing.set()  # first: a start that waits for a slow head gives up and ends it
-        with self._lifecycle:
+        while not self._lifecycle.acquire(timeout=_POLL_S):
+            self._head.ask_no_more()  # again: it may have begun to ask just now
+        try:
             if self._watcher is None:
                 return
-            self._watcher.join()
+            while self._watcher.is_alive():
+                self._head.ask_no_more()
+                self._watcher.join(_POLL_S)
             self._watcher = None
             try:
                 self._stop_serving("the launcher is closed")
@@ -102,6 +107,8 @@ class LocalLauncher(Launcher):
                 _log.info("ray_head_ended")
             finally:
                 self._head.release()
+        finally:
+            self._lifecycle.release()
 
     def ready(self) -> str | None:
         """None when jobs can be submitted, else the reason they cannot."""

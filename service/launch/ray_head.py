@@ -116,6 +116,7 @@ class RayHead:
         self._lock_fd: int | None = None
         self._keeper: subprocess.Popen[bytes] | None = None
         self._temp_dir: Path | None = None
+        self._asked: RayJobs | None = None
 
     def acquire(self) -> None:
         """Make the folder and the token, and be the only server of this home until `release`. Raises LauncherError."""
@@ -282,11 +283,16 @@ class RayHead:
 
     def is_up(self, head: Head) -> bool:
         """Does it answer?"""
-        client = self.jobs(head)
+        client = self._asked = self.jobs(head)
         try:
             return client.unready() is None
         finally:
             client.close()
+
+    def ask_no_more(self) -> None:
+        """End a question whether it is up. From any thread; the thread that asks is told that there is no answer."""
+        if (asked := self._asked) is not None:
+            asked.close()
 
     def _record_of(self, pid: int) -> Head | None:
         head = self.recorded()

@@ -23,6 +23,7 @@ from thinwire.cli import commands, screen, watch
 from thinwire.cli.client import server_of
 from thinwire.cli.job_file import JobFileError, read_job_file
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.cli.worker_lines import WorkerLines
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.launch.protocol import LaunchState
 
@@ -131,6 +132,47 @@ def test_show_prints_the_summary_of_a_success(thinwire: Callable[..., Run], live
         assert part in out, f"{part} in\n{out}"
 
 
+@parametrize("end", [None, LaunchState.FAILED, LaunchState.STOPPED], usual=[0, 1, 2])
+def test_a_job_without_a_summary_has_its_figures_and_picture(
+    thinwire: Callable[..., Run], live: LiveService, tmp_path: Path, end: LaunchState | None
+) -> None:
+    job_id, picture = live.service.running(), tmp_path / "loss.png"
+    assert "wire" not in thinwire("show", job_id).out
+    nothing = thinwire("picture", job_id, "--out", str(picture))
+    assert nothing.code == 1
+    assert "no step of it" in nothing.err
+    sent = {"world_size": 2, "payload_bytes": 1_000_000, "compression_ratio": 4.0}
+    live.service.post(job_id, samples=[sample(step, **{**sent, "loss": 5.0 / step}) for step in (1, 2, 4)])
+    if end is LaunchState.STOPPED:
+        assert thinwire("cancel", job_id).code == 0
+    if end is not None:
+        live.finish(job_id, end, "the card caught fire")
+    run = thinwire("show", job_id)
+    out = " ".join(run.out.split())
+    for part in ("1,000,000 parameters, 2 workers, 4 steps so far", "5.0000", "1.2500", "3 MB", "12 MB", "4x", "2x"):
+        assert part in out, f"{part} in\n{run.out}"
+    assert "SUCCEEDED" not in out
+    assert "3 of the 4 steps" in run.err
+    drawn = thinwire("picture", job_id, "--out", str(picture))
+    assert (drawn.code, drawn.out.strip()) == (0, str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    refused = thinwire("picture", job_id, "--out", str(tmp_path / "none" / "loss.png"))
+    assert (refused.code, "cannot be written" in refused.err) == (2, True)
+
+
+def test_what_draws_is_named_where_it_is_not_installed(
+    thinwire: Callable[..., Run], live: LiveService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job_id = live.service.running()
+    live.service.post(job_id, samples=[sample(1)])
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run = thinwire("picture", job_id, "--out", str(tmp_path / "loss.png"))
+    assert run.code == 1
+    assert "needs the Python module 'matplotlib" in run.err
+    assert "pip install 'thinwire[worker]'" in run.err
+
+
 @pytest.mark.parametrize("path", ["frozen_at", "loss.train_last", "payload_bytes.bf16", "seconds.total"])
 def test_a_summary_without_a_key_is_an_error_that_names_it(path: str) -> None:
     broken = json.loads(json.dumps(SUMMARY))
@@ -180,6 +222,36 @@ def test_logs_prints_the_log_as_it_is_and_follows_it(thinwire: Callable[..., Run
     live.finish(job_id)
     live.service.launcher.write_log(job_id, " three\n")
     assert thinwire("logs", job_id, "-f").out == "one [bold]\ntwo three\n"
+
+
+def test_a_log_is_shown_of_one_worker(thinwire: Callable[..., Run], live: LiveService) -> None:
+    """With what it wrote before it knew its number, and with its replacement's; whole lines, wherever a part ends."""
+    job_id = live.service.running()
+    began = "2026-11-26 20:56:09,638 INFO thinwire.workers.worker worker_started number={} pid={}\n"
+    ours = [
+        "(ElasticWorker pid=20) importing\n",
+        "(ElasticWorker pid=20) " + began.format(1, 20),
+        "(ElasticWorker pid=20) one\n",
+        "(ElasticWorker pid=20, ip=10.0.0.3) " + began.format(1, 20),
+        "(ElasticWorker pid=20, ip=10.0.0.3) two (pid=10)\n",
+        "(ElasticWorker pid=20, ip=10.0.0.3) no end",
+    ]
+    others = [
+        "2026-11-26 driver\n",
+        "(ElasticController pid=5) worker_started slot=1 pid=20 node=127.0.0.1\n",
+        "(ElasticWorker pid=10) " + began.format(0, 10),
+        "(ElasticWorker pid=10) says (pid=20) worker_started number=1 pid=20\n",
+        "(ElasticWorker pid=10) zero\n",
+    ]
+    live.service.launcher.write_log(job_id, "".join(ours[:1] + others + ours[1:]))
+    run = thinwire("logs", job_id, "--rank", "1")
+    assert (run.code, run.out, run.err) == (0, "".join(ours), "")
+    by_letter = WorkerLines(1)
+    assert "".join(map(by_letter.of, "".join(ours[:1] + others + ours[1:]))) + by_letter.end() == "".join(ours)
+    assert thinwire("logs", job_id, "--rank", "0").out == "".join(others[2:])
+    none = thinwire("logs", job_id, "--rank", "7")
+    assert (none.code, none.out) == (1, "")
+    assert "those that have: 0, 1" in none.err
 
 
 def test_following_a_log_that_is_lost_ends(thinwire: Callable[..., Run], live: LiveService) -> None:

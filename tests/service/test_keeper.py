@@ -134,6 +134,32 @@ def test_processes_of_others_are_never_found(tmp_path, spawned):
             os.kill(pid, signal.SIGKILL)
 
 
+def test_each_process_is_asked_once_and_killed_after_the_grace(monkeypatch):
+    """One that comes while the others are being ended is asked as well; who has gone gets no further signal."""
+    now, alive, sent = [0.0], {1, 2}, []
+
+    def signal_(process, number):
+        sent.append((round(now[0], 1), process.pid, number))
+        if process.pid == 1 or number is signal.SIGKILL:
+            alive.discard(process.pid)
+
+    def sleep(seconds):
+        now[0] += 0.5
+        if now[0] == 1.0:
+            alive.add(3)
+
+    monkeypatch.setattr(processes, "_signal", signal_)
+    monkeypatch.setattr(processes, "birth_of", lambda pid: "then" if pid in alive else None)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(processes.time, "sleep", sleep)
+    left = processes.end(
+        lambda: [processes.Process(pid, 0, 0, "then") for pid in sorted(alive)], keeper.GRACE_S, keeper.LIMIT_S
+    )
+    assert left == []
+    term, kill = signal.SIGTERM, signal.SIGKILL
+    assert sent == [(0.0, 1, term), (0.0, 2, term), (1.0, 3, term), (2.5, 2, kill), (2.5, 3, kill)]
+
+
 def test_a_birth_names_one_life_of_a_pid(spawned):
     sleeper = subprocess.Popen(["sleep", "600"])
     spawned.append(sleeper)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -9,15 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.service.control_plane_harness import wait_until
-from thinwire.service.launch import processes, ray_head
+from thinwire.service.launch import processes, ray_head, ray_jobs
 from thinwire.service.launch.local import LocalLauncher, worker_command
 from thinwire.service.launch.protocol import LauncherError, LaunchState
 from thinwire.service.launch.ray_head import Head, RayHead
+from thinwire.service.launch.ray_jobs import RayJobs
 from thinwire.workers.membership import LEASE_S
 
 LIMIT_S = 180.0
@@ -147,6 +150,14 @@ class Answer(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 """
 SILENT = "import time; time.sleep(600)"
+MUTE = """
+import socket, sys, time
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+held = [listener.accept()]
+open(sys.argv[2], "w").close()
+time.sleep(600)
+"""
+"""Takes a question and never answers it."""
 
 
 @pytest.fixture
@@ -155,7 +166,8 @@ def stand_in(monkeypatch):
     codes = [STAND_IN]
 
     def command(_ray_dir: Path, port: int) -> list[str]:
-        return [sys.executable, "-c", codes.pop(0) if len(codes) > 1 else codes[0], str(port)]
+        asked = str(_ray_dir.parent / "asked")
+        return [sys.executable, "-c", codes.pop(0) if len(codes) > 1 else codes[0], str(port), asked]
 
     monkeypatch.setattr(ray_head, "head_command", command)
     monkeypatch.setattr(ray_head, "_ray_is_installed", lambda: True)
@@ -210,6 +222,37 @@ def test_closing_a_launcher_that_still_starts_ends_what_was_begun(stand_in, tmp_
     assert not head.alive()
     assert living(below) == []
     assert not head.temp_dir.exists()
+
+
+@pytest.mark.parametrize("adopting", [False, True])
+def test_closing_waits_for_no_answer_of_a_head(stand_in, tmp_path, monkeypatch, adopting):
+    """Neither of one that starts, nor of a living one that the next server of the home asks."""
+    monkeypatch.setattr(ray_jobs, "ASK_TIMEOUT_S", 10 * LIMIT_S)
+    monkeypatch.setattr(RayJobs._send, "__kwdefaults__", {**RayJobs._send.__kwdefaults__, "within_s": 10 * LIMIT_S})
+    stand_in[:] = [MUTE]
+    launcher = LocalLauncher(tmp_path)
+    if adopting:
+        launcher._head.acquire()
+        launcher._head.touch()
+        launcher._head._start_keeper()
+        wait_until(lambda: (tmp_path / "ray" / "head.json").exists(), "the head", LIMIT_S)
+    starting = threading.Thread(target=lambda: suppressed(launcher.start), daemon=True)
+    starting.start()
+    wait_until(lambda: (tmp_path / "ray" / "head.json").exists(), "the head", LIMIT_S)
+    head = head_of(tmp_path)
+    wait_until((head.temp_dir / "asked").exists, "the question", LIMIT_S)
+    closing = threading.Thread(target=launcher.close, daemon=True)
+    closing.start()
+    closing.join(LIMIT_S)
+    assert not closing.is_alive()
+    starting.join(LIMIT_S)
+    assert not head.alive()
+    assert not head.temp_dir.exists()
+
+
+def suppressed(start: Callable[[], None]) -> None:
+    with contextlib.suppress(LauncherError):
+        start()
 
 
 def test_an_interrupt_of_a_start_leaves_nothing(stand_in, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +12,11 @@ import pytest
 from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.service.auth import token_hash
+from thinwire.service.jobs import calls
 from thinwire.service.jobs.repository import JobRow
+from thinwire.service.launch import keeper
 from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus
+from thinwire.service.server import OPEN_REQUESTS_S
 
 SUMMARY = {"state": "SUCCEEDED", "steps": 100}
 
@@ -118,6 +123,25 @@ def test_an_answer_in_between_starts_the_count_again(service: Service) -> None:
     service.launcher.unreachable = True
     service.turn(5)
     assert service.job(job_id)["attempt"] == 1
+
+
+def test_the_end_of_the_service_has_an_order_and_limits(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No job is judged while Ray ends, and what Ctrl-C waits for leaves time to kill and remove within ten seconds."""
+    plane, ended = service.plane, list[str]()
+
+    def noting(part: Any) -> Callable[[], None]:
+        def close(real: Callable[[], None] = part.close) -> None:
+            ended.append(type(part).__name__)
+            real()
+
+        return close
+
+    for part in (plane.reconciler, plane.starter, plane.ownership, plane.db):
+        monkeypatch.setattr(part, "close", noting(part))
+    plane.close()
+    assert ended == ["Reconciler", "LauncherStarter", "Ownership", "Database"]
+    assert plane.reconciler._soon() <= time.monotonic()  # a turn that is under way then begins to wait for nothing
+    assert OPEN_REQUESTS_S + calls.SLOW_S + keeper.GRACE_S <= 6.0
 
 
 def test_an_orderly_end_of_the_service_costs_no_attempt(service: Service) -> None:

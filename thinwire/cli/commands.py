@@ -37,6 +37,7 @@ WORK = {
     "chaos": "thinwire.tools.drill.chaos:run",
     "plan": "thinwire.workers.plan.run:run",
     "fetch": "thinwire.workers.weights:fetch",
+    "picture": "thinwire.workers.telemetry.report:picture",
 }
 """The function that does what a command shows."""
 

@@ -14,6 +14,7 @@ OF_COMMAND: Final = {
     "bench": "worker",
     "plan": "optim",
     "fetch": "optim",
+    "picture": "worker",
 }
 """All that the command needs, so that nobody installs twice."""
 OF_MODULE: Final = {

@@ -37,18 +37,20 @@ from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
+from thinwire.cli.picture import picture, shown_summary
 from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.screen import complain, complain_of, console, note, print_columns, watch_to_end
 from thinwire.cli.submit import manifest, submit
-from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.cli.summary import SummaryError, summary_table
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, outcome, wait_for_workers
+from thinwire.cli.worker_lines import WorkerLines
+from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import JobList
 from thinwire.contract.redaction import Redacting
 from thinwire.contract.reports import EventKind
-from thinwire.contract.spec import ScriptSpec
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
 
@@ -180,11 +182,14 @@ def jobs(
 def show(job_id: JobId, as_json: AsJson = False) -> None:
     """Show one job: state and reason, progress, summary, folder, and its page in the Ray dashboard.
 
+    Without a summary of its own, because it goes on, was cancelled or has failed, it has one of the steps so far.
+
     Example: `thinwire show quickstart-3f`
     """
     with Client() as client:
         job = client.resolve(job_id)
         resumed = [] if as_json else client.events(job.id, [EventKind.RESUMED])
+        summary = None if as_json else shown_summary(client, job)
     if as_json:
         typer.echo(job.model_dump_json(indent=2))
         return
@@ -218,9 +223,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
             f"`thinwire dashboard {job.id}` opens that page signed in. It asks for a token else: of the file "
             "ray/auth_token of the server's THINWIRE_HOME, or, with the launcher ray, of its THINWIRE_RAY_TOKEN_FILE."
         )
-    if job.summary is not None:
-        unit = {"loss_is": "loss"} if isinstance(job.spec, ScriptSpec) else {}
-        console().print(summary_table(read_summary(job.summary), **unit))
+    if summary is not None:
+        console().print(summary_table(summary, loss_is(job.spec)))
 
 
 @app.command("watch")
@@ -240,11 +244,15 @@ def watch_command(job_id: JobId) -> None:
 def logs(
     job_id: JobId,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Only what this worker wrote, by its number in `thinwire watch`.")
+    ] = None,
 ) -> None:
     """Print what the job's processes wrote.
 
-    Example: `thinwire logs quickstart-3f -f`
+    Example: `thinwire logs quickstart-3f -f --rank 1`
     """
+    of_worker = None if rank is None else WorkerLines(rank)
     with Client() as client:
         full_id = client.resolve(job_id).id
         offset, waiting = 0, False
@@ -260,12 +268,18 @@ def logs(
                 time.sleep(FOLLOW_POLL_S)
                 continue
             waiting = False
-            typer.echo(chunk.text, nl=False)
+            typer.echo(chunk.text if of_worker is None else of_worker.of(chunk.text), nl=False)
             moved, offset = chunk.next_offset > offset, chunk.next_offset
             if not moved and (chunk.complete or not follow):
-                return
+                break
             if not moved:
                 time.sleep(FOLLOW_POLL_S)
+    if of_worker is not None:
+        typer.echo(of_worker.end(), nl=False)
+        if rank not in of_worker.workers:
+            known = ", ".join(map(str, of_worker.workers)) or "none"
+            complain(f"--rank {rank}: no worker of this number has begun in this log; those that have: {known}")
+            raise typer.Exit(1)
 
 
 app.add_typer(tokens, name="token")
@@ -273,6 +287,7 @@ app.command()(audit)
 app.command()(plan)
 app.command()(fetch)
 app.command()(dashboard)
+app.command()(picture)
 
 
 @app.command()

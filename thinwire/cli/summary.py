@@ -1,4 +1,4 @@
-"""The summary of a run that succeeded, as the command line shows it: as a table."""
+"""The summary of a run, at its end or so far, as the command line shows it: as tables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
+from thinwire.contract.figures import NATS
 from thinwire.contract.summary import Losses, Seconds, Summary
 
 
@@ -30,13 +31,16 @@ def read_summary(found: Mapping[str, JsonValue]) -> Summary:
         raise SummaryError("summary.json of the run is not complete: " + "; ".join(problems)) from error
 
 
-def summary_table(summary: Summary, loss_is: str = "loss, nats a byte") -> RenderableType:
-    """The tables that a person reads at the end of a run. loss_is: what the numbers of a loss are."""
-    return Group(_what(summary), _losses(summary.loss, loss_is), _bytes(summary), _seconds(summary.seconds))
+def summary_table(summary: Summary, loss_is: str = NATS) -> RenderableType:
+    """The tables that a person reads of a run. loss_is: what the numbers of a loss are."""
+    parts: list[RenderableType] = [_what(summary), _losses(summary.loss, loss_is), _bytes(summary)]
+    return Group(*parts, *([] if summary.seconds is None else [_seconds(summary.seconds)]))
 
 
 def _what(summary: Summary) -> Text:
-    text = Text(f"{summary.parameters:,} parameters, {_workers(summary.world_size)}, {summary.steps} steps, ")
+    parameters = "" if summary.parameters is None else f"{summary.parameters:,} parameters, "
+    so_far = "" if summary.state else " so far"
+    text = Text(f"{parameters}{_workers(summary.world_size)}, {summary.steps} steps{so_far}, ")
     if summary.frozen_at is None:
         text.append("nothing was compressed, ")
     elif not summary.payload_bytes.sent:
@@ -46,7 +50,9 @@ def _what(summary: Summary) -> Text:
         text.append(f"variance frozen after step {summary.frozen_at}, {skipped}, ")
     else:
         text.append(f"variance frozen and momentum compressed after step {summary.frozen_at}, ")
-    if summary.replicas_bit_equal:
+    if summary.replicas_bit_equal is None:
+        text.append("replicas not compared: that is done at the end")
+    elif summary.replicas_bit_equal:
         text.append("replicas bit-equal at the end")
     else:
         text.append("REPLICAS DIFFER AT THE END", "bold red")
@@ -85,8 +91,9 @@ def _bytes(summary: Summary) -> Table:
         fp32 = sent.compressed_phase_fp32
         # bf16 has half the bytes of fp32 in every step, so in these steps too.
         table.add_row("compressed phase", *_against(sent.compressed_phase, fp32, ratio.compressed_phase, fp32 / 2))
-    table.add_row("checkpoints, not in the above", bytes_text(sent.checkpoints), "", "", "", "")
-    table.add_row("control, not in the above", bytes_text(sent.control), "", "", "", "")
+    for name, value in (("checkpoints", sent.checkpoints), ("control", sent.control)):
+        if value is not None:
+            table.add_row(f"{name}, not in the above", bytes_text(value), "", "", "", "")
     return table
 
 

@@ -1,5 +1,8 @@
 """How a run that succeeded went: summary.json. Rank 0 writes it, the service hands it on, the command line shows it.
 
+Of a run that has left none the command line makes one out of its samples (contract/figures.py), for itself alone: with
+None for what only rank 0 knows.
+
 A reader takes summaries of other versions: keys that it does not know are passed over, parts of the time shown; one
 that came later than the first summaries has a default. Any other key that is missing is an error that names it, since
 a table with holes would look like a result.
@@ -38,8 +41,8 @@ class PayloadBytes(_Part):
     compressed_phase_fp32: int
     fp32: int
     bf16: int
-    checkpoints: int
-    control: int
+    checkpoints: int | None
+    control: int | None
 
 
 class Rounds(_Part):
@@ -92,18 +95,18 @@ class WaitedFor(_Part):
 class Summary(_Part):
     """summary.json. Its fields stand in the file in this order."""
 
-    state: Literal["SUCCEEDED"] = "SUCCEEDED"
+    state: Literal["SUCCEEDED"] | None = "SUCCEEDED"
     steps: int
     frozen_at: int | None = Field(description="the last uncompressed step; None where nothing was compressed")
     world_size: int = Field(description="of the last step")
-    parameters: int
-    replicas_bit_equal: bool
+    parameters: int | None
+    replicas_bit_equal: bool | None
     loss: Losses
     payload_bytes: PayloadBytes
     rounds: Rounds = Rounds()
     """Absent from the summaries of runs before 0/1 Adam, which skipped none."""
     compression_ratio: CompressionRatios
-    seconds: Seconds
+    seconds: Seconds | None
     predicted_step_seconds: float | None = Field(
         None, description="mean over the steps of the last phase that were predicted; None where none was"
     )

@@ -177,20 +177,12 @@ class Bodies:
             )
         body.has_stepped = True
         body.lr = float(self._optimizer.param_groups[0]["lr"])
-        registered, (this, *given) = self._registered, args
-        closure = kwargs["closure"] if "closure" in kwargs else next(iter(given), None)
-        if closure is None:
-            registered.before_step()
-            body.step_began = time.perf_counter()
-            return None
 
-        def computed() -> Any:
-            loss = closure()
-            registered.before_step()
+        def computed() -> None:
+            self._registered.before_step()
             body.step_began = time.perf_counter()
-            return loss
 
-        return (this, computed), {}
+        return once_computed(args, kwargs, computed)
 
     def _note_undone(self, error: CommError) -> None:
         """A step of this optimizer was undone: the body goes on, and the step is made again."""
@@ -199,3 +191,19 @@ class Bodies:
         if self._undone is None:
             self._undone = error.with_traceback(None)
             self._registered.keep()
+
+
+def once_computed(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any, Any] | None:
+    """For a hook before an optimizer's step(): `call` when gradients are there: after its closure, if any."""
+    this, *given = args
+    closure = kwargs["closure"] if "closure" in kwargs else next(iter(given), None)
+    if closure is None:
+        call()
+        return None
+
+    def computed() -> Any:
+        loss = closure()
+        call()
+        return loss
+
+    return (this, computed), {}

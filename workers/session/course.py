@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thinwire.comm import Keeps, NonFiniteInput, PeerLost, SoloGroup
 from thinwire.comm.groups.texts import gather_texts, texts_if_they_differ
+from thinwire.contract.figures import summarise
 from thinwire.contract.reports import EventKind, Health, wrong_with_reported_name
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
@@ -42,7 +43,7 @@ from thinwire.workers.session.body import Bodies, Made
 from thinwire.workers.session.joining import Joined, Progress, join
 from thinwire.workers.session.training import ScriptError, Surroundings, Training
 from thinwire.workers.signature import signature
-from thinwire.workers.telemetry import history, report
+from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.lateness import Waits
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
@@ -158,7 +159,7 @@ class Course:
             return None
 
     def _take(self, made: Made) -> None:
-        """A body has made the step that was given out."""
+        """A body, or a loop elsewhere, has made a step, whose seconds are all booked on forward and backward by now."""
         self._meter.seconds["optimizer"] += made.optimizer_s
         self._meter.seconds["forward_backward"] -= made.optimizer_s
         self.made(made)
@@ -255,7 +256,7 @@ class Course:
         """Of a loop that draws no batch: it has made the next step, which has sent so much. Collective, as steps()."""
         self._meter.seconds["forward_backward"] += made.seconds
         self._meter.sent_bytes["optimizer"] += sent_bytes
-        self.made(made)
+        self._take(made)
         self.attend()
 
     def goes_on_to(self, step: int) -> None:
@@ -551,7 +552,7 @@ class Course:
     def _summary(self, replicas_equal: bool) -> Summary | None:
         """What summary.json says. `replicas_equal`: as compared at the end, not as the last checkpoint found them."""
         optimizer, meter, run = self.training.optimizer, self._meter, self._run
-        return report.summarise(
+        return summarise(
             history.read(RunFolder(run.directory).history),
             parameters=optimizer.space.layout.num_live,
             frozen_at=optimizer.frozen_at,

@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import Share
-from thinwire.workers.session.body import Made
+from thinwire.workers.session.body import Made, once_computed
 from thinwire.workers.session.course import Course
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.session.training import Surroundings, Training
@@ -32,9 +32,9 @@ class OwnLoop:
         self._last: Made | None = None  # the step that was made last: what is reported until the next one is of it
         self._before, self._counts = 0, True  # of the step that is being made; did the one before it count?
         self._began, self._sent, self._phase, self._lr = time.perf_counter(), 0, optimizer.phase.value, 0.0
-        self._seen_bytes = group.stats.sent_bytes
+        self._step_began, self._seen_bytes = self._began, group.stats.sent_bytes
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._steps()),
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: self._steps(args, kwargs)),
             optimizer.register_step_post_hook(lambda *_: self._stepped()),
         ]
         samples = None if around.spec is None else around.spec.global_batch
@@ -74,10 +74,15 @@ class OwnLoop:
         self._tell()
         return course.finish()
 
-    def _steps(self) -> None:
+    def _steps(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         optimizer = self._optimizer
         self._phase, self._before = optimizer.phase.value, optimizer.num_steps
         self._lr = float(optimizer.param_groups[0]["lr"])
+
+        def computed() -> None:
+            self._step_began = time.perf_counter()
+
+        return once_computed(args, kwargs, computed)
 
     def _stepped(self) -> None:
         """The optimizer's step() is over. One that was left out, as of an infinite gradient, does not count."""
@@ -91,7 +96,7 @@ class OwnLoop:
         else:
             self._tell()
         self._ranks.at_boundary(number)
-        self._last, self._sent = Made(self._phase, self._lr, now - self._began, 1.0, {}), sent
+        self._last, self._sent = Made(self._phase, self._lr, now - self._began, 1.0, {}, now - self._step_began), sent
         self._course.goes_on_to(number + 1)
         self._began, self._seen_bytes = time.perf_counter(), stats.sent_bytes
 

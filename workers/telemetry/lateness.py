@@ -22,14 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.comm.protocol import Group
+from thinwire.contract.figures import NAMED
 from thinwire.workers.membership import Seat
 
 RECENT = 200
 """Steps that a share is of."""
 LEAST_KNOWN = 50
 """So many steps before anybody is named."""
-NAMED = 0.7
-"""The share from which a worker is. By chance one of two comes last in half of the steps."""
 FORGIVEN = 0.35
 """Below it, it is said of a worker that was named that it is so no more."""
 MOSTLY = 0.5

@@ -1,186 +1,49 @@
-"""What a run leaves for people: summary.json and loss.png, in the run folder.
-
-All bytes are payload sent by one rank in committed training steps, counted by the transport. What it is compared
-with is a ring all-reduce of the gradient, which sends 2 (n-1)/n values a parameter a step.
-"""
+"""What a run leaves for people: summary.json and loss.png, in the run folder. Its sums are of contract/figures.py."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
+from thinwire.contract.figures import NATS, ring_bytes
 from thinwire.contract.files import write_whole
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.summary import (
-    CompressionRatios,
-    Losses,
-    PayloadBytes,
-    Rounds,
-    Seconds,
-    Spread,
-    Summary,
-    WaitedFor,
-)
+from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry import history
-from thinwire.workers.telemetry.lateness import NAMED as MOSTLY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PARTS = ("startup", "forward_backward", "optimizer", "evaluation", "checkpoint")
-"""The parts of a run's time that are measured; the rest of the total is `other`."""
 
-
-def ring_bytes(parameters: int, world_size: int, bytes_per_value: int) -> float:
-    """Payload bytes one rank sends in a ring all-reduce of `parameters` values: 2 (n-1)/n each."""
-    return 2 * (world_size - 1) / world_size * bytes_per_value * parameters
-
-
-def summarise(
-    samples: Sequence[Sample],
-    *,
-    parameters: int,
-    frozen_at: int | None,
-    replicas_bit_equal: bool,
-    checkpoint_bytes: int,
-    control_bytes: int,
-    seconds: Mapping[str, float],
-    attempts: int,
-) -> Summary:
-    """What summary.json says of a run that succeeded.
-
-    samples: its history in order of step, step 0 included; each counts its own world size, so a resized run is
-    compared with what its ring would have sent. frozen_at: the last step of the warm-up, None without one.
-    checkpoint_bytes, control_bytes: sent for these purposes, not in `sent`. seconds: "total" and any of PARTS.
-    Rounds are steps in which workers could exchange something; skipped ones sent nothing. The compressed phase is what
-    comes after frozen_at, its skipped rounds included: its ratio is that of the whole phase, not of one exchange.
-    Raises ValueError for an empty history.
-    """
-    if not samples:
-        raise ValueError("no samples to summarise; the history of the run is empty")
-    steps = [sample for sample in samples if sample.step > 0]
-    rounds = [sample for sample in steps if sample.world_size > 1]
-    compressed = [sample for sample in steps if sample.phase == "compressed"]
-    sent_compressed = sum(sample.payload_bytes for sample in compressed)
-    sent = sum(sample.payload_bytes for sample in steps)
-    fp32 = _ring_total(steps, parameters, 4)
-    compressed_fp32 = _ring_total(compressed, parameters, 4)
-    losses = [sample.loss for sample in steps if sample.loss is not None]
-    validation = [sample.validation_loss for sample in samples if sample.validation_loss is not None]
-    parts = {name: round(seconds.get(name, 0.0), 3) for name in PARTS}
-    measured = sum(seconds.get(name, 0.0) for name in PARTS)
-    other = round(max(0.0, seconds["total"] - measured), 3)
-    return Summary(
-        steps=samples[-1].step,
-        frozen_at=frozen_at,
-        world_size=samples[-1].world_size,
-        parameters=parameters,
-        replicas_bit_equal=replicas_bit_equal,
-        loss=Losses(
-            train_first=losses[0] if losses else None,
-            train_last=losses[-1] if losses else None,
-            validation_first=validation[0] if validation else None,
-            validation_last=validation[-1] if validation else None,
-        ),
-        payload_bytes=PayloadBytes(
-            sent=sent,
-            warmup_phase=sent - sent_compressed,
-            compressed_phase=sent_compressed,
-            compressed_phase_fp32=compressed_fp32,
-            fp32=fp32,
-            bf16=_ring_total(steps, parameters, 2),
-            checkpoints=checkpoint_bytes,
-            control=control_bytes,
-        ),
-        rounds=Rounds(total=len(rounds), skipped=sum(sample.skipped_round for sample in rounds)),
-        compression_ratio=CompressionRatios(
-            compressed_phase=_ratio(compressed_fp32, sent_compressed), overall=_ratio(fp32, sent)
-        ),
-        seconds=Seconds.model_validate({"total": round(seconds["total"], 3), **parts, "other": other}),
-        **prediction(samples),
-        waited_for=_waited_for(rounds),
-        health=_health(samples),
-        attempts=attempts,
-    )
-
-
-def prediction(samples: Sequence[Sample]) -> dict[str, float]:
-    """What steps should have taken beside what they took: of the last phase, as far as that was predicted.
-
-    Means over those steps, which are as many as the others were: the new normal of a run. Empty where there are none.
-    """
-    known = [one for one in samples if one.predicted_step_seconds is not None and one.phase == samples[-1].phase]
-    if not known or not all(one.step_seconds > 0 for one in known):
-        return {}
-    predicted_s = fmean(one.predicted_step_seconds or 0.0 for one in known)
-    measured_s = fmean(one.step_seconds for one in known)
-    return {
-        "predicted_step_seconds": round(predicted_s, 6),
-        "measured_step_seconds": round(measured_s, 6),
-        "prediction_error": round(predicted_s / measured_s - 1, 4),
-    }
-
-
-def _waited_for(rounds: Sequence[Sample]) -> WaitedFor | None:
-    """The worker that came last in more than MOSTLY of the rounds that sent something."""
-    exchanged = [sample for sample in rounds if sample.payload_bytes]
-    counts = Counter(sample.last_worker for sample in exchanged if sample.last_worker is not None)
-    if not counts:
-        return None
-    ((worker, count),) = counts.most_common(1)
-    share = count / len(exchanged)
-    if share < MOSTLY:
-        return None
-    seconds = sum(sample.waited_seconds or 0.0 for sample in exchanged if sample.last_worker == worker)
-    known = [
-        sample.computed_seconds
-        for sample in exchanged
-        if sample.last_worker == worker and sample.computed_seconds is not None
-    ]
-    computing = round(sum(known), 3) if known else None
-    return WaitedFor(worker=worker, share=round(share, 4), seconds=round(seconds, 3), computing=computing)
-
-
-def _health(samples: Sequence[Sample]) -> dict[str, Spread]:
-    """Of each number of reports.Health that was ever known: the first, the last and the largest."""
-    found = [sample.health.model_dump(exclude_none=True) for sample in samples if sample.health is not None]
-    names = dict.fromkeys(name for health in found for name in health)
-    values = {name: [health[name] for health in found if name in health] for name in names}
-    return {name: Spread(first=of[0], last=of[-1], max=max(of)) for name, of in values.items()}
-
-
-def write_report(run_dir: Path, summary: Summary) -> None:
-    """Write summary.json and loss.png into the run folder, each whole or not at all.
+def write_report(run_dir: Path, summary: Summary, loss_is: str = NATS) -> None:
+    """Write summary.json and loss.png into the run folder, each whole or not at all. loss_is: as `picture` has it.
 
     The picture is drawn from history.jsonl. Raises HistoryError, ValueError for an empty history, OSError.
     """
     folder = RunFolder(run_dir)
     write_whole(folder.summary, summary.as_text())
-    picture = BytesIO()
-    _draw(history.read(folder.history), summary).savefig(picture, format="png", dpi=150)
-    write_whole(folder.picture, picture.getvalue())
+    write_whole(folder.picture, picture(history.read(folder.history), summary, loss_is))
 
 
-def _ring_total(steps: Sequence[Sample], parameters: int, bytes_per_value: int) -> int:
-    return round(sum(ring_bytes(parameters, sample.world_size, bytes_per_value) for sample in steps))
+def picture(samples: Sequence[Sample], summary: Summary, loss_is: str = NATS) -> bytes:
+    """loss.png: losses, and bytes beside those of fp32 and bf16. loss_is: what the numbers of a loss are.
 
-
-def _ratio(would_have_sent: int, sent: int) -> float | None:
-    """None where nothing was sent: one worker, or no such phase."""
-    return would_have_sent / sent if sent else None
+    summary: of the same samples, at the end or so far. Raises ValueError for an empty history.
+    """
+    drawn = BytesIO()
+    _draw(samples, summary, loss_is).savefig(drawn, format="png", dpi=150)
+    return drawn.getvalue()
 
 
 _TRAIN, _VALIDATION, _SENT, _FP32, _BF16 = "#9ab8d8", "#1f4e79", "#1a7f37", "#b3261e", "#d9822b"
 
 
-def _draw(samples: Sequence[Sample], summary: Summary) -> Figure:
+def _draw(samples: Sequence[Sample], summary: Summary, loss_is: str) -> Figure:
     """Two panels over steps. Without pyplot: it keeps every figure of the process, and needs its main thread."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -192,7 +55,8 @@ def _draw(samples: Sequence[Sample], summary: Summary) -> Figure:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(_title(summary), fontsize=13, fontweight="bold")
     _draw_losses(upper, samples)
-    _draw_bytes(lower, [sample for sample in samples if sample.step > 0], summary.parameters)
+    upper.set_ylabel(loss_is, fontsize=11)
+    _draw_bytes(lower, [sample for sample in samples if sample.step > 0], summary.parameters or 0)
     lower.set_xlabel("step", fontsize=11)
     for axes in (upper, lower):
         axes.set_xlim(0, max(1, samples[-1].step))
@@ -207,14 +71,14 @@ def _draw(samples: Sequence[Sample], summary: Summary) -> Figure:
 
 def _title(summary: Summary) -> str:
     ratios, workers = summary.compression_ratio, summary.world_size
-    if ratios.overall is None:
-        return "One worker: nothing was sent"
+    if ratios.overall is None or summary.parameters is None:
+        return "One worker: nothing was sent" if workers == 1 else f"{workers} workers: nothing was sent"
     where = f"{workers} workers, {summary.parameters / 1e6:.1f} M parameters"
     if ratios.compressed_phase is None:
         return f"{where}: not compressed, fp32 / sent = {ratios.overall:.2f}"
     return (
         f"{where}: compressed {ratios.compressed_phase:.1f}x against fp32 after the warm-up,\n"
-        f"{ratios.overall:.1f}x over the whole run"
+        f"{ratios.overall:.1f}x over {'the whole run' if summary.state else f'{summary.steps:,} steps so far'}"
     )
 
 
@@ -233,7 +97,6 @@ def _draw_losses(axes: Axes, samples: Sequence[Sample]) -> None:
             clip_on=False,
             label=f"validation, last {validation[-1][1]:.2f}",
         )
-    axes.set_ylabel("loss (nats per byte)", fontsize=11)
 
 
 def _draw_bytes(axes: Axes, steps: Sequence[Sample], parameters: int) -> None:

@@ -19,10 +19,10 @@ from thinwire.comm.calls import calls_of
 from thinwire.comm.exchange.exchange import gather_flags
 from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
+from thinwire.contract.figures import ring_bytes
 from thinwire.contract.reports import MOST_REPORTED, EventKind, Health, Sample, wrong_with_reported_name
 from thinwire.workers.data.order import share
 from thinwire.workers.session.training import Training
-from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.lateness import Waits, last_of
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
@@ -138,7 +138,7 @@ class StepLog:
         sent = self._meter.sent_bytes["optimizer"] - self._sent_bytes
         self._sent_bytes += sent
         self._num_windows += len(share(batch, group.rank, group.size))
-        dense_bytes = report.ring_bytes(training.optimizer.space.layout.num_live, group.size, 4)
+        dense_bytes = ring_bytes(training.optimizer.space.layout.num_live, group.size, 4)
         sample = Sample(
             step=step,
             last_step=training.feed.last,

@@ -10,6 +10,7 @@ from tests.covering import parametrize
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, run_threads
 from thinwire.comm.groups.faults import Fault, FaultyGroup
+from thinwire.contract.figures import ring_bytes
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.summary import Summary
@@ -20,7 +21,7 @@ from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.job import run_job
 from thinwire.workers.session.training import Run
 from thinwire.workers.telemetry import history
-from thinwire.workers.telemetry.report import ring_bytes, write_report
+from thinwire.workers.telemetry.report import write_report
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, refuse_non_finite
 

@@ -148,6 +148,48 @@ with session() as run:
 """
 
 
+TIMED = """
+import sys, time
+import torch
+from thinwire.optim import Adam
+from thinwire.train import session
+
+with session() as run:
+    model = torch.nn.Linear(2, 1)
+    optimizer = Adam(model.parameters(), group=run.group)
+    run.register(optimizer=optimizer)
+
+    def computed():
+        time.sleep(0.1)
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+
+    loop, how = sys.argv[1:]
+    for _ in range(3) if loop == "own" else run.batches([torch.ones(2)] * 3, global_batch=1, steps=3):
+        if how == "closure":
+            optimizer.step(computed)
+        else:
+            computed()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "closure"])
+@pytest.mark.parametrize("loop", ["own", "batches"])
+def test_the_seconds_of_the_optimizer_are_in_a_scripts_summary(tmp_path, loop, how):
+    """Of step() alone: what a closure computes is not the optimizer's."""
+    (tmp_path / "train.py").write_text(TIMED)
+    recipe = {"name": "script", "entry": "train.py", "working_dir": str(tmp_path), "args": [loop, how]}
+    spec = read_spec({"recipe": recipe, "workers": {"elastic": "restart"}})
+    run = Run(tmp_path / "run", time.time())
+    summary = run_job(spec, run, FixedRanks(SoloGroup()), torch.device("cpu"), Recording(tmp_path / "run"))
+    parts = summary.seconds.parts
+    assert summary.steps == 3
+    assert parts["optimizer"] > 0
+    assert parts["forward_backward"] >= 3 * 0.1
+    assert sum(parts.values()) == pytest.approx(summary.seconds.total, abs=0.01)
+
+
 def test_a_step_that_a_gradient_scaler_leaves_out_is_none_of_the_history(tmp_path):
     """Its first steps are, until the scale fits; what is reported of them is no other step's."""
     (tmp_path / "train.py").write_text(SCALED)

@@ -9,11 +9,11 @@ import torch
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm.groups.blocking import MirroredGroup
 from thinwire.comm.wire.network import all_reduce
+from thinwire.contract.figures import prediction as held
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.optim import OneBitAdam
 from thinwire.workers.telemetry.prediction import Prediction
-from thinwire.workers.telemetry.report import prediction as held
 
 ELEMENTS = 800_000
 FULL, BITS = int(all_reduce(2, 4 * ELEMENTS).num_bytes), 101_000

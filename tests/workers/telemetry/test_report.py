@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.covering import parametrize
+from thinwire.contract.figures import NATS, ring_bytes, so_far, summarise
 from thinwire.contract.reports import Health, Sample
 from thinwire.contract.summary import Summary
 from thinwire.workers.telemetry import report
 from thinwire.workers.telemetry.history import HistoryError, RunFiles
-from thinwire.workers.telemetry.report import ring_bytes, summarise, write_report
+from thinwire.workers.telemetry.report import write_report
 
 PARAMETERS = 1_000_000
 
@@ -102,6 +103,36 @@ def test_the_worker_that_was_the_last_most_of_the_time_is_in_the_summary() -> No
     assert made(run()).waited_for is None
 
 
+def test_the_figures_so_far_are_the_summarys_but_for_what_only_rank_0_knows() -> None:
+    """Parameters and the end of warm-up are found in samples; skipped rounds have no ratio and stand in the sums."""
+    samples = [
+        one.model_copy(update={"compression_ratio": ring_bytes(PARAMETERS, one.world_size, 4) / one.payload_bytes})
+        if one.payload_bytes
+        else one
+        for one in run(world_sizes=(4, 3, 2))
+    ]
+    samples[17] = samples[17].model_copy(update={"payload_bytes": 0, "compression_ratio": None})
+    for at in range(1, len(samples)):
+        begun, known = so_far(samples[: at + 1]), made(samples[: at + 1], 5 if at > 5 else None)
+        assert begun is not None
+        unknown = {"state": None, "replicas_bit_equal": None, "seconds": None, "attempts": 1}
+        sent = known.payload_bytes.model_copy(update={"checkpoints": None, "control": None})
+        assert begun == known.model_copy(update={**unknown, "payload_bytes": sent})
+    assert so_far([]) is so_far(samples[:1]) is None
+    alone = so_far(run(world_sizes=(1,)))
+    assert alone is not None
+    assert (alone.parameters, alone.payload_bytes.fp32) == (None, 0)
+
+
+def test_a_run_without_a_summary_has_its_picture() -> None:
+    for samples in (run(), run(world_sizes=(1,)), run(num_steps=1)):
+        summary = so_far(samples)
+        assert summary is not None
+        assert report.picture(samples, summary, "loss").startswith(b"\x89PNG")
+    title = report._title(made(run()).model_copy(update={"state": None}))
+    assert "20 steps so far" in title
+
+
 def test_a_resized_run_is_compared_step_by_step() -> None:
     summary = summary_of(run(world_sizes=(4, 2, 8)))
     assert summary["compression_ratio"]["compressed_phase"] == pytest.approx(32.0)
@@ -150,7 +181,7 @@ def test_report_writes_the_summary_and_a_picture(
 
 def test_picture_shows_losses_bytes_and_the_warmup() -> None:
     samples = run()
-    upper, lower = report._draw(samples, made(samples)).axes
+    upper, lower = report._draw(samples, made(samples), NATS).axes
     train, validation, *_ = upper.lines
     assert list(train.get_xdata()) == list(range(1, 21))
     assert list(validation.get_xdata()) == [0, 5, 10, 15, 20]
