@@ -68,7 +68,7 @@ def sum_of_losses(loop):
     loop.optimizer.step()
 
 
-@case(STEPS, "`backward(inputs=...)`, layer by layer")
+@case(STEPS, "`backward(inputs=...)`, layer by layer", SECOND)
 @each_step
 def backward_in_parts(loop):
     params = list(loop.net.parameters())
