@@ -137,9 +137,9 @@ class FlatSpace:
         if fresh:
             logger.warning(
                 "memory_shared parameters=%d first=%r: other tensors or arrays lie in their memory, such as a buffer, "
-                "a state_dict() that is kept, a NumPy view or a tied layer. They see every step, as under torch.optim; "
-                "it costs a copy of these parameters, and of memory as much again. Let go of what is not needed "
-                "(del state_dict), and the next step moves them",
+                "a state_dict() that is kept, a loss with its graph, a NumPy view or a tied layer. They see every step "
+                "as under torch.optim; it costs a copy of these parameters, and memory as much again. Let go of what "
+                "is not needed (del state_dict), and the next step moves them",
                 len(fresh),
                 self.tensors[min(fresh)].label,
             )
