@@ -327,6 +327,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             return
         self._refuse_written()
         self._refuse_unlike()
+        self.space.take_moved()  # the same values in other memory, which the sync is to reach
         with self.calling(f"{call} after step {self.num_steps}", PREPARE_EVERYWHERE):
             self._sync_in_full(torch.empty_like(self.space.p_N) if u_N is None else u_N)
 

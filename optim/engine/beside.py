@@ -38,8 +38,9 @@ def digests(optimizer: Algorithm[Any]) -> dict[str, dict[str, list[int]]]:
     """
     stepped = list(_stepped())
     ours = [one for one in stepped if isinstance(one, Algorithm)]
-    held = {id(param) for one in (optimizer, *ours) for param in _params(one)}
     named = {} if optimizer.model is None else dict(optimizer.model.named_parameters())
+    held = {id(param) for one in (optimizer, *ours) for param in _params(one)}
+    held |= {id(named[name]) for name in excepted_of(optimizer.model) if name in named}
     names = {id(param): named_as_trained(name) for name, param in named.items()}
     found: dict[str, dict[str, list[int]]] = {}
     # The largest first: what holds a part of another's parameters is inside of that, as in ZeroRedundancyOptimizer.
@@ -49,8 +50,7 @@ def digests(optimizer: Algorithm[Any]) -> dict[str, dict[str, list[int]]]:
     others.sort(key=lambda other: -len(other[1]))
     trained: list[tuple[str, list[Tensor]]]
     trained = [(f"{kind} ({at}) steps parameters that", params) for at, (kind, params) in enumerate(others, 1)]
-    excepted = excepted_of(optimizer.model)
-    unheld: list[Tensor] = [p for name, p in named.items() if p.requires_grad and name not in excepted]
+    unheld: list[Tensor] = [param for param in named.values() if param.requires_grad]
     trained.append(("model= has parameters that no optimizer steps, and that", unheld))
     for who, params in trained:
         beside = [param for param in params if id(param) not in held and _is_whole(param)]

@@ -70,8 +70,9 @@ class FlatSpace:
         self._dtypes = [tensor.param.dtype for tensor in self.tensors]
         self._written: dict[int, tuple[int, int]] = {}
         self._looks, self._looks_at_all = 0, False
-        self._samples: tuple[list[int], list[tuple[Tensor, Tensor]]] = [], []
-        """Where low-precision parameters lie, and of each a few elements of master and parameter: views."""
+        self._sampled = [self._few_masters(dtype) for dtype in LOW_PRECISION]
+        self._samples: tuple[list[int], list[list[Tensor]]] = [], []
+        """Where low-precision parameters lie, and of each type a few elements of each: views."""
         self._unlike: _Answer | None = None
         """Did look_at_values find other values than the rounded masters?"""
         self.gradient_norm: Tensor | None = None
@@ -137,9 +138,9 @@ class FlatSpace:
         if fresh:
             logger.warning(
                 "memory_shared parameters=%d first=%r: other tensors or arrays lie in their memory, such as a buffer, "
-                "a state_dict() that is kept, a NumPy view or a tied layer. They see every step, as under torch.optim; "
-                "it costs a copy of these parameters, and of memory as much again. Let go of what is not needed "
-                "(del state_dict), and the next step moves them",
+                "a state_dict() that is kept, a loss with its graph, a NumPy view or a tied layer. They see every step "
+                "as under torch.optim; it costs a copy of these parameters, and memory as much again. Let go of what "
+                "is not needed (del state_dict), and the next step moves them",
                 len(fresh),
                 self.tensors[min(fresh)].label,
             )
@@ -199,15 +200,20 @@ class FlatSpace:
     def _unlike_few(self) -> Tensor:
         where = [self.tensors[i].param.data_ptr() for i in self._low]
         if self._samples[0] != where:
-            pairs = [(self._parameters[i], self.tensors[i].param.detach()) for i in self._low]
-            self._samples = where, [(_few(view), _few(param)) for view, param in pairs]
+            params = [self.tensors[i].param.detach() for i in self._low]
+            self._samples = where, [[_few(x) for x in params if x.dtype == dtype] for dtype in LOW_PRECISION]
         found = torch.zeros((), dtype=torch.bool, device=self.p_N.device)
-        for dtype in LOW_PRECISION:
-            pairs = [pair for pair in self._samples[1] if pair[1].dtype == dtype]
-            if pairs:
-                masters, params = (torch.cat(one) for one in zip(*pairs, strict=True))
-                found |= (_bits(masters.to(dtype)) != _bits(params)).any()
+        for at_K, few in zip(self._sampled, self._samples[1], strict=True):
+            if few:
+                few_K = torch.cat(few)
+                found |= (_bits(self.p_N[at_K].to(few_K.dtype)) != _bits(few_K)).any()
         return found
+
+    def _few_masters(self, dtype: torch.dtype) -> Tensor:
+        """Where in p_N the masters of a few elements of the parameters of this type lie."""
+        views = [_few(self._parameters[i]) for i in self._low if self._dtypes[i] == dtype]
+        at = [x.storage_offset() + k * x.stride(0) for x in views for k in range(len(x))]
+        return torch.tensor(at, dtype=torch.int64, device=self.p_N.device)
 
     def _unlike_all(self) -> Tensor:
         found = torch.zeros((), dtype=torch.bool, device=self.p_N.device)

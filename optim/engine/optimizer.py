@@ -424,7 +424,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.overlap.refuse_between(call)
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self.space.take_moved()
+        self.space.refuse_changed()
         prepare()
         state_dict = collect(self)
         for post_hook in self._optimizer_state_dict_post_hooks.values():

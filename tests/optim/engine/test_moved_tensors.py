@@ -84,6 +84,53 @@ def test_tensors_that_were_moved_train_on(name, overlap):
         assert all(map(torch.equal, sum(found, ()), sum(expected, ()))), what
 
 
+@every_value({"name": ["adam", "onebit_adam", "zero_one_adam"], "save": ["state_dict", "rank_state_dict"]})
+def test_weights_that_are_set_through_data_for_a_save_and_back_train_on(name, save):
+    """An average that is looked at by `p.data = ...`: what is put back has the values of before."""
+
+    def swap(optimizer, net):
+        before, average = [p.data for p in net.parameters()], [p.detach() / 2 for p in net.parameters()]
+        for p, x in zip(net.parameters(), average, strict=True):
+            p.data = x
+        getattr(optimizer, save)()
+        for p, x in zip(net.parameters(), before, strict=True):
+            p.data = x
+
+    def ends(group, deed):
+        net = network()
+        optimizer = make(name, [{"params": list(net.parameters()), **ADAM}], group, warmup=FREEZE)
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            loss_of(net, inputs(step, group.rank)).backward()
+            optimizer.step()
+            if optimizer.at_sync or save == "rank_state_dict":
+                deed(optimizer, net)
+        return torch.cat([end(optimizer), bits(*net.parameters())])
+
+    found = run_threads(2, lambda group: ends(group, swap))
+    expected = run_threads(2, lambda group: ends(group, lambda optimizer, net: getattr(optimizer, save)()))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_the_end_of_a_round_reaches_parameters_that_were_moved_in_it():
+    """0/1 Adam: each rank has values of its own, which another place does not change; all have the same after it."""
+
+    def ends(group):
+        net = network()
+        optimizer = make("zero_one_adam", [{"params": list(net.parameters()), **ADAM}], group, warmup=FREEZE)
+        step = 0
+        while optimizer.at_sync or step <= FREEZE:
+            step += 1
+            optimizer.zero_grad()
+            loss_of(net, inputs(step, group.rank)).backward()
+            optimizer.step()
+        replace_memory(net)
+        optimizer.prepare_to_save()
+        return bits(*net.parameters())
+
+    assert torch.equal(*run_threads(2, ends))
+
+
 def test_a_parameter_in_shared_memory_stays_there_and_others_see_what_it_becomes():
     net = network().share_memory()
     seen_elsewhere = [p.detach() for p in net.parameters()]

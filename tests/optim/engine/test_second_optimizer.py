@@ -104,6 +104,28 @@ def test_what_each_rank_has_otherwise_or_alone_is_told_nothing(caplog):
     assert not lines(caplog)
 
 
+@pytest.mark.parametrize("theirs", [torch.optim.AdamW, lambda params: Nothing(params)])
+def test_what_the_model_names_as_each_rank_s_own_is_told_nothing(theirs, caplog):
+    trained(Adam, theirs, before_step=named_as_own)
+    assert not lines(caplog)
+
+
+def named_as_own(model, group):
+    model._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    with torch.no_grad():
+        model[0].weight += group.rank
+
+
+class Nothing:
+    """An optimizer that is none."""
+
+    def __init__(self, params):
+        pass
+
+    def step(self):
+        pass
+
+
 def test_two_optimizers_of_thinwire_are_told_nothing(caplog):
     def work(group):
         model = seeded(0, lambda: torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 2)))
@@ -125,13 +147,6 @@ def test_what_is_trained_by_hand_is_said_where_the_model_is_known(caplog):
     def by_hand(model, group):
         with torch.no_grad():
             model[0].weight -= 0.1 * model[0].weight.grad
-
-    class Nothing:
-        def __init__(self, params):
-            pass
-
-        def step(self):
-            pass
 
     trained(Adam, Nothing, before_step=by_hand)
     (line,) = lines(caplog)
