@@ -9,6 +9,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -136,21 +137,50 @@ def test_the_client_reads_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_one_person_holds_few_of_the_large_answers_and_others_get_theirs() -> None:
     async def tried() -> None:
         slots = Slots(at_once=3, of_one=2, wait_s=0.05)
-        async with slots.one("anna"), slots.one("anna"):
+
+        def one(who: str) -> AbstractAsyncContextManager[None]:
+            return slots.one(who, asyncio.timeout(None))
+
+        async with one("anna"), one("anna"):
             with pytest.raises(TooMuch, match="anna asks for more large answers at once"):
-                async with slots.one("anna"):
+                async with one("anna"):
                     pass
-            async with slots.one("bert"):
-                with pytest.raises(TooMuch):
-                    async with slots.one("carl"):
-                        pass
-            async with slots.one("carl"):
+            async with one("carl"):
                 pass
         for _ in range(3):  # nobody who waited in vain holds one
-            async with slots.one("anna"), slots.one("anna"), slots.one("bert"):
+            async with one("anna"), one("anna"), one("bert"):
                 pass
 
     asyncio.run(tried())
+
+
+def test_who_reads_slowly_keeps_no_others_out() -> None:
+    """Where all are held, the answer that has been under way for longest ends; one that has just begun does not."""
+    slots, held = Slots(at_once=2, of_one=1, wait_s=0.1), list[str]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async with slots.one(scope["who"], scope["state"]["sending"]):
+            held.append(scope["who"])
+            await asyncio.sleep(scope["for_s"])
+
+    async def ask(who: str, for_s: float) -> None:
+        await Paced(app)({"type": "http", "path": "/", "who": who, "for_s": for_s}, None, None)  # type: ignore[arg-type]
+
+    async def tried() -> None:
+        slow = [asyncio.create_task(ask(who, 60.0)) for who in ("anna", "bert")]
+        await asyncio.sleep(0.15)
+        await ask("carl", 0.0)
+        await asyncio.wait_for(slow[0], 1.0)
+        assert not slow[1].done()
+        quick = asyncio.create_task(ask("dora", 60.0))
+        await asyncio.sleep(0)
+        await ask("emil", 0.0)
+        assert slow[1].done()
+        assert not quick.done()
+        quick.cancel()
+
+    asyncio.run(tried())
+    assert held == ["anna", "bert", "carl", "dora", "emil"]
 
 
 def test_a_slot_is_held_until_the_answer_has_gone(service: Service) -> None:
@@ -212,10 +242,13 @@ def test_answers_go_out_in_parts_and_whole() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(Paced(app)({"type": "http"}, None, send))  # type: ignore[arg-type]
+    asyncio.run(Paced(app)({"type": "http", "state": {"large": True}}, None, send))  # type: ignore[arg-type]
     assert b"".join(one["body"] for one in sent[1:]) == body + b"end"
     assert max(len(one["body"]) for one in sent[1:]) <= PART_BYTES
     assert [one.get("more_body", False) for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    sent.clear()
+    asyncio.run(Paced(app)({"type": "http"}, None, send))  # type: ignore[arg-type]
+    assert sent[1]["body"] is body, "what holds no slot counts among what is not read, all of it"
 
 
 # what is kept
