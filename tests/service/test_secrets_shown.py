@@ -108,7 +108,8 @@ def test_what_a_job_says_is_shown_without_secrets(service: Service) -> None:
     assert SECRET not in service.client.get(f"/v1/jobs/{failed}/metrics").text
 
 
-LOG = f"begin\nopen s3://KEY:{SECRET}@bucket/a\npassword={SECRET} tokens=4096\nend of it, \u00e9\n" * 3
+KEY = f"-----BEGIN PRIVATE KEY-----\nMII{SECRET}a\n{SECRET}b\n-----END PRIVATE KEY-----"
+LOG = f"begin\nopen s3://KEY:{SECRET}@bucket/a\npassword={SECRET} tokens=4096\nend of it, \u00e9\n{KEY}\n" * 3
 
 
 @pytest.mark.parametrize("limit", [7, 16, 50, 1000])
@@ -116,7 +117,7 @@ def test_a_log_is_read_without_its_secrets_in_parts_of_any_size_and_from_any_pla
     (tmp_path / "log").write_text(LOG)
     read = partial(read_part, tmp_path / "log")
     size = (tmp_path / "log").stat().st_size
-    shown = LOG.replace(f"KEY:{SECRET}", HIDDEN).replace(SECRET, HIDDEN)
+    shown = LOG.replace(f"KEY:{SECRET}", HIDDEN).replace(KEY, HIDDEN).replace(SECRET, HIDDEN)
     for start in range(0, size, 3):
         text, offset = "", start
         while (chunk := without_secrets(read, offset, limit)).next_offset > offset:
