@@ -27,6 +27,7 @@ from thinwire.service.jobs import service as jobs_service
 from thinwire.service.jobs.repository import EventRow, SampleRow
 from thinwire.service.large_answers import PART_BYTES, Paced, Slots
 from thinwire.service.launch.protocol import LaunchState
+from thinwire.service.main import JOBS_SHOWN_AT_ONCE
 
 GRACE_S = 300.0
 BLOB = "x" * 15_000
@@ -229,6 +230,26 @@ def test_a_slot_is_held_until_the_answer_has_gone(service: Service) -> None:
         assert await status(anna, path) == 200
 
     asyncio.run(tried())
+
+
+def test_few_jobs_are_made_answers_at_the_same_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job file of 1 MiB takes ten: forty threads would hold hundreds. What else is asked goes on meanwhile."""
+    job_id, go_on, under_way = service.submit(), threading.Event(), threading.Semaphore(0)
+    get = service.plane.jobs.get
+
+    def slow(job_id: str) -> Any:
+        under_way.release()
+        assert go_on.wait(30.0)
+        return get(job_id)
+
+    monkeypatch.setattr(service.plane.jobs, "get", slow)
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(service.client.get, f"/v1/jobs/{job_id}") for _ in range(20)]
+        assert all(under_way.acquire(timeout=30.0) for _ in range(JOBS_SHOWN_AT_ONCE))
+        assert service.client.get("/v1/jobs").status_code == 200
+        assert not under_way.acquire(timeout=0.3)
+        go_on.set()
+        assert {answer.result().status_code for answer in answers} == {200}
 
 
 def test_answers_go_out_in_parts_and_whole() -> None:
