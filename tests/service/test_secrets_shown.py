@@ -131,6 +131,24 @@ def test_a_log_is_read_without_its_secrets_in_parts_of_any_size_and_from_any_pla
     assert parts == shown
 
 
+def test_a_refusal_names_no_secret_that_stands_where_a_name_belongs(service: Service) -> None:
+    token = "hf_" + "a1B2" * 5
+    refused = service.client.post("/v1/jobs", json={**spec(), token: 1})
+    assert refused.status_code == 422
+    assert [problem["path"] for problem in refused.json()["problems"]] == [HIDDEN]
+    assert token not in refused.text
+    missing = service.client.get(f"/v1/nothing/{token}")
+    assert missing.status_code == 404
+    assert token not in missing.text
+
+
+def test_a_line_of_the_audit_fits_whatever_the_method_is_called(service: Service) -> None:
+    """PostgreSQL takes no longer one, and the line would be in the log alone."""
+    assert service.client.request("Z" * 100, "/v1/nothing", headers=service.person("vera", "viewer")).status_code == 404
+    [line] = service.client.get("/v1/audit", params={"who": "vera"}).json()["lines"]
+    assert line["what"] == "Z" * 64
+
+
 def test_the_audit_has_no_token_that_was_given_for_a_name(service: Service) -> None:
     token = "twp_" + "a1" * 20
     service.client.delete(f"/v1/tokens/{token}")
