@@ -430,10 +430,13 @@ def ended(service: Service, state: LaunchState = LaunchState.SUCCEEDED, **batch:
 
 @pytest.mark.parametrize("state", [LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED])
 def test_what_is_there_when_a_job_ends_is_not_replaced(service: Service, state: LaunchState) -> None:
-    job_id = ended(service, state, summary={"a": 1})
-    assert service.post(job_id, samples=[sample(7)], summary={"a": 2}).status_code == 204
+    job_id = ended(service, state, summary={"a": 1}, samples=[sample(6)])
+    assert service.post(job_id, samples=[sample(6, loss=0.1), sample(7)], summary={"a": 2}).status_code == 204
     assert service.job(job_id)["summary"] == {"a": 1}
     assert service.job(job_id)["progress"]["step"] == 7
+    assert service.post(job_id, samples=[sample(7, loss=0.1)]).status_code == 204
+    assert service.job(job_id)["progress"]["loss"] == 5.0
+    assert [one["loss"] for one in told(service, job_id)["samples"]] == [5.0, 5.0]
     (service.run_dir(job_id) / "loss.png").write_bytes(b"picture")
     path, headers = f"/v1/jobs/{job_id}/files/", service.job_headers(job_id) | PLAIN
     replaced = service.client.put(f"{path}loss.png", params={"attempt": 1}, content=b"x", headers=headers)
