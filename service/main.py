@@ -106,6 +106,7 @@ class ControlPlane:
             observe_turn=self.metrics.turned,
             packages=self.packages,
             prune=self._prune,
+            log_room=lambda job_id: self.reports.room(job_id),
         )
         self.jobs = JobService(
             self.db,

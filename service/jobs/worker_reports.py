@@ -304,6 +304,12 @@ class WorkerReports:
         if wait_s:
             raise TooMuch(f"job {job_id} posts more than a job may", wait_s)
 
+    def room(self, job_id: str) -> int:
+        """How many bytes more are kept of the job. Raises JobNotFound."""
+        with self._db.read() as session:
+            jobs = JobRepository(session)
+            return self._room(jobs, jobs.found(job_id))[0]
+
     def _check(self, job_id: str, attempt: int) -> tuple[JobState, int]:
         """The job's state, and how many bytes more are kept of it. Raises JobNotFound, JobOver, StaleAttempt."""
         with self._db.read() as session:

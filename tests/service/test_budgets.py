@@ -372,6 +372,10 @@ def test_a_log_grows_as_far_as_the_job_has_room(far: Service) -> None:
     assert far.job(job_id)["kept_bytes"] == 1500
     assert add(1500, b"x" * 5000) == {"next_offset": 3000, "full": True}
     assert add(3000, b"x") == {"next_offset": 3000, "full": True}
+    far.launcher.write_log(job_id, "x" * 5000)  # what its cluster has is no more welcome than what its driver sends
+    far.launcher.put(job_id, LaunchState.SUCCEEDED)
+    far.turn(2)
+    assert (far.state(job_id), far.job(job_id)["kept_bytes"]) == ("SUCCEEDED", 3000)
 
 
 def test_one_person_does_not_fill_the_store_of_packages(tmp_path: Path) -> None:
