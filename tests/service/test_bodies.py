@@ -78,6 +78,24 @@ def test_another_encoding_hides_nothing(service: Service, encoding: str) -> None
         assert "UTF-8" in answer.json()["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "url", "path"),
+    [
+        ("GET", "/v1/jobs/%00", "job_id"),
+        ("POST", "/v1/jobs/a%00/cancel", "job_id"),
+        ("DELETE", "/v1/jobs/%00", "job_id"),
+        ("GET", "/v1/jobs?before=%00", "before"),
+        ("GET", "/v1/jobs/a/metrics?event_kind=b&event_kind=%00", "event_kind"),
+        ("GET", "/v1/jobs?%00=1", "\\0"),
+    ],
+)
+def test_a_path_or_a_query_with_nul_is_refused_by_name(service: Service, method: str, url: str, path: str) -> None:
+    """PostgreSQL does not look for one: it was an error inside the service."""
+    answer = service.client.request(method, url)
+    assert answer.status_code == 422
+    assert [problem["path"] for problem in answer.json()["problems"]] == [path]
+
+
 def test_text_of_all_languages_is_taken(service: Service) -> None:
     job, headers = submitted(service)
     body: dict[str, Any] = {
