@@ -39,7 +39,7 @@ STREAMED = "/v1/packages/"
 """Below it bodies are not read here: the route takes them in parts, with limits of its own."""
 STREAMED_BYTES, STREAMED_SILENT_S = 1 << 20, 60.0
 """What such a body takes of the memory, and how long it may be without progress."""
-_REPORT: Final = re.compile(r"/v1/jobs/(?P<job_id>[^/]+)/(telemetry|log|files/[^/]+)")
+_REPORT: Final = re.compile(r"/v1/jobs/[^/]+/(telemetry|log|files/[^/]+)")
 """Paths of what a job says and leaves."""
 _PLAIN_BYTES: Final = re.compile(r"/v1/jobs/[^/]+/(log|files/[^/]+)")
 """Paths that take any bytes, and no JSON."""
@@ -50,10 +50,10 @@ class Bodies:
     """ASGI middleware behind the guard: reads the body and hands it on, or answers 408, 413, 422, 429 or 503.
 
     Before any of it is read its length is counted, against what its job may send and what the service holds. The length
-    header is believed; a chunked body, which has none, counts as the largest of its path. Where strangers may ask, no
-    body is read.
+    header is believed; a chunked body counts as the largest of its path. Where strangers may ask, no body is read.
 
-    charge: counts so many bytes against a job, or raises TooMuch.
+    charge: counts so many bytes against a job, or raises TooMuch. What others send is not counted against it: who may
+    only look, or has seen its ticket, could keep its reports out.
     """
 
     def __init__(self, app: ASGIApp, charge: Callable[[str, int], None]) -> None:
@@ -73,7 +73,9 @@ class Bodies:
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send, caller: Caller, size: int) -> None:
         path: str = scope["path"]
-        who = f"job {caller.job_id}" if caller.person is None else f"the token {caller.person.name!r}"
+        who = f"the token {caller.person.name!r}" if caller.person is not None else f"job {caller.job_id}"
+        if caller.ticket:
+            who = f"the ticket of {who}"
         if path.startswith(STREAMED):
             size = min(size, STREAMED_BYTES)
             with self._budget.hold(who, size, receive, silent_s=STREAMED_SILENT_S) as arriving:
@@ -81,9 +83,8 @@ class Bodies:
             return
         if size > _limit(path):
             raise _too_large(path, size)
-        report = _REPORT.fullmatch(path)
-        if (job_id := caller.job_id or (report and report["job_id"])) is not None:
-            self._charge(job_id, max(size, LEAST_COST) if report else size)
+        if caller.job_id is not None and not caller.ticket:
+            self._charge(caller.job_id, max(size, LEAST_COST) if _REPORT.fullmatch(path) else size)
         with self._budget.hold(who, size, receive, silent_s=SILENT_S, within_s=WITHIN_S) as arriving:
             held = await _read(path, arriving)
             if not _PLAIN_BYTES.fullmatch(path):
@@ -100,11 +101,15 @@ class Bodies:
 
 
 def _length(scope: Scope) -> int:
-    """Of the body: as declared; where it is not, the most that its path takes."""
+    """Of the body: as declared; where it is not, the most that its path takes.
+
+    A chunked one is as long as its chunks, whatever its Content-Length says.
+    """
     headers = Headers(scope=scope)
-    if (declared := headers.get("content-length", "")).isdecimal():
-        return int(declared)
-    return _limit(scope["path"]) if "transfer-encoding" in headers else 0
+    if "transfer-encoding" in headers:
+        return _limit(scope["path"])
+    declared = headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
 
 
 def _limit(path: str) -> int:

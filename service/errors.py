@@ -359,7 +359,13 @@ class ShowableJSON(JSONResponse):
 def error_response(error: ServiceError) -> JSONResponse:
     """The answer that a client gets for this error."""
     problems = [
-        one.model_copy(update={"value": redacted_json(one.value, one.path), "message": redacted(one.message)})
+        one.model_copy(
+            update={
+                "path": redacted(one.path),
+                "value": redacted_json(one.value, one.path),
+                "message": redacted(one.message),
+            }
+        )
         for one in error.problems
     ]
     body = ErrorBody(code=error.code, message=redacted(error.message), problems=problems)
@@ -396,7 +402,7 @@ def _validation_error(request: Request, error: Exception) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = HTTPStatus(error.status_code)
-    message = f"{status.phrase}: {request.method} {request.url.path}"
+    message = redacted(f"{status.phrase}: {request.method} {request.url.path}")
     headers = dict(error.headers or {})
     if status is HTTPStatus.METHOD_NOT_ALLOWED:
         headers["Allow"] = ", ".join(sorted(_methods(request)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import time
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_FREE_BYTES = 64 << 20
 """On the disk of the home: below, a job that is accepted could not be written down."""
+JOBS_SHOWN_AT_ONCE = 4
+"""A job file of 1 MiB takes some ten MiB while it is made an answer."""
 SILENT_S = 10.0
 """A launcher that is silent for so long cannot be used; three turns of the reconciler, where these are longer."""
 
@@ -77,6 +80,7 @@ class ControlPlane:
         )
         self._launcher = launcher
         self.metrics = ServiceMetrics()
+        self.making = asyncio.Semaphore(JOBS_SHOWN_AT_ONCE)
         self.large_answers = Slots(settings.large_answers, settings.large_answers_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
@@ -102,6 +106,7 @@ class ControlPlane:
             observe_turn=self.metrics.turned,
             packages=self.packages,
             prune=self._prune,
+            log_room=lambda job_id: self.reports.room(job_id),
         )
         self.jobs = JobService(
             self.db,

@@ -43,16 +43,20 @@ def of_plane(name: str) -> Any:
 async def known_query(request: Request) -> None:
     """Dependency: every name in the query is one that the route takes, and once, unless it is a list.
 
-    A misspelt name would be passed over, and its default taken. Raises InvalidRequest.
+    A misspelt name would be passed over, and its default taken. Nor is there a NUL in path or query: PostgreSQL takes
+    none, not even to look for it. Raises InvalidRequest.
     """
+    given = [*request.path_params.items(), *request.query_params.multi_items()]
+    if nul := [name for name, value in given if "\0" in f"{name}{value}"]:
+        raise InvalidRequest.at(nul[0][:200].replace("\0", "\\0"), None, "must be text without the character NUL")
     known = {field.alias: field.field_info.annotation for field in request.scope["route"].dependant.query_params}
     problems = []
-    for name, given in Counter(name for name, _ in request.query_params.multi_items()).items():
+    for name, times in Counter(name for name, _ in request.query_params.multi_items()).items():
         if name not in known:
             takes = f"this takes {', '.join(known)}" if known else "this takes none"
             problems.append(Problem(path=name[:200], message=f"there is no such query parameter; {takes}"))
-        elif given > 1 and "list" not in str(known[name]):
-            problems.append(Problem(path=name, message=f"is given {given} times: give it once"))
+        elif times > 1 and "list" not in str(known[name]):
+            problems.append(Problem(path=name, message=f"is given {times} times: give it once"))
     if problems:
         raise InvalidRequest.of(problems)
 

@@ -197,7 +197,7 @@ def _queue(one: Waits, position: int, of: int, holders: list[dict[str, Any]], ro
     return {
         "position": position,
         "of": of,
-        "since": now if one.claim.queued_at is None else one.claim.queued_at,
+        "since": now if one.claim.queued_at is None else min(now, one.claim.queued_at),  # a clock may go back
         "needs": one.claim.least,
         "free": one.free,
         "total": one.total,

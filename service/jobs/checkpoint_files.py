@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from thinwire.contract.files import NotPlain, open_plain
+from thinwire.contract.files import NotPlain, open_plain_in, plain_folder
 from thinwire.contract.jobs import CheckpointFile, CheckpointFiles
 from thinwire.service.errors import CheckpointNotFound, Unavailable
 
@@ -45,7 +45,7 @@ def open_checkpoint(folder: Path, name: str, file: str) -> tuple[BinaryIO, int]:
     if not _FOLDER.fullmatch(name) or not _FILE.fullmatch(file):
         raise CheckpointNotFound(name, file)
     try:
-        opened = open_plain(folder / name / file)
+        opened = open_plain_in(folder / name, file)
         return opened, os.fstat(opened.fileno()).st_size
     except (FileNotFoundError, NotADirectoryError, NotPlain) as error:
         raise CheckpointNotFound(name, file) from error
@@ -55,8 +55,12 @@ def open_checkpoint(folder: Path, name: str, file: str) -> tuple[BinaryIO, int]:
 
 def _files(folder: Path) -> list[CheckpointFile]:
     found: list[CheckpointFile] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and len(found) < MOST_FILES:
-                found.append(CheckpointFile(name=entry.name, bytes=entry.stat(follow_symlinks=False).st_size))
+    descriptor = plain_folder(folder)
+    try:
+        with os.scandir(descriptor) as entries:
+            for entry in entries:
+                if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and len(found) < MOST_FILES:
+                    found.append(CheckpointFile(name=entry.name, bytes=entry.stat(follow_symlinks=False).st_size))
+    finally:
+        os.close(descriptor)
     return sorted(found, key=lambda one: one.name)

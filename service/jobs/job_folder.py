@@ -93,13 +93,11 @@ class JobFolder(RunFolder):
             return 0
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it; none is fine. A link is removed, not followed. Raises OSError.
+        """Remove the folder with all that is in it, or what lies in its place; none is fine. A link is not followed.
+        Raises OSError.
 
         It is moved away first: who still writes to it finds no folder, and cannot keep it from going.
         """
-        if self.path.is_symlink():
-            self.path.unlink()
-            return
         removed = self.path.with_name(REMOVED + self.path.name)
         _remove_tree(removed)  # what could not be removed the last time
         with suppress(FileNotFoundError):
@@ -143,6 +141,9 @@ def _read(path: Path, kind: TypeAdapter[Report]) -> Report | None:
 
 
 def _remove_tree(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
     try:
         shutil.rmtree(path)
     except FileNotFoundError:

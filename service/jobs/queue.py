@@ -4,8 +4,9 @@ A job is granted places, one for each worker, and is told to take no more. It is
 granted or not at all, so none holds a part of them while it waits for the rest.
 
 * By priority, then by age. A job keeps its places until it is over; none that trains is stopped for another.
-* A job behind one that waits may start where that one does not fit. After PATIENCE_S of waiting nobody starts any more
-  behind it, so that small jobs do not keep a large one waiting for ever.
+* A job behind one that waits may start where that one does not fit. After PATIENCE_S of waiting what it needs is kept
+  for it, so that small jobs do not keep a large one waiting for ever: nobody starts any more behind it but who needs
+  other places, as one without GPUs behind one that waits for a GPU.
 * More than workers.min is granted only while nobody waits: one place after another, to all that want more in turn.
 * A minimum that was raised while the job runs is granted before those who wait are looked at. Till then the job trains
   with what it has.
@@ -16,6 +17,7 @@ granted or not at all, so none holds a part of them while it waits for the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from thinwire.contract.places import Room
@@ -91,22 +93,23 @@ def grant(room: Room, claims: Sequence[Claim], now: float) -> Grants:
     back = _back(room, free, claims, now)
     in_order = sorted(claims, key=lambda claim: (claim.id not in places, -claim.priority, claim.created_at, claim.id))
     waiting: list[Waits] = []
-    closed = wanted = False
+    wanted, left = False, copy(free)  # left: without what is kept for those that have waited for long
     for claim in in_order:
         missing = claim.least - places.get(claim.id, 0)
         if missing <= 0 or not claim.waits:
             continue
-        if missing <= free.of(claim) and not closed:
+        if missing <= left.of(claim):
             places[claim.id] = claim.least
             free.take(claim, missing)
+            left.take(claim, missing)
             continue
         total = _total(room, claim)
         never = claim.least > total
         wanted |= not never
         if claim.id not in places:
             waiting.append(Waits(claim, 0, total, never))
-            waited_s = 0.0 if claim.queued_at is None else now - claim.queued_at
-            closed |= not never and waited_s >= PATIENCE_S
+            if not never and claim.queued_at is not None and now - claim.queued_at >= PATIENCE_S:
+                left.take(claim, missing)
     if not wanted:
         _grow(free, [claim for claim in in_order if claim.id in places and claim.grows], places)
     return Grants(places, tuple(Waits(one.claim, free.of(one.claim), one.total, one.never) for one in waiting), back)

@@ -95,6 +95,7 @@ class Reconciler:
     look: asks whether the launcher can be used: None, else why not; it may block. clock: unix seconds.
     confirm_owner: raises NotOwner where another service owns the database.
     observe_turn: called with the seconds of each turn. prune: deletes what need not be kept; called in each turn.
+    log_room: how many bytes more are kept of a job.
     """
 
     patience_s = SLOW_S
@@ -113,6 +114,7 @@ class Reconciler:
         interval_s: float,
         observe_turn: Callable[[float], None] = lambda seconds: None,
         prune: Callable[[], None] = lambda: None,
+        log_room: Callable[[str], int] = lambda job_id: LONGEST_LOG_BYTES,
     ) -> None:
         self._db = db
         self._launcher = launcher
@@ -124,7 +126,7 @@ class Reconciler:
         self._clock = clock
         self._interval_s = interval_s
         self._observe_turn = observe_turn
-        self._prune = prune
+        self._prune, self._log_room = prune, log_room
         self._absent: dict[str, int] = {}
         self._slow: set[str] = set()
         self._asked_in: dict[str, int] = {}
@@ -360,8 +362,9 @@ class Reconciler:
         try:
             size = folder.log_size(row.attempt)
             rest = self._launcher.logs(submission_id(row.id, row.attempt), size, LONGEST_LOG_BYTES)
+            room = self._log_room(row.id)
             with self._folders.lock:
-                _, added = folder.append_log(row.attempt, size, rest.text.encode(), LONGEST_LOG_BYTES)
+                _, added = folder.append_log(row.attempt, size, rest.text.encode(), room)
             if added:
                 with self._db.write() as session:
                     JobRepository(session).keep_more(row.id, added)

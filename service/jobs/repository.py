@@ -296,14 +296,22 @@ class JobRepository:
 
     # history
 
-    def put_samples(self, job_id: str, attempt: int, samples: dict[int, dict[str, Any]]) -> int:
-        """Write samples by step; how many bytes that has added. A step of a later attempt stays as it is."""
+    def put_samples(
+        self, job_id: str, attempt: int, samples: dict[int, dict[str, Any]], *, replace: bool = True
+    ) -> int:
+        """Write samples by step; how many bytes that has added. A step of a later attempt stays as it is.
+
+        replace: else every step that is there stays.
+        """
         if not samples:
             return 0
         insert = self._insert(SampleRow)
         newer: ColumnElement[bool] = insert.excluded.attempt >= SampleRow.attempt
         changes = {"attempt": insert.excluded.attempt, "sample": insert.excluded.sample}
-        statement = insert.on_conflict_do_update(index_elements=["job_id", "step"], set_=changes, where=newer)
+        key = ["job_id", "step"]
+        statement = insert.on_conflict_do_update(index_elements=key, set_=changes, where=newer)
+        if not replace:
+            statement = insert.on_conflict_do_nothing(index_elements=key)
         rows = [{"job_id": job_id, "attempt": attempt, "step": step, "sample": s} for step, s in samples.items()]
         size = select(func.sum(json_bytes(SampleRow.sample) + SAMPLE_BYTES))
         size = size.where(SampleRow.job_id == job_id, SampleRow.step.in_(list(samples)))

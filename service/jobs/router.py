@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
+from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, StreamingResponse
@@ -114,6 +116,14 @@ IdempotencyKey = Annotated[
 ]
 
 
+def _json(found: BaseModel) -> Response:
+    """Made in the thread of a route, not in the loop of the server, and without a second copy in Python's objects."""
+    try:
+        return Response(found.model_dump_json(), media_type="application/json")
+    except PydanticSerializationError:  # half of a surrogate pair, which a version before has taken
+        return ShowableJSON(found.model_dump(mode="json"))
+
+
 @operators.post(
     "/jobs",
     status_code=202,
@@ -138,10 +148,11 @@ def list_jobs(
     return jobs.list(limit, state, before)
 
 
-@operators.get("/jobs/{job_id}", responses=documented(JobNotFound))
-def show(job_id: str, jobs: Jobs) -> Job:
+@operators.get("/jobs/{job_id}", response_model=Job, responses=documented(JobNotFound))
+async def show(job_id: str, jobs: Jobs, making: Annotated[asyncio.Semaphore, of_plane("making")]) -> Response:
     """One job: its state, its progress, how it ended."""
-    return jobs.get(job_id)
+    async with making:
+        return await run_in_threadpool(lambda: _json(jobs.get(job_id)))
 
 
 @operators.patch(
@@ -205,12 +216,7 @@ def history(
     Its newest events too, in order of time; only those of a kind where `event_kind` names some. Ask again from
     `next_before_event` for older ones. An answer holds up to 2 MiB of samples, and 1 MiB or 5000 of the events.
     """
-    found = jobs.history(job_id, after_step, limit, event_kind, before_event)
-    # Made here: in the thread, not in the loop of the server, and without a second copy of it in Python's objects.
-    try:
-        return Response(found.model_dump_json(), media_type="application/json")
-    except PydanticSerializationError:  # half of a surrogate pair, which a version before has taken
-        return ShowableJSON(found.model_dump(mode="json"))
+    return _json(jobs.history(job_id, after_step, limit, event_kind, before_event))
 
 
 @operators.get("/jobs/{job_id}/checkpoints", dependencies=LARGE, responses=documented(JobNotFound))

@@ -55,8 +55,8 @@ MOST_SPEC_BYTES = 64 << 20
 """Of the jobs of one person that are not over: each turn of the reconciler reads them."""
 LOG_OFFSET_BITS = 40
 """A log offset is (attempt - 1) << 40 plus bytes: each attempt has a log of its own."""
-LINE_BYTES = 4096
-"""Of a line that a part of a log begins in, so many are looked at."""
+LINE_BYTES, KEY_BYTES = 4096, 16384
+"""Of a line, and of a private key, that a part of a log begins in, so many are looked at."""
 DAY_S = 86_400.0
 DELETED_AT_ONCE = 20
 """Jobs deleted in one call: a folder of checkpoints may take a second to remove."""
@@ -461,8 +461,11 @@ def without_secrets(read: Callable[[int, int], LogChunk], offset: int, limit: in
     chunk = read(offset, limit)
     if not chunk.text:
         return chunk
-    before = min(offset, LINE_BYTES)
-    head = read(offset - before, before).text.rpartition("\n")[2] if before else ""
+    before = min(offset, KEY_BYTES)
+    earlier = read(offset - before, before).text if before else ""
+    key = earlier.rfind("-----BEGIN ")
+    line = earlier.rfind("\n", 0, key if key >= 0 else None) + 1
+    head = earlier[max(line, 0 if key >= 0 else len(earlier) - LINE_BYTES) :]
     tail = read(chunk.next_offset, LINE_BYTES).text.partition("\n")[0]
     whole = redacted(head + chunk.text + tail)
     begin, end = (_shared(redacted(part), whole) for part in (head, head + chunk.text))

@@ -165,7 +165,7 @@ class WorkerReports:
                 room, full = self._room(jobs, row)
                 if full is None:
                     by_step = {sample.step: sample.model_dump(mode="json") for sample in samples}
-                    added = jobs.put_samples(job_id, telemetry.attempt, by_step)
+                    added = jobs.put_samples(job_id, telemetry.attempt, by_step, replace=not state.terminal)
                     added += jobs.put_events(
                         job_id, telemetry.attempt, [event.model_dump(mode="json") for event in events]
                     )
@@ -304,6 +304,12 @@ class WorkerReports:
         if wait_s:
             raise TooMuch(f"job {job_id} posts more than a job may", wait_s)
 
+    def room(self, job_id: str) -> int:
+        """How many bytes more are kept of the job. Raises JobNotFound."""
+        with self._db.read() as session:
+            jobs = JobRepository(session)
+            return self._room(jobs, jobs.found(job_id))[0]
+
     def _check(self, job_id: str, attempt: int) -> tuple[JobState, int]:
         """The job's state, and how many bytes more are kept of it. Raises JobNotFound, JobOver, StaleAttempt."""
         with self._db.read() as session:
@@ -355,6 +361,8 @@ def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any
             continue
         newest = max(candidates, key=lambda sample: (sample.time, sample.step))
         known = getattr(row, column)
+        if known is not None and JobState(row.state).terminal and newest.step <= known["sample"]["step"]:
+            continue  # it is over: nothing is replaced
         if known is None or (attempt, newest.time) >= (known["attempt"], known["sample"]["time"]):
             changes[column] = {"attempt": attempt, "sample": newest.model_dump(mode="json")}
     return changes

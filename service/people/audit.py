@@ -129,7 +129,8 @@ class Audited:
             await error_response(much)(scope, receive, send)
             return
         address = _plain((scope.get("client") or (None,))[0], 64)  # a trusted proxy may name anything
-        change = Change(caller.person.name, caller.person.role, scope["method"], address, self._clock(), 500)
+        what = _plain(scope["method"], 64) or "-"  # until its route names it
+        change = Change(caller.person.name, caller.person.role, what, address, self._clock(), 500)
         scope["state"]["change"] = change
         answered = False
 

@@ -28,6 +28,14 @@ HIDES = [
     ("PGPASSWORD=hunter2 psql", "PGPASSWORD=*** psql"),
     ('{"apiKey": "hunter2", "a": 1}', '{"apiKey": "***", "a": 1}'),
     ("password: hunter2", "password: ***"),
+    ("  password : hunter2", "  password : ***"),
+    ("authorization: token hunter2", "authorization: ***"),
+    ('export PASSWORD="correct horse, battery & hunter2"', 'export PASSWORD="***"'),
+    ("password='a;hunter2'", "password='***'"),
+    ('password="a\\"hunter2"', 'password="***"'),
+    (r'body "{\"password\": \"correct hunter2\"}"', r'body "{\"password\": \"***\"}"'),
+    ("os.environ['PGPASSWORD']='hunter2'", "os.environ['PGPASSWORD']='***'"),
+    ("run(\"PGPASSWORD='a hunter2' psql\")", "run(\"PGPASSWORD='***' psql\")"),
     ("train.py --api-key hunter2 --lr 1", "train.py --api-key *** --lr 1"),
     ("Authorization: Bearer 0123456789abcdef", "Authorization: ***"),
     (f"a {AWS} b", "a *** b"),
@@ -49,6 +57,7 @@ STAYS = [
     "GOOGLE_APPLICATION_CREDENTIALS_FILE=/a/b TOKEN_PATH=/c",
     "password=$PASSWORD token=${TOKEN} secret=<secret>",
     "step=1 loss=5.0 Basic training of bearers",
+    'key="text of a column" token="4096" path="a b" sort_key: "loss, then step"',
 ]
 
 
@@ -137,6 +146,8 @@ def test_no_text_takes_long() -> None:
         "?a",
         "x.",
         "key: ",
+        'token="1 ',
+        "token='1",
     ):
         text = "token " + part * ((1 << 18) // len(part))
         began = time.process_time()

@@ -15,11 +15,12 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from tests.covering import parametrize
-from tests.service.control_plane_harness import Service, sample, spec, wait_until
+from tests.service.control_plane_harness import STORE, Service, sample, spec, wait_until
 from tests.service.live_service import Listening
 from thinwire.service import bodies
 from thinwire.service.bodies import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES, TELEMETRY_LIMIT_BYTES
 from thinwire.service.jobs.rate import Rates
+from thinwire.service.launch.driver import ticket_of
 
 
 def event(**fields: Any) -> dict[str, Any]:
@@ -75,6 +76,24 @@ def test_another_encoding_hides_nothing(service: Service, encoding: str) -> None
         )
         assert answer.status_code == 422, answer.text
         assert "UTF-8" in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "url", "path"),
+    [
+        ("GET", "/v1/jobs/%00", "job_id"),
+        ("POST", "/v1/jobs/a%00/cancel", "job_id"),
+        ("DELETE", "/v1/jobs/%00", "job_id"),
+        ("GET", "/v1/jobs?before=%00", "before"),
+        ("GET", "/v1/jobs/a/metrics?event_kind=b&event_kind=%00", "event_kind"),
+        ("GET", "/v1/jobs?%00=1", "\\0"),
+    ],
+)
+def test_a_path_or_a_query_with_nul_is_refused_by_name(service: Service, method: str, url: str, path: str) -> None:
+    """PostgreSQL does not look for one: it was an error inside the service."""
+    answer = service.client.request(method, url)
+    assert answer.status_code == 422
+    assert [problem["path"] for problem in answer.json()["problems"]] == [path]
 
 
 def test_text_of_all_languages_is_taken(service: Service) -> None:
@@ -253,6 +272,43 @@ def test_a_job_pays_for_what_it_says_that_it_sends(service: Service) -> None:
     assert service.post(job).status_code == 204
     with listening(service) as (_, half):
         assert wait_until(half(job).status, "an answer, before anything is read") == 429
+
+
+def test_others_than_a_job_use_up_nothing_that_it_may_send(far: Service) -> None:
+    """Who may only look, or has seen the ticket in the cluster's list of jobs, keeps none of its reports out."""
+    job = far.submit(**STORE)
+    far.plane.reports._rates = Rates(1 << 20, 1)
+    far.turn()
+    ticket = ticket_of(far.job_headers(job)["Authorization"].removeprefix("Bearer "), 1)
+    for headers in (far.person("vera", "viewer"), {"Authorization": f"Bearer {ticket}"}):
+        for _ in range(3):
+            answer = far.client.post(f"/v1/jobs/{job}/telemetry", content=b" " * (1 << 20), headers=headers)
+            assert answer.status_code == 403
+    assert far.post(job).status_code == 204
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_chunked_body_is_as_long_as_its_chunks(service: Service, length: int) -> None:
+    """Whatever its Content-Length says: it is looked at, and no more of it is read than its path takes."""
+    job = service.submit()
+
+    def answered(*chunks: bytes) -> int:
+        fields = {"Host": "a", "Content-Type": "application/json", "Content-Length": length, **service.job_headers(job)}
+        head = "\r\n".join([f"POST /v1/jobs/{job}/telemetry HTTP/1.1", *(f"{k}: {v}" for k, v in fields.items())])
+        with closing(socket.create_connection(("127.0.0.1", server.port), timeout=30)) as sender:
+            sender.sendall(f"{head}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+            with suppress(OSError):  # it is answered before its end
+                for chunk in chunks:
+                    sender.sendall(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+                sender.sendall(b"0\r\n\r\n")
+            return int(sender.recv(1 << 16).split()[1])
+
+    with listening(service) as (server, _):
+        assert answered(b'{"attempt": 1}') == 204
+        assert answered(b'{"attempt": 1, ', b'"attempt": 1}') == 422
+        assert answered(b'{"attempt": 1}', *[b" " * (1 << 20)] * 9) == 413
+        service.plane.reports._rates = Rates(1 << 20, 1)
+        assert [answered(b'{"attempt": 1}') for _ in range(2)] == [204, 429], "it counts as the longest"
 
 
 def test_a_job_names_its_own_hosts_to_prometheus_and_no_others(service: Service) -> None:

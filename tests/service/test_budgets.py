@@ -9,6 +9,7 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from thinwire.service.jobs import service as jobs_service
 from thinwire.service.jobs.repository import EventRow, SampleRow
 from thinwire.service.large_answers import PART_BYTES, Paced, Slots
 from thinwire.service.launch.protocol import LaunchState
+from thinwire.service.main import JOBS_SHOWN_AT_ONCE
 
 GRACE_S = 300.0
 BLOB = "x" * 15_000
@@ -136,21 +138,50 @@ def test_the_client_reads_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_one_person_holds_few_of_the_large_answers_and_others_get_theirs() -> None:
     async def tried() -> None:
         slots = Slots(at_once=3, of_one=2, wait_s=0.05)
-        async with slots.one("anna"), slots.one("anna"):
+
+        def one(who: str) -> AbstractAsyncContextManager[None]:
+            return slots.one(who, asyncio.timeout(None))
+
+        async with one("anna"), one("anna"):
             with pytest.raises(TooMuch, match="anna asks for more large answers at once"):
-                async with slots.one("anna"):
+                async with one("anna"):
                     pass
-            async with slots.one("bert"):
-                with pytest.raises(TooMuch):
-                    async with slots.one("carl"):
-                        pass
-            async with slots.one("carl"):
+            async with one("carl"):
                 pass
         for _ in range(3):  # nobody who waited in vain holds one
-            async with slots.one("anna"), slots.one("anna"), slots.one("bert"):
+            async with one("anna"), one("anna"), one("bert"):
                 pass
 
     asyncio.run(tried())
+
+
+def test_who_reads_slowly_keeps_no_others_out() -> None:
+    """Where all are held, the answer that has been under way for longest ends; one that has just begun does not."""
+    slots, held = Slots(at_once=2, of_one=1, wait_s=0.1), list[str]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async with slots.one(scope["who"], scope["state"]["sending"]):
+            held.append(scope["who"])
+            await asyncio.sleep(scope["for_s"])
+
+    async def ask(who: str, for_s: float) -> None:
+        await Paced(app)({"type": "http", "path": "/", "who": who, "for_s": for_s}, None, None)  # type: ignore[arg-type]
+
+    async def tried() -> None:
+        slow = [asyncio.create_task(ask(who, 60.0)) for who in ("anna", "bert")]
+        await asyncio.sleep(0.15)
+        await ask("carl", 0.0)
+        await asyncio.wait_for(slow[0], 1.0)
+        assert not slow[1].done()
+        quick = asyncio.create_task(ask("dora", 60.0))
+        await asyncio.sleep(0)
+        await ask("emil", 0.0)
+        assert slow[1].done()
+        assert not quick.done()
+        quick.cancel()
+
+    asyncio.run(tried())
+    assert held == ["anna", "bert", "carl", "dora", "emil"]
 
 
 def test_a_slot_is_held_until_the_answer_has_gone(service: Service) -> None:
@@ -201,6 +232,26 @@ def test_a_slot_is_held_until_the_answer_has_gone(service: Service) -> None:
     asyncio.run(tried())
 
 
+def test_few_jobs_are_made_answers_at_the_same_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job file of 1 MiB takes ten: forty threads would hold hundreds. What else is asked goes on meanwhile."""
+    job_id, go_on, under_way = service.submit(), threading.Event(), threading.Semaphore(0)
+    get = service.plane.jobs.get
+
+    def slow(job_id: str) -> Any:
+        under_way.release()
+        assert go_on.wait(30.0)
+        return get(job_id)
+
+    monkeypatch.setattr(service.plane.jobs, "get", slow)
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(service.client.get, f"/v1/jobs/{job_id}") for _ in range(20)]
+        assert all(under_way.acquire(timeout=30.0) for _ in range(JOBS_SHOWN_AT_ONCE))
+        assert service.client.get("/v1/jobs").status_code == 200
+        assert not under_way.acquire(timeout=0.3)
+        go_on.set()
+        assert {answer.result().status_code for answer in answers} == {200}
+
+
 def test_answers_go_out_in_parts_and_whole() -> None:
     body, sent = bytes(range(256)) * 1000, list[Any]()
 
@@ -212,10 +263,13 @@ def test_answers_go_out_in_parts_and_whole() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(Paced(app)({"type": "http"}, None, send))  # type: ignore[arg-type]
+    asyncio.run(Paced(app)({"type": "http", "state": {"large": True}}, None, send))  # type: ignore[arg-type]
     assert b"".join(one["body"] for one in sent[1:]) == body + b"end"
     assert max(len(one["body"]) for one in sent[1:]) <= PART_BYTES
     assert [one.get("more_body", False) for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    sent.clear()
+    asyncio.run(Paced(app)({"type": "http"}, None, send))  # type: ignore[arg-type]
+    assert sent[1]["body"] is body, "what holds no slot counts among what is not read, all of it"
 
 
 # what is kept
@@ -318,6 +372,10 @@ def test_a_log_grows_as_far_as_the_job_has_room(far: Service) -> None:
     assert far.job(job_id)["kept_bytes"] == 1500
     assert add(1500, b"x" * 5000) == {"next_offset": 3000, "full": True}
     assert add(3000, b"x") == {"next_offset": 3000, "full": True}
+    far.launcher.write_log(job_id, "x" * 5000)  # what its cluster has is no more welcome than what its driver sends
+    far.launcher.put(job_id, LaunchState.SUCCEEDED)
+    far.turn(2)
+    assert (far.state(job_id), far.job(job_id)["kept_bytes"]) == ("SUCCEEDED", 3000)
 
 
 def test_one_person_does_not_fill_the_store_of_packages(tmp_path: Path) -> None:
@@ -376,10 +434,13 @@ def ended(service: Service, state: LaunchState = LaunchState.SUCCEEDED, **batch:
 
 @pytest.mark.parametrize("state", [LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED])
 def test_what_is_there_when_a_job_ends_is_not_replaced(service: Service, state: LaunchState) -> None:
-    job_id = ended(service, state, summary={"a": 1})
-    assert service.post(job_id, samples=[sample(7)], summary={"a": 2}).status_code == 204
+    job_id = ended(service, state, summary={"a": 1}, samples=[sample(6)])
+    assert service.post(job_id, samples=[sample(6, loss=0.1), sample(7)], summary={"a": 2}).status_code == 204
     assert service.job(job_id)["summary"] == {"a": 1}
     assert service.job(job_id)["progress"]["step"] == 7
+    assert service.post(job_id, samples=[sample(7, loss=0.1)]).status_code == 204
+    assert service.job(job_id)["progress"]["loss"] == 5.0
+    assert [one["loss"] for one in told(service, job_id)["samples"]] == [5.0, 5.0]
     (service.run_dir(job_id) / "loss.png").write_bytes(b"picture")
     path, headers = f"/v1/jobs/{job_id}/files/", service.job_headers(job_id) | PLAIN
     replaced = service.client.put(f"{path}loss.png", params={"attempt": 1}, content=b"x", headers=headers)

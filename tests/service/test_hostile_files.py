@@ -22,6 +22,7 @@ from thinwire.service.launch.driver import driver_command
 from thinwire.service.launch.protocol import LauncherError, LaunchState, read_part
 
 PATIENCE_S = 60.0
+FOLDER = "step-00000001-000000000000"
 
 
 def a_socket(path: Path) -> None:
@@ -137,3 +138,25 @@ def test_checkpoints_are_listed_beside_what_is_none_and_so_many_in_all(
     monkeypatch.setattr(checkpoint_files, "MOST_IN_ALL", 3)
     assert [one.folder for one in list_checkpoints(tmp_path)] == names[-len(list_checkpoints(tmp_path)) :]
     assert len(list_checkpoints(tmp_path)) < 3
+
+
+def test_a_checkpoint_that_is_a_link_to_a_folder_leads_nowhere(service: Service) -> None:
+    """Such as to the home, in which the operator's token lies."""
+    job = service.submit()
+    checkpoints = service.run_dir(job) / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / FOLDER).symlink_to(service.settings.home)
+    url = f"/v1/jobs/{job}/checkpoints"
+    assert service.client.get(f"{url}/{FOLDER}/token").status_code == 404
+    assert service.client.get(url).json()["checkpoints"] == []
+
+
+def test_a_job_whose_run_folder_is_a_file_can_be_deleted(service: Service) -> None:
+    job = service.running()
+    service.launcher.put(job, LaunchState.SUCCEEDED)
+    service.turn(2)
+    folder = service.run_dir(job)
+    folder.rename(folder.with_name("elsewhere"))
+    folder.write_text("x")
+    assert service.client.delete(f"/v1/jobs/{job}").status_code == 204
+    assert not folder.exists()

@@ -74,6 +74,14 @@ def test_jobs_with_gpus_and_without_share_the_cpus() -> None:
     assert (waits.free, waits.total) == (2, 4)
 
 
+def test_one_that_waits_for_gpus_keeps_its_cpus_and_not_all() -> None:
+    running, waits = claim("a", 3, gpus=True, granted=3), claim("b", 2, gpus=True, queued_at=1000.0)
+    others = [claim("c", 1, gpus=True), claim("d", 4), claim("e", 3)]
+    found = grant(Room(cpus=8, gpus=4), [running, waits, *others], now=1000.0 + PATIENCE_S)
+    assert found.places == {"a": 3, "e": 3}
+    assert [(one.claim.id, one.free) for one in found.waiting] == [("b", 1), ("c", 1), ("d", 2)]
+
+
 def test_a_cancelled_job_holds_what_it_has_and_asks_for_nothing() -> None:
     going = claim("a", 5, granted=5, waits=False, grows=False)
     assert granted(EIGHT, going, claim("b", 5, waits=False, grows=False)) == ({"a": 5}, [])

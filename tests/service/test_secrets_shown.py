@@ -108,7 +108,8 @@ def test_what_a_job_says_is_shown_without_secrets(service: Service) -> None:
     assert SECRET not in service.client.get(f"/v1/jobs/{failed}/metrics").text
 
 
-LOG = f"begin\nopen s3://KEY:{SECRET}@bucket/a\npassword={SECRET} tokens=4096\nend of it, \u00e9\n" * 3
+KEY = f"-----BEGIN PRIVATE KEY-----\nMII{SECRET}a\n{SECRET}b\n-----END PRIVATE KEY-----"
+LOG = f"begin\nopen s3://KEY:{SECRET}@bucket/a\npassword={SECRET} tokens=4096\nend of it, \u00e9\n{KEY}\n" * 3
 
 
 @pytest.mark.parametrize("limit", [7, 16, 50, 1000])
@@ -116,7 +117,7 @@ def test_a_log_is_read_without_its_secrets_in_parts_of_any_size_and_from_any_pla
     (tmp_path / "log").write_text(LOG)
     read = partial(read_part, tmp_path / "log")
     size = (tmp_path / "log").stat().st_size
-    shown = LOG.replace(f"KEY:{SECRET}", HIDDEN).replace(SECRET, HIDDEN)
+    shown = LOG.replace(f"KEY:{SECRET}", HIDDEN).replace(KEY, HIDDEN).replace(SECRET, HIDDEN)
     for start in range(0, size, 3):
         text, offset = "", start
         while (chunk := without_secrets(read, offset, limit)).next_offset > offset:
@@ -128,6 +129,24 @@ def test_a_log_is_read_without_its_secrets_in_parts_of_any_size_and_from_any_pla
     while (chunk := without_secrets(read, offset, limit)).next_offset > offset:
         parts, offset = parts + chunk.text, chunk.next_offset
     assert parts == shown
+
+
+def test_a_refusal_names_no_secret_that_stands_where_a_name_belongs(service: Service) -> None:
+    token = "hf_" + "a1B2" * 5
+    refused = service.client.post("/v1/jobs", json={**spec(), token: 1})
+    assert refused.status_code == 422
+    assert [problem["path"] for problem in refused.json()["problems"]] == [HIDDEN]
+    assert token not in refused.text
+    missing = service.client.get(f"/v1/nothing/{token}")
+    assert missing.status_code == 404
+    assert token not in missing.text
+
+
+def test_a_line_of_the_audit_fits_whatever_the_method_is_called(service: Service) -> None:
+    """PostgreSQL takes no longer one, and the line would be in the log alone."""
+    assert service.client.request("Z" * 100, "/v1/nothing", headers=service.person("vera", "viewer")).status_code == 404
+    [line] = service.client.get("/v1/audit", params={"who": "vera"}).json()["lines"]
+    assert line["what"] == "Z" * 64
 
 
 def test_the_audit_has_no_token_that_was_given_for_a_name(service: Service) -> None:

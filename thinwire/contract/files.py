@@ -57,6 +57,20 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(plain_descriptor(path, os.O_RDONLY), "rb")
 
 
+def open_plain_in(folder: Path, name: str) -> BinaryIO:
+    """The same of a file in a folder that is no link either."""
+    descriptor = plain_folder(folder)
+    try:
+        return os.fdopen(plain_descriptor(name, os.O_RDONLY, folder=descriptor), "rb")
+    finally:
+        os.close(descriptor)
+
+
+def plain_folder(path: Path) -> int:
+    """The folder, opened where it is no link. Raises NotADirectoryError, OSError."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
 def read_plain(path: Path, most: int) -> bytes:
     """All of the file, of up to `most` bytes. Raises NotPlain, OSError."""
     with open_plain(path) as file:
@@ -66,10 +80,10 @@ def read_plain(path: Path, most: int) -> bytes:
     return content
 
 
-def plain_descriptor(path: Path, flags: int, mode: int = 0o600) -> int:
-    """As os.open, of a regular file alone. Raises NotPlain, OSError."""
+def plain_descriptor(path: Path | str, flags: int, mode: int = 0o600, *, folder: int | None = None) -> int:
+    """As os.open, of a regular file alone. folder: where a relative path begins. Raises NotPlain, OSError."""
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=folder)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
             raise NotPlain(error.errno, "it is no regular file", str(path)) from error

@@ -59,6 +59,7 @@ def _redacted(text: str) -> str:
     text = _URL.sub(_in_url, text)
     text = _MAKERS.sub(HIDDEN, text)
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
+    text = _without_quoted(text)
     for pattern in _GIVEN:
         text = pattern.sub(_given, text)
     return text
@@ -199,7 +200,12 @@ _BEARER = re.compile(r"(?<![A-Za-z])(bearer[ \t]{1,3})(?!\*\*\*)[A-Za-z0-9._~+/=
 _URL = re.compile(r"(?P<before>[A-Za-z0-9+.-]{0,16})://(?P<rest>[^\s\"'<>\\`]+)")
 _PARAMETER = re.compile(r"([?&;#])([^=&;#?]{1,64})=([^&;#]*)")
 _BUCKETS = ("s3", "s3a", "s3n", "gs", "gcs", "az", "abfs", "abfss")
-_VALUE = r"(?:(?:Bearer|Basic|Token)[ \t]+)?[^\s\"'&,;]+"
+_VALUE = r"(?:(?i:Bearer|Basic|Token)[ \t]+)?[^\s\"'&,;]+"
+_QUOTED = re.compile(
+    r"(?<![\w.-])(?P<name>[\w.-]{2,64})(?:\\{0,3}[\"'])?\]?[ \t]{0,3}(?::=|=>|[:=])[ \t]{0,3}"
+    r"(?:\w{1,30}\(|[bBrRuUfF]{1,2})?(?P<quote>\\{0,3}(?:\"{3}|'{3}|\"|'))"
+)
+"""name="value of words", also as a call, an item, or inside of another text in quotes: up to the value."""
 _GIVEN = (
     # NAME=value, name = "value", "name": "value", 'name':value
     re.compile(
@@ -208,12 +214,28 @@ _GIVEN = (
     ),
     # name: value, alone in its line
     re.compile(
-        r"(?m)^(?P<name>[ \t]{0,40}[\w.-]{2,64})(?P<between>:[ \t]{1,3}[\"']?)"
+        r"(?m)^(?P<name>[ \t]{0,40}[\w.-]{2,64})(?P<between>[ \t]{0,3}:[ \t]{1,3}[\"']?)"
         rf"(?P<value>{_VALUE})(?=[\"']?[ \t]*$)"
     ),
     # --name value
     re.compile(r"(?<![^\s\"'])(?P<name>--[\w.-]{2,64})(?P<between>[ \t]{1,3}[\"']?)(?P<value>[^\s\"'-][^\s\"']*)"),
 )
+
+
+def _without_quoted(text: str) -> str:
+    """Values in quotes are hidden up to the quote that ends them, or the line, blanks and commas included."""
+    found: list[str] = []
+    shown = at = 0
+    while (match := _QUOTED.search(text, at)) is not None:
+        at = match.end()
+        if (sure := sureness(match["name"])) is Sureness.NOT:
+            continue  # there may be one inside
+        end = re.compile(rf"(?<!\\){re.escape(match['quote'])}|\n").search(text, at)
+        stop = len(text) if end is None else end.start()
+        if _is_secret(sure, text[at:stop]):
+            found += [text[shown:at], HIDDEN]
+            shown = at = stop
+    return "".join([*found, text[shown:]])
 
 
 def _given(match: re.Match[str]) -> str:
