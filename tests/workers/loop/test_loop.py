@@ -98,7 +98,7 @@ def test_a_checkpoint_is_resumed_by_another_number_of_workers(tmp_path, new_size
     assert samples[-1].loss < 4.6
 
 
-DEATH = Fault((1,), "all_to_all", 12)
+DEATH = Fault((1,), "all_to_all", 30)
 """Of the rank in the midst of an exchange, after the first checkpoint."""
 
 
