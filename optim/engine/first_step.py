@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.comm.calls import Calls, refuse_other_calls
 from thinwire.comm.codecs.int8 import DEFAULT_RUN as RUN
 from thinwire.comm.errors import WireMismatch
-from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.kernels.int8_reference import LEVELS
 from thinwire.comm.kernels.peak import peak
 from thinwire.comm.protocol import FullWire, Group
@@ -78,9 +78,12 @@ class FirstStep:
             )
 
 
-def refuse_apart(group: Group, sums: list[int], device: torch.device) -> None:
-    """sums: of this rank's parameters. Collective, 16 bytes a rank. Raises: WireMismatch, alike on every rank."""
-    texts = texts_if_they_differ(group, json.dumps(sums), device)
+def refuse_apart(calls: Calls, group: Group, sums: list[int], device: torch.device) -> None:
+    """sums: of this rank's parameters. Collective, 16 bytes a rank. Raises: WireMismatch, alike on every rank.
+
+    A rank that has loaded a checkpoint alone is in another call there: CallMismatch, with what to do.
+    """
+    texts = refuse_other_calls(group, calls.now, device, remedy=calls.remedy, more=json.dumps(sums))
     if texts is not None:
         others = [rank for rank, text in enumerate(texts) if text != texts[0]]
         raise WireMismatch(

@@ -129,7 +129,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.equalise_buffers()
         if self.begins and self.group.size > 1:
             self.begins = False
-            refuse_apart(self.group, digest(self.space.p_N), self.space.p_N.device)
+            refuse_apart(self.calls, self.group, digest(self.space.p_N), self.space.p_N.device)
         self._replicas.compare(self)
 
     def prepare_to_save(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from thinwire.comm.calls import refuse_other_calls
 from thinwire.comm.exchange.held import Held
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.groups.texts import gather_texts
@@ -131,6 +132,8 @@ def _agree(optimizer: Algorithm[Any], loaded: Loaded) -> None:
     group, device = optimizer.group, optimizer.space.p_N.device
     if group.size == 1:
         return
+    # A rank that has loaded nothing compares its parameters in its first step, by as many bytes.
+    refuse_other_calls(group, optimizer.calls.now, device, remedy=optimizer.calls.remedy)
     share = loaded.share
     own = {
         "what was loaded": "state_dict() of all ranks" if share is None else f"a share of {share.size} ranks",

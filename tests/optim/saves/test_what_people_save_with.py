@@ -229,7 +229,6 @@ except CallMismatch as error:
 """
 
 
-@pytest.mark.slow  # a process whose collective is never answered ends only at its time-out
 def test_a_checkpoint_that_one_rank_loads_ends_on_both_with_what_to_do(tmp_path):
     program = "from thinwire.comm.errors import CallMismatch\n" + ONE_RANK_LOADS
     ranks = start(program, 2, tmp_path, timeout_s=20)
