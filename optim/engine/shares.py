@@ -133,7 +133,8 @@ def _agree(optimizer: Algorithm[Any], loaded: Loaded) -> None:
     if group.size == 1:
         return
     # A rank that has loaded nothing compares its parameters in its first step, by as many bytes.
-    refuse_other_calls(group, optimizer.calls.now, device, remedy=optimizer.calls.remedy)
+    call, _, _ = optimizer.calls.now.partition(" of step ")  # ranks that have loaded other steps hear of that below
+    refuse_other_calls(group, call, device, remedy=optimizer.calls.remedy)
     share = loaded.share
     own = {
         "what was loaded": "state_dict() of all ranks" if share is None else f"a share of {share.size} ranks",
