@@ -22,8 +22,8 @@ from tests.service.live_service import SUMMARY, LiveService
 from thinwire.cli import commands, screen, watch
 from thinwire.cli.client import server_of
 from thinwire.cli.job_file import JobFileError, read_job_file
+from thinwire.cli.logs import WorkerLines
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
-from thinwire.cli.worker_lines import WorkerLines
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.launch.protocol import LaunchState
 

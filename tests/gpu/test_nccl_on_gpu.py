@@ -117,6 +117,22 @@ def _as_a_host(rank):
     return device
 
 
+def end_well(work, arguments, *, but_the_last=False):
+    """A process for each rank. All of them end well, or all but the last, which is to be killed."""
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=work, args=given) for given in arguments]
+    for one in ranks:
+        one.start()
+    try:
+        for one in ranks[: len(ranks) - but_the_last]:
+            one.join(180)
+            assert one.exitcode == 0
+    finally:
+        for one in ranks:
+            one.kill()
+            one.join()
+
+
 def _rank(rank, size, store, folder, ends):
     """One rank as a host. The last one ends in mid-collective: the others have queued what it never will."""
     device = _as_a_host(rank)
@@ -157,18 +173,7 @@ def _rank(rank, size, store, folder, ends):
 @pytest.mark.parametrize("ends", ["in a bucket", "between buckets"])
 def test_a_peer_that_is_killed_in_mid_collective_costs_less_than_ten_seconds_and_no_process(ends, tmp_path):
     size, store = RANKS, str(tmp_path / "store")
-    context = mp.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, size, store, str(tmp_path), ends)) for rank in range(size)]
-    for one in ranks:
-        one.start()
-    try:
-        for one in ranks[:-1]:
-            one.join(180)
-            assert one.exitcode == 0
-    finally:
-        for one in ranks:
-            one.kill()
-            one.join()
+    end_well(_rank, [(rank, size, store, str(tmp_path), ends) for rank in range(size)], but_the_last=True)
     for rank in range(size - 1):
         seconds, same, counts = eval((tmp_path / str(rank)).read_text())
         assert seconds < 10
@@ -217,15 +222,4 @@ def _resized(rank, folder, name):
 
 @pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
 def test_three_ranks_become_two_and_three_again_and_r_is_kept(name, tmp_path):
-    context = mp.get_context("spawn")
-    ranks = [context.Process(target=_resized, args=(rank, str(tmp_path), name)) for rank in range(3)]
-    for one in ranks:
-        one.start()
-    try:
-        for one in ranks:
-            one.join(120)
-            assert one.exitcode == 0
-    finally:
-        for one in ranks:
-            one.kill()
-            one.join()
+    end_well(_resized, [(rank, str(tmp_path), name) for rank in range(3)])

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib.metadata import version
@@ -35,6 +34,7 @@ from thinwire.cli.client import (
 from thinwire.cli.dashboard import dashboard
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
+from thinwire.cli.logs import logs
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.picture import picture, shown_summary
@@ -46,15 +46,12 @@ from thinwire.cli.submit import manifest, submit
 from thinwire.cli.summary import SummaryError, summary_table
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, outcome, wait_for_workers
-from thinwire.cli.worker_lines import WorkerLines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import JobList
 from thinwire.contract.redaction import Redacting
 from thinwire.contract.reports import EventKind
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
-
-FOLLOW_POLL_S = 1.0
 
 app = typer.Typer(
     name="thinwire",
@@ -240,48 +237,7 @@ def watch_command(job_id: JobId) -> None:
         watch_to_end(client, client.resolve(job_id))
 
 
-@app.command()
-def logs(
-    job_id: JobId,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
-    rank: Annotated[
-        int | None, typer.Option(min=0, help="Only what this worker wrote, by its number in `thinwire watch`.")
-    ] = None,
-) -> None:
-    """Print what the job's processes wrote.
-
-    Example: `thinwire logs quickstart-3f -f --rank 1`
-    """
-    of_worker = None if rank is None else WorkerLines(rank)
-    with Client() as client:
-        full_id = client.resolve(job_id).id
-        offset, waiting = 0, False
-        while True:
-            try:
-                chunk = client.logs(full_id, offset)
-            except Unreachable as error:
-                if not follow or _over(client, full_id):
-                    raise  # a log that went with its cluster does not come back
-                if not waiting:
-                    complain(f"control plane not reachable, waiting ({error})")
-                waiting = True
-                time.sleep(FOLLOW_POLL_S)
-                continue
-            waiting = False
-            typer.echo(chunk.text if of_worker is None else of_worker.of(chunk.text), nl=False)
-            moved, offset = chunk.next_offset > offset, chunk.next_offset
-            if not moved and (chunk.complete or not follow):
-                break
-            if not moved:
-                time.sleep(FOLLOW_POLL_S)
-    if of_worker is not None:
-        typer.echo(of_worker.end(), nl=False)
-        if rank not in of_worker.workers:
-            known = ", ".join(map(str, of_worker.workers)) or "none"
-            complain(f"--rank {rank}: no worker of this number has begun in this log; those that have: {known}")
-            raise typer.Exit(1)
-
-
+app.command()(logs)
 app.add_typer(tokens, name="token")
 app.command()(audit)
 app.command()(plan)
@@ -414,14 +370,6 @@ def _welcome(settings: Settings, url: str) -> str:
         f"Thinwire serves {settings.home} at {url}; documents at {url}/docs. Ctrl-C ends it.\n"
         "In another terminal, with the same THINWIRE_HOME: `thinwire submit examples/quickstart.yaml --watch`"
     )
-
-
-def _over(client: Client, job_id: str) -> bool:
-    """True where the service answers and says that the job is over."""
-    try:
-        return client.job(job_id).state.terminal
-    except Unreachable:
-        return False
 
 
 if __name__ == "__main__":

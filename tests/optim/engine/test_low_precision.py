@@ -100,14 +100,19 @@ def test_ranks_start_from_rank_0_s_parameters(name):
     assert torch.equal(results[0], weights(network(seed=0)))
 
 
+def between_two_syncs(group):
+    """A net that 0/1 Adam has trained, and the optimizer, which has made local steps since its last sync."""
+    net = network()
+    optimizer, step = MAKE["zero_one_adam"](net.parameters(), group=group), 0
+    while optimizer.at_sync or step < 8:
+        descend(net, optimizer, [step], group.rank)
+        step += 1
+    return net, optimizer
+
+
 def test_saving_ends_a_round_and_the_parameters_know_of_it():
     def work(group):
-        net = network()
-        optimizer = MAKE["zero_one_adam"](net.parameters(), group=group)
-        step = 0
-        while optimizer.at_sync or step < 8:
-            descend(net, optimizer, [step], group.rank)
-            step += 1
+        net, optimizer = between_two_syncs(group)
         local = weights(net)
         optimizer.prepare_to_save()
         assert is_the_rounded_master(optimizer)
@@ -265,12 +270,7 @@ def test_a_resume_is_bit_equal_in_either_order_of_loading_and_weights_that_are_n
 
 def test_what_is_written_through_data_between_two_syncs_is_refused_where_the_round_is_to_end():
     def work(group):
-        net = network()
-        optimizer = MAKE["zero_one_adam"](net.parameters(), group=group)
-        step = 0
-        while optimizer.at_sync or step < 8:
-            descend(net, optimizer, [step], group.rank)
-            step += 1
+        net, optimizer = between_two_syncs(group)
         written_through_data(net, values_of(network(seed=5)))
         for act in (optimizer.prepare_to_save, optimizer.state_dict, optimizer.rank_state_dict):
             with pytest.raises(RuntimeError, match=r"was written after step .* between two syncs"):

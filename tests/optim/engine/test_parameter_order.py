@@ -77,9 +77,11 @@ def test_a_rank_that_compiles_its_model_has_the_same_names():
         if group.rank:
             model = torch.nn.Sequential()
             model.add_module("_orig_mod", network())  # as torch.compile wraps it
-        Adam(model.parameters(), group=group, model=model)
+        optimizer = Adam(model.parameters(), group=group, model=model)
+        return optimizer.space.p_N.clone()
 
-    run_threads(2, work)
+    first, second = run_threads(2, work)
+    assert torch.equal(first, second)
 
 
 def test_a_group_that_is_added_in_another_order_is_refused_and_the_groups_are_as_before():
