@@ -145,10 +145,10 @@ def _shade_warmup(panels: Sequence[Axes], frozen_at: int) -> None:
         axes.axvspan(0, frozen_at, color="#808080", alpha=0.13, linewidth=0, zorder=0)
         axes.axvline(frozen_at, color="#505050", linewidth=1.2, linestyle=":")
     top = panels[0]
-    late = frozen_at > 0.4 * top.get_xlim()[1]  # the legend stands at the right
+    late = frozen_at > 0.4 * top.get_xlim()[1]  # the legend stands at the right: below it, and before the line
     top.annotate(
         f"warm-up ends, freeze at step {frozen_at:,}",
-        (frozen_at, 0.93),
+        (frozen_at, 0.76 if late else 0.93),
         (-8 if late else 8, 0),
         xycoords=("data", "axes fraction"),
         textcoords="offset points",
