@@ -15,14 +15,17 @@ from tests.service.kuberay.harness import Counted, OnKubernetes
 from thinwire.service.errors import NotOwner
 
 TOKEN = "a token of the operator's own\n"
-LEASE_S = 1.0
+LEASE_S = 60.0
+"""Far more than it takes to make the second replica on a busy machine: nobody renews the first one's meanwhile."""
+SHORT_LEASE_S = 5.0
+"""Of an owner that is to lose it by waiting."""
 SUMMARY = {"state": "SUCCEEDED", "steps": 100}
 
 
 class Replica(OnKubernetes):
     """One of them. Its home is its own; run folders, packages and the operator's token are of both."""
 
-    def __init__(self, folder: Path, name: str, api: KubeApi, url: str) -> None:
+    def __init__(self, folder: Path, name: str, api: KubeApi, url: str, lease_s: float) -> None:
         self.home, self.api = folder / name, api
         shared = folder / "shared"
         (shared / "runs").mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -30,7 +33,7 @@ class Replica(OnKubernetes):
         (self.home / "token").write_text(TOKEN)
         (self.home / "runs").symlink_to(shared / "runs")
         self.launcher = Counted(api)
-        settings = {"packages_folder": shared / "packages", "owner_lease_s": LEASE_S}
+        settings = {"packages_folder": shared / "packages", "owner_lease_s": lease_s}
         self.service = Service(self.home, self.launcher, database_url=url, **settings)  # type: ignore[arg-type]
 
     def take_over(self) -> None:
@@ -40,9 +43,16 @@ class Replica(OnKubernetes):
 
 
 @pytest.fixture
-def replicas(tmp_path: Path, api: KubeApi, new_database: Callable[[], str]) -> Iterator[tuple[Replica, Replica]]:
+def lease_s() -> float:
+    return LEASE_S
+
+
+@pytest.fixture
+def replicas(
+    tmp_path: Path, api: KubeApi, new_database: Callable[[], str], lease_s: float
+) -> Iterator[tuple[Replica, Replica]]:
     url = new_database()
-    both = Replica(tmp_path, "a", api, url), Replica(tmp_path, "b", api, url)
+    both = Replica(tmp_path, "a", api, url, lease_s), Replica(tmp_path, "b", api, url, lease_s)
     yield both
     for one in both:
         one.close()
@@ -80,11 +90,12 @@ def test_who_takes_over_adopts_each_rayjob_and_makes_none_twice(replicas: tuple[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lease_s", [SHORT_LEASE_S])
 def test_an_owner_that_wakes_after_the_take_over_makes_and_deletes_nothing(replicas: tuple[Replica, Replica]) -> None:
     first, second = replicas
     job_id, doomed = first.running(), first.running()
     new = first.service.submit(checkpoint={"store": "s3://b/c"})
-    time.sleep(LEASE_S)  # it is stopped, and its lease runs out
+    time.sleep(SHORT_LEASE_S)  # it is stopped, and its lease runs out
     second.take_over()
     second.turn_until(lambda: second.service.state(new) == "PENDING", "the new one's submission")
     assert second.service.client.post(f"/v1/jobs/{doomed}/cancel").status_code == 202
