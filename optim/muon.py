@@ -64,6 +64,7 @@ class MuonHyper:
     momentum: float
     weight_decay: float
     nesterov: bool
+    rule: str | None
 
 
 @dataclass(slots=True)
@@ -92,18 +93,26 @@ class Orthogonalising(Algorithm[State]):
 
     shown: ClassVar = {"m_N": "momentum_buffer"}
 
-    rules: dict[Tensor, str]
-    """By parameter the name of its rule, as it was said or found."""
+    _rules: list[str]
+    """Of each tensor that is laid out. By number: a dict of parameters would hold them (engine/orphans.py)."""
+
+    @property
+    def rules(self) -> dict[Tensor, str]:
+        """By parameter the name of its rule, as it was said or found; new."""
+        return rules_of(self.param_groups, self.model)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range, and groups that hold nothing but vectors. Raises: ValueError."""
         check_group(group, hyperparameters.MUON)
         check_rule(group["rule"])
+        if not isinstance(group["nesterov"], bool):
+            raise ValueError(f"nesterov = {group['nesterov']!r}: must be True or False")
         refuse_vectors(self.param_groups, rules_of(self.param_groups, self.model))
 
     def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> MuonHyper:
         """The hyperparameters of a group, for this step. Its momentum takes no correction: no rule asks its size."""
-        return MuonHyper(span, float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"])
+        lr, names = float(group["lr"]), ("momentum", "weight_decay", "nesterov", "rule")
+        return MuonHyper(span, lr, *(group[name] for name in names))
 
     def gradient_weight(self, group: dict[str, Any]) -> float:
         """What a gradient counts in the momentum."""
@@ -112,9 +121,10 @@ class Orthogonalising(Algorithm[State]):
     def set_ages(self, ages: Sequence[Age]) -> None:
         """As FlatOptimizer.set_ages; and find the rules of what is laid out."""
         super().set_ages(ages)
-        found = rules_of(self.param_groups, self.model)
-        if found != getattr(self, "rules", None):
-            self.rules = found
+        rules = self.rules
+        found = [rules[tensor.param] for tensor in self.space.tensors]
+        if found != getattr(self, "_rules", None):
+            self._rules = found
             if self.group.rank == 0:
                 logger.info("rules %s", " ".join(f"{rule}={count}" for rule, count in self.count_rules().items()))
 
@@ -127,9 +137,8 @@ class Orthogonalising(Algorithm[State]):
 
     def update_of(self, i: int, m: Tensor, g: Tensor, h: MuonHyper) -> Tensor:
         """u of the i-th tensor, new, of its momentum as it is with this gradient. All are float[elements]."""
-        param = self.space.tensors[i].param
         w = torch.lerp(g, m, h.momentum) if h.nesterov else m
-        return RULES[self.rules[param]](w.view(param.shape)).reshape(-1)
+        return RULES[h.rule or self._rules[i]](w.view(self.space.tensors[i].param.shape)).reshape(-1)
 
 
 def defaults(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from thinwire.optim.engine.parameters import names_of
 from thinwire.optim.muon_math import RULES
@@ -60,6 +61,8 @@ def refuse_vectors(param_groups: Sequence[dict[str, Any]], rules: dict[Tensor, s
 
 
 def _found(param: Tensor, name: str | None, known: dict[int, str]) -> str:
+    if is_lazy(param):  # it is refused where vectors are laid out
+        return "matrix"
     if sum(size > 1 for size in param.shape) < 2 and not (param.dim() == 2 and param.numel() > 1):
         return "vector"
     rule = known.get(id(param))

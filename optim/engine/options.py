@@ -100,7 +100,7 @@ class CheckedOptions:
         return cls(**given)
 
 
-def checked_narrow(given: object, allowed: tuple[str, ...]) -> tuple[str, ...]:
+def checked_narrow(given: Collection[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
     """The argument narrow=, in the order of what is allowed. Raises: ValueError."""
     listed = isinstance(given, Collection) and not isinstance(given, str)
     if not listed or any(name not in allowed for name in given):

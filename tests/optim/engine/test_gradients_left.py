@@ -7,12 +7,13 @@ from tests.covering import every_value
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
-from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import Adam, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 
 MAKE = {
     "adam": Adam,
     "onebit_adam": lambda p, **k: construct(OneBitAdam, p, warmup=3, **k),
     "onebit_lamb": lambda p, **k: construct(OneBitLamb, p, warmup=3, **k),
+    "onebit_muon": OneBitMuon,
     "zero_one_adam": lambda p, **k: construct(
         ZeroOneAdam, p, dense_steps=2, var_freeze_step=4, local_step_scaler=3, **k
     ),

@@ -10,7 +10,7 @@ import torch
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.optim.regroup import regroup
 from thinwire.workers.replicas import replicas_bit_equal
 
@@ -21,6 +21,8 @@ MAKE = {
     "onebit_adam": lambda p, **k: construct(OneBitAdam, p, lr=1e-2, warmup=3, **k),
     "onebit_adam_auto": lambda p, **k: construct(OneBitAdam, p, lr=1e-2, **k),
     "onebit_lamb": lambda p, **k: construct(OneBitLamb, p, lr=1e-2, warmup=3, **k),
+    "muon": lambda p, **k: construct(Muon, p, lr=1e-2, **k),
+    "onebit_muon": lambda p, **k: construct(OneBitMuon, p, lr=1e-2, **k),
     "zero_one_adam": lambda p, **k: construct(ZeroOneAdam, p, lr=1e-2, var_freeze_step=3, local_step_scaler=2, **k),
 }
 every_optimizer = pytest.mark.parametrize("name", MAKE)
@@ -66,7 +68,9 @@ def test_state_shows_the_flat_vectors_in_the_parameters_shapes_also_after_steps_
         fields = {"exp_avg": "m_N", "exp_avg_sq": "v_N", "momentum_buffer": "m_N"}
         for p, q in zip(net.parameters(), other.parameters(), strict=True):
             assert set(early[p]) == (
-                {"step", "momentum_buffer"} if name == "sgd" else {"step", "exp_avg", "exp_avg_sq"}
+                {"step", "momentum_buffer"}
+                if name in ("sgd", "muon", "onebit_muon")
+                else {"step", "exp_avg", "exp_avg_sq"}
             )
             assert isinstance(early[p]["step"], torch.Tensor)
             assert early[p]["step"] == shown[q]["step"] == optimizer.num_steps == 6

@@ -82,13 +82,26 @@ def test_what_is_no_rule_and_what_has_no_matrix_is_refused_on_every_rank(kind):
         with pytest.raises(ValueError, match=r"none of the 2 parameters is a matrix.*OneBitAdam\(params.*'vector'"):
             kind(before, group=group)
         assert all(p.grad is None for p in before)
+        with pytest.raises(ValueError, match=r"nesterov = 1: must be True or False"):
+            kind([nn.Parameter(torch.ones(5, 4))], group=group, nesterov=1)
         with pytest.raises(ValueError, match=r"rule = 'ns': must be one of matrix, matrices, rows, vector, or None"):
             kind([{"params": [nn.Parameter(torch.ones(5, 4))], "rule": "ns"}], group=group)
         with pytest.raises(ValueError, match=r"complex64.*torch.view_as_real"):
             kind([nn.Parameter(torch.ones(5, 4, dtype=torch.complex64))], group=group)
+        with pytest.raises(ValueError, match="lazy parameter without a shape"):
+            kind(nn.LazyLinear(3).parameters(), group=group)
         kind([{"params": before, "rule": "vector"}], group=group)
 
     run_threads(2, work)
+
+
+def test_a_rule_that_a_group_is_given_later_is_used_from_the_next_step_on():
+    param = nn.Parameter(torch.zeros(5, 4))
+    optimizer = Muon([param], lr=1.0)
+    optimizer.param_groups[0]["rule"] = "vector"
+    param.grad = torch.full((5, 4), 3.0)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full((5, 4), -0.2))
 
 
 def test_ranks_with_other_rules_are_told():
