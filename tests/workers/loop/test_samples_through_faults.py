@@ -17,7 +17,7 @@ from thinwire.comm.groups.faults import Fault, When
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.membership import Fenced
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.session import recipe_loop
+from thinwire.workers.session import job as loop
 from thinwire.workers.telemetry import history
 
 STEPS = 64
@@ -111,7 +111,7 @@ def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed
 @parametrize("victim", [0, 1], usual=[0])
 def test_the_state_before_training_is_told_though_a_peer_is_lost_in_its_evaluation(tmp_path, monkeypatch, victim):
     job = ThreadsJob(tmp_path, None, 3, Plan(), spec=small_spec(steps=8))
-    plain = recipe_loop.part_of_validation
+    plain = loop.part_of_validation
 
     def evaluate(*given):
         worker = job.here
@@ -122,7 +122,7 @@ def test_the_state_before_training_is_told_though_a_peer_is_lost_in_its_evaluati
             raise Fenced("dead")
         return plain(*given)
 
-    monkeypatch.setattr(recipe_loop, "part_of_validation", evaluate)
+    monkeypatch.setattr(loop, "part_of_validation", evaluate)
     job.run(monkeypatch)
     samples = history.read(RunFolder(tmp_path).history)
     assert [sample.step for sample in samples] == list(range(9))
