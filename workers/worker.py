@@ -60,7 +60,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     from thinwire.workers.ranks import RunEnded
     from thinwire.workers.session.job import failure_of_script, run_job
     from thinwire.workers.session.training import Run
-    from thinwire.workers.telemetry import report
+    from thinwire.workers.telemetry.history import write_report
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
     from thinwire.workers.whereabouts import Stillness, StillnessWatch
 
@@ -92,7 +92,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     try:
         summary = run_job(spec, run, ranks, device, reporter)
         if summary is not None:
-            report.write_report(place.run_dir, summary, loss_is(spec))
+            write_report(place.run_dir, summary, loss_is(spec))
         reporter.close(summary=summary)
     except RunEnded as reason:
         logger.info("run_ended number=%d reason=%r", number, str(reason))

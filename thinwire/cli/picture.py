@@ -23,7 +23,7 @@ from thinwire.contract.summary import Summary
 
 
 class Drawing(Protocol):
-    """workers.telemetry.report.picture."""
+    """workers.telemetry.history.picture."""
 
     def __call__(self, samples: list[Sample], summary: Summary, loss_is: str) -> bytes:
         """A PNG."""

@@ -111,7 +111,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     from thinwire.workers.session.course import Course
     from thinwire.workers.session.job import run_job
     from thinwire.workers.session.training import Run
-    from thinwire.workers.telemetry.report import write_report
+    from thinwire.workers.telemetry.history import write_report
     from thinwire.workers.worker import pass_on
 
     thinwire.__version__ = version or thinwire.__version__
