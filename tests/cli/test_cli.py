@@ -19,11 +19,11 @@ from tests.cli.command_line import Run
 from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService
-from thinwire.cli import commands, screen, watch
+from thinwire.cli import commands, watch
 from thinwire.cli.client import server_of
 from thinwire.cli.job_file import JobFileError, read_job_file
-from thinwire.cli.logs import WorkerLines
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.cli.watch import WorkerLines
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.launch.protocol import LaunchState
 
@@ -205,8 +205,9 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(
         raise KeyboardInterrupt
 
     job_id = live.service.running()
+    watching = watch.watch
     monkeypatch.setattr(
-        screen, "watch", lambda client, job_id, console: watch.watch(client, job_id, console, sleep=interrupt)
+        watch, "watch", lambda client, job_id, console: watching(client, job_id, console, sleep=interrupt)
     )
     run = thinwire("watch", job_id)
     assert run.code == 130
