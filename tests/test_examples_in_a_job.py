@@ -10,7 +10,7 @@ from tests.conftest import missing
 from tests.covering import parametrize
 from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 from thinwire.workers.telemetry import history
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

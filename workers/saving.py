@@ -49,7 +49,7 @@ from thinwire.workers.checkpoints.manifest import BEGUN, generation_folder
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.storage import StoreRefused, prove
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_end
-from thinwire.workers.membership import Seat
+from thinwire.workers.membership.seats import Seat
 from thinwire.workers.owed import Owed
 from thinwire.workers.replicas import refuse_differing
 from thinwire.workers.session.registered import Registered, put_together, take_apart, weight_name

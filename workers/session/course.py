@@ -32,7 +32,8 @@ from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.data.feed import Share
 from thinwire.workers.error_words import in_words
-from thinwire.workers.membership import Change, Dismissed, MembershipError
+from thinwire.workers.membership.seats import Change
+from thinwire.workers.membership.state import Dismissed, MembershipError
 from thinwire.workers.origin import Origin, StartRefused
 from thinwire.workers.owed import BROKEN_S, LEAVE_S
 from thinwire.workers.ranks import RunEnded

@@ -34,7 +34,7 @@ from thinwire.contract.summary import Summary
 from thinwire.workers.data.feed import let_go_of_connections
 from thinwire.workers.data.order import share
 from thinwire.workers.error_words import as_failure, in_words, words_of
-from thinwire.workers.membership import MembershipError
+from thinwire.workers.membership.state import MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded
 from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of

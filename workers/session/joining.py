@@ -30,7 +30,7 @@ from thinwire.contract.files import write_whole
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.optim.regroup import Regrouped, regroup
-from thinwire.workers.membership import Seat
+from thinwire.workers.membership.seats import Seat
 from thinwire.workers.plan.schedule import RunSteps, full_steps
 from thinwire.workers.session.registered import State
 from thinwire.workers.session.training import ScriptError, Surroundings, Training

@@ -37,7 +37,7 @@ from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, StreamFeed, feed_of
 from thinwire.workers.data.order import share
 from thinwire.workers.error_words import in_words
-from thinwire.workers.membership import MembershipError
+from thinwire.workers.membership.state import MembershipError
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import FixedRanks, RunEnded
 from thinwire.workers.replicas import ReplicasDiffer

@@ -15,7 +15,7 @@ from tests.workers.loop.threads_job import Plan, ThreadsJob, retained
 from tests.workers.small_job import small_spec
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.membership import Fenced
+from thinwire.workers.membership.state import Fenced
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session import job as loop
 from thinwire.workers.telemetry import history

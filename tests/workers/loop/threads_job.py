@@ -21,7 +21,8 @@ from thinwire.contract.spec import Checkpoint, TrainSpec
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.train import session
 from thinwire.workers.data.feed import own_part
-from thinwire.workers.membership import Change, Fenced, Identity
+from thinwire.workers.membership.seats import Change, Identity
+from thinwire.workers.membership.state import Fenced
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session.body import Bodies
 from thinwire.workers.session.job import train
