@@ -92,7 +92,7 @@ class Saving:
         """Of what is being saved."""
         self._closed = False
         self.beside: Callable[[], Mapping[str, object]] = dict
-        """Plain values that checkpoints hold beside the state: what the run has begun with (origin.py)."""
+        """Plain values that checkpoints hold beside the state: what the run has begun with (session/joining.py)."""
 
     def seated(self, seat: Seat | None) -> None:
         """Checkpoints are of this generation from here on, and a rank that is not in it gives no part of those before.

@@ -34,14 +34,13 @@ from thinwire.workers.data.feed import Share
 from thinwire.workers.error_words import in_words
 from thinwire.workers.membership.seats import Change
 from thinwire.workers.membership.state import Dismissed, MembershipError
-from thinwire.workers.origin import Origin, StartRefused
 from thinwire.workers.owed import BROKEN_S, LEAVE_S
 from thinwire.workers.ranks import RunEnded
 from thinwire.workers.recipes.of_job import take_settings
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.saving import Saving, store_of
 from thinwire.workers.session.body import Bodies, Made
-from thinwire.workers.session.joining import Joined, Progress, join
+from thinwire.workers.session.joining import Joined, Origin, Progress, join
 from thinwire.workers.session.training import ScriptError, Surroundings, Training
 from thinwire.workers.signature import signature
 from thinwire.workers.telemetry import history
@@ -51,6 +50,7 @@ from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog, refuse_non_finite
 from thinwire.workers.telemetry.step_parts import StepClock
 from thinwire.workers.telemetry.trace import Trace
+from thinwire.workers.weights import StartRefused
 
 logger = logging.getLogger(__name__)
 OfRanks = NonFiniteInput | NonFiniteLoss | ReplicasDiffer
