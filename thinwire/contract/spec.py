@@ -203,6 +203,17 @@ class ZeroOneAdamSpec(_AdamHyper, _Compressing):
     local_step_clipper: Whole | None = _field(declared.LOCAL_STEP_CLIPPER)
 
 
+class OneBitSgdSpec(_Frozen):
+    """SGD as torch.optim.SGD has it, whose momentum is exchanged in one bit from the first step on."""
+
+    name: Literal["onebit_sgd"]
+    lr: float = _field(declared.LR, ge=None, gt=0.0)
+    momentum: float = _field(declared.MOMENTUM)
+    dampening: float = _field(declared.DAMPENING)
+    weight_decay: float = _field(declared.WEIGHT_DECAY)
+    nesterov: bool = Field(False, description="Nesterov's momentum; with momentum above 0 and no dampening")
+
+
 class AdamSpec(_AdamHyper):
     """Dense Adam with decoupled decay (AdamW), the uncompressed baseline of 1-bit Adam."""
 
@@ -324,7 +335,8 @@ Recipe = Annotated[
 ]
 Data = Annotated[PythonStdlib | TextFile | Digits, Field(discriminator="source")]
 Optimizer = Annotated[
-    OneBitAdamSpec | OneBitLambSpec | ZeroOneAdamSpec | AdamSpec | LambSpec | SgdSpec, Field(discriminator="name")
+    OneBitAdamSpec | OneBitLambSpec | ZeroOneAdamSpec | OneBitSgdSpec | AdamSpec | LambSpec | SgdSpec,
+    Field(discriminator="name"),
 ]
 
 
@@ -573,8 +585,12 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
     if isinstance(adam, OneBitAdamSpec) and (adam.error_memory or adam.variance) and spec.topology != "flat":
         name = "variance" if adam.variance else "error_memory"
         found.append(("topology", spec.topology, f"flat with optimizer.{name} = bf16"))
-    if spec.topology == "node_first" and adam.full_exchange == "int8":
+    if spec.topology == "node_first" and isinstance(adam, _FullExchange) and adam.full_exchange == "int8":
         found.append(("topology", spec.topology, "flat or auto with optimizer.full_exchange = int8"))
+    sgd = spec.optimizer
+    if isinstance(sgd, OneBitSgdSpec) and sgd.nesterov and (not sgd.momentum or sgd.dampening):
+        allowed = "false, or optimizer.momentum above 0 and optimizer.dampening = 0"
+        found.append(("optimizer.nesterov", sgd.nesterov, allowed))
     bounds = spec.optimizer
     if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))

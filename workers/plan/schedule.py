@@ -95,7 +95,7 @@ class RunSteps:
             floor=schedule.final_fraction if schedule.decay == "cosine" else 1.0,
             warmup=spec.warmup_steps,
             var_freeze_step=spec.var_freeze_step,
-            full_exchange=given.full_exchange,
+            full_exchange=getattr(given, "full_exchange", None),
             half=spec.precision == "bfloat16",
             flat=spec.topology == "flat",
             **more,
