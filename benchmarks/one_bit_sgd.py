@@ -73,8 +73,8 @@ def _markdown(found: dict[str, list[Run]], commit: str) -> str:
         [
             "# 1-bit SGD beside SGD",
             "",
-            f"Validation loss, nats, after {one.steps} steps of a ResNet of {parameters:,} parameters on digits, two ranks, "
-            f"momentum 0.9; commit {commit[:12]}. `python -m benchmarks.one_bit_sgd`.",
+            f"Validation loss, nats, after {one.steps} steps of a ResNet of {parameters:,} parameters on digits, "
+            f"two ranks, momentum 0.9; commit {commit[:12]}. `python -m benchmarks.one_bit_sgd`.",
             "",
             *pipes(head, rows),
             "",
