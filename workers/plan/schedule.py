@@ -20,7 +20,8 @@ from typing import Any, Self
 
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
-from thinwire.contract.spec import OneBitAdamSpec, OneBitLambSpec, TrainSpec, ZeroOneAdamSpec
+from thinwire.contract.optimizers import OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
+from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, ZeroOneAdam
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.freezing import FreezingOptimizer
