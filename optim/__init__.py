@@ -15,6 +15,7 @@ from thinwire.optim.lamb_math import LambBounds
 from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
 from thinwire.optim.onebit_sgd import OneBitSGD
+from thinwire.optim.sparse_adam import SparseAdam
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitSGD",
+    "SparseAdam",
     "ZeroOneAdam",
     "ZeroOneSchedule",
     "compressed",

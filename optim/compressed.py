@@ -25,7 +25,7 @@ _SIGN = "takes the sign of what it receives, so that what one bit leaves out now
 REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam"), (_VARIANCE, "OneBitAdam or ZeroOneAdam")),
     **dict.fromkeys(("adagrad", "adadelta", "rmsprop", "adafactor"), (_VARIANCE, "OneBitAdam")),
-    "sparseadam": (_VARIANCE, "OneBitAdam, which takes a sparse gradient as a dense one"),
+    "sparseadam": (_VARIANCE, "SparseAdam"),
     "lamb": (_VARIANCE, "OneBitLamb"),
     **dict.fromkeys(("rprop", "lion", "signsgd", "signum"), (_SIGN, "OneBitAdam")),
     "muon": ("orthogonalises what it receives, and error feedback is exact only behind that", ""),
