@@ -11,6 +11,7 @@ nearly as they are and one bit does not (docs/algorithms.md). One optimizer exch
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,8 @@ from thinwire.comm.default import default_reducer, given_or_default
 from thinwire.comm.errors import NonFiniteInput
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.reducer import Reducer
+from thinwire.comm.groups.texts import agree
+from thinwire.comm.kernels.choose import warm_up_int8
 from thinwire.comm.layout import BYTE, VectorLayout, round_up
 from thinwire.comm.protocol import Group
 from thinwire.contract.hyperparameters import BETAS, EPS, LR
@@ -39,10 +42,9 @@ class SparseAdam(Optimizer):
     params: matrices of float32 or float64, whose gradients are sparse: of nn.Embedding(sparse=True), EmbeddingBag. lr,
     betas, eps: as in torch.optim.SparseAdam. group: the ranks (None: torch.distributed's default group, or this process
     alone). exchange: "int8", or "fp32", which leaves nothing out and keeps no error memory.
-    A value takes 4 bytes each as m, v and worker error, and 4 / ranks as server error. The other parameters of a model
-    belong to another optimizer, whose gradients this one does not touch. step() is collective, also for a rank whose
-    batch has touched no row. The constructor is collective: it sends rank 0's parameters to all.
-    Raises: ValueError; PeerLost, WireMismatch.
+    A value takes 4 bytes each as m, v and worker error, and 4 / ranks as server error. step() is collective, also for a
+    rank whose batch has touched no row; so is the constructor, which sends rank 0's parameters to all. Raises:
+    ValueError; PeerLost, WireMismatch.
     """
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler, which then always calls step(): it is refused
@@ -68,13 +70,17 @@ class SparseAdam(Optimizer):
         for param_group in self.param_groups:
             check_group(param_group, (LR, EPS))
             for param in param_group["params"]:
-                _refuse_unfit(param)
+                if param.dim() != 2 or param.dtype not in (torch.float32, torch.float64):
+                    what = f"a parameter of {param.dtype}, shape {tuple(param.shape)}"
+                    raise ValueError(f"{what}: must be a matrix of float32 or float64, as that of an nn.Embedding is")
                 key = (param.shape[1], param.dtype, param.device)
                 by_width.setdefault(key, []).append((param, param_group))
         self.tables = [Table(entries, self.group, exchange) for entries in by_width.values()]
-        for table in self.tables:
-            for param in table.params:
-                self.group.broadcast_(param.data)
+        shapes = [[list(param.shape) for param in table.params] for table in self.tables]
+        facts: dict[str, int | str] = {"shapes of tables": zlib.crc32(str(shapes).encode()), "exchange": exchange}
+        agree(self.group, facts, self.tables[0].params[0])
+        for param in (one for table in self.tables for one in table.params):
+            self.group.broadcast_(param.data)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """In the constructor alone: state is laid out for all rows at once. Raises: RuntimeError after it."""
@@ -93,9 +99,7 @@ class SparseAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if getattr(self, "grad_scale", None) is not None:
-            raise RuntimeError(
-                "a GradScaler calls SparseAdam.step(): use torch.autocast with bfloat16 and no scaler"
-            )
+            raise RuntimeError("a GradScaler calls SparseAdam.step(): use torch.autocast with bfloat16 and no scaler")
         given = [table.touched() for table in self.tables]
         own = torch.tensor([fault or len(ids) for ids, _, fault in given], device=self.tables[0].m_VD.device)
         counts_nT = gathered(self.group, own).tolist()
@@ -131,8 +135,8 @@ class SparseAdam(Optimizer):
 
         Raises: ValueError saying what differs; then nothing has changed.
         """
-        if state_dict.get("optimizer") != type(self).__name__ or not {"num_steps", "tables"} <= state_dict.keys():
-            raise ValueError("state_dict is not of SparseAdam, or not whole: give what its state_dict() returned")
+        if state_dict.get("optimizer") != type(self).__name__:
+            raise ValueError("state_dict is not of SparseAdam of thinwire.optim: give what its state_dict() returned")
         theirs, groups = state_dict["tables"], state_dict["param_groups"]
         shapes = [[list(x.shape) for x in (one["m"], one["v"], one["residual"])] for one in theirs]
         mine = [[list(table.m_VD.shape)] * 3 for table in self.tables]
@@ -165,15 +169,14 @@ class Table:
         kept = 0 if self._exact else num_rows
         self.e_VD = like.new_zeros(kept, self._width)
         self.E_SD = like.new_zeros(-(-kept // group.size), self._width)
+        if like.device.type == "cpu":
+            warm_up_int8(like.dtype)  # not in the first exchange, where peers would wait for it
         self._slots = 0
         self._reduce: Reducer
         self._memory: ErrorMemory
 
     def step(self, t: int, ids: Tensor, values: Tensor, most: int) -> None:
-        """One step of the rows that some rank has touched. Collective. Raises: PeerLost.
-
-        ids, values: as touched() gave them. most: rows that a rank has touched.
-        """
+        """One step of the rows that some rank has touched. ids, values: its own. most: ids of a rank. Collective."""
         rows = self._union(ids, most)
         if not len(rows):
             return
@@ -193,11 +196,11 @@ class Table:
 
     def residual(self) -> Tensor:
         """R: what all ranks have left out together, float[V, D]. Collective. Raises: PeerLost."""
-        n, residual_VD = self._group.size, self.e_VD / self._group.size
-        own_VD = residual_VD[self._group.rank :: n]
-        own_VD += self.E_SD[: len(own_VD)]
         if self._exact:
             return torch.zeros_like(self.m_VD)
+        residual_VD = self.e_VD / self._group.size
+        own_VD = residual_VD[self._group.rank :: self._group.size]
+        own_VD += self.E_SD[: len(own_VD)]
         self._group.start_sum_(residual_VD).wait()
         return residual_VD
 
@@ -213,15 +216,12 @@ class Table:
         """The rows that this rank's gradients have, ascending; their values; what is wrong with them, or 0. Local."""
         device, fault = self.m_VD.device, 0
         ids, values = [torch.empty(0, dtype=torch.int64, device=device)], [self.m_VD[:0]]
-        for at, param in enumerate(self.params):
-            if param.grad is None:
-                continue
-            if param.grad.layout != torch.sparse_coo or param.grad.sparse_dim() != 1:
+        for first, grad in zip(self._first.tolist(), (param.grad for param in self.params), strict=False):
+            if grad is not None and (grad.layout != torch.sparse_coo or grad.sparse_dim() != 1):
                 fault = DENSE
-                continue
-            grad = param.grad.coalesce()
-            ids.append(grad.indices()[0] + int(self._first[at]))
-            values.append(grad.values())
+            elif grad is not None:
+                ids.append(grad.coalesce().indices()[0] + first)
+                values.append(grad.coalesce().values())
         every = torch.cat(values)
         return torch.cat(ids), every, fault or (0 if bool(torch.isfinite(every).all()) else NOT_FINITE)
 
@@ -266,7 +266,7 @@ class Table:
 
     def _fit(self, needed: int) -> None:
         """Have an exchange of so many rows a rank, or of up to a quarter more. Collective where it is another one."""
-        grain = max(1, 1 << max(needed.bit_length() - 3, 0))
+        grain = 1 << max(needed.bit_length() - 3, 0)
         slots = -(-needed // grain) * grain
         if slots == self._slots:
             return
@@ -297,12 +297,3 @@ def _refuse_faults(counts_nT: Sequence[Sequence[int]]) -> None:
         )
     if bad:
         raise NonFiniteInput(f"a sparse gradient of ranks {bad} holds NaN or infinity", tuple(bad))
-
-
-def _refuse_unfit(param: Tensor) -> None:
-    """Raises: ValueError for a parameter that has no rows, or is not of float32 or float64."""
-    if param.dim() != 2 or param.dtype not in (torch.float32, torch.float64) or param.layout != torch.strided:
-        raise ValueError(
-            f"a parameter of {param.dtype}, shape {tuple(param.shape)}: must be a matrix of float32 or float64, as the "
-            "weight of an nn.Embedding is"
-        )

@@ -5,7 +5,7 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.seeded import seeded
-from thinwire.comm import NonFiniteInput, run_threads
+from thinwire.comm import NonFiniteInput, WireMismatch, run_threads
 from thinwire.optim import Adam, SparseAdam
 
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -243,8 +243,19 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, 8))]})
     with pytest.raises(ValueError, match="it is of another model"):
         optimizer.load_state_dict(SparseAdam(net(rows=41).tables).state_dict())
-    with pytest.raises(ValueError, match="is not of SparseAdam, or not whole"):
+    with pytest.raises(ValueError, match="is not of SparseAdam of thinwire"):
         optimizer.load_state_dict(torch.optim.SparseAdam(net().tables).state_dict())
+
+
+def test_ranks_with_other_tables_are_told_so_before_a_parameter_is_touched():
+    def work(group):
+        model = net(rows=40 + group.rank)
+        before = values(model)
+        with pytest.raises(WireMismatch, match="shapes of tables"):
+            SparseAdam(model.tables, group=group)
+        return torch.equal(values(model), before)
+
+    assert all(run_threads(2, work))
 
 
 def test_a_grad_scaler_is_refused_on_every_rank():
