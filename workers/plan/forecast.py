@@ -31,15 +31,22 @@ LAMB = "onebit_lamb"
 ONE_BIT = ("onebit_adam", LAMB)
 ZERO_ONE = "zero_one_adam"
 COMPRESSED = (*ONE_BIT, ZERO_ONE)
+SGD, ONE_BIT_SGD = "sgd", "onebit_sgd"
 TITLES = {
     "dense_fp32": "dense fp32",
     "dense_bf16": "dense bf16",
     "onebit_adam": "1-bit Adam",
     "onebit_lamb": "1-bit LAMB",
     "zero_one_adam": "0/1 Adam",
+    "onebit_sgd": "1-bit SGD",
 }
 WORTH = 1.05
 """Less than that is in the noise of a step, and compression is not free: docs/algorithms.md says what it changes."""
+
+
+def compressed_for(method: str) -> tuple[str, ...]:
+    """The compressed methods that can stand in for a job's own: steps of SGD and of Adam are no substitute."""
+    return (ONE_BIT_SGD,) if method in (SGD, ONE_BIT_SGD) else COMPRESSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,8 @@ class Busy:
 class Rehearsed:
     """What a worker's processor does in a step of the job's model, in seconds; the slowest of those that rehearsed.
 
-    update_s: of torch's AdamW. cast_s: of the gradient to bfloat16 and back. cores: of one worker; infinite on a GPU.
+    update_s: of torch's AdamW, or SGD. cast_s: of the gradient to bfloat16 and back. cores: of one worker; infinite on
+    a GPU.
     """
 
     elements: int
@@ -110,10 +118,10 @@ def forecast(
     bucket = chosen_bucket(job, network, found.elements, found.cores == inf)
     dense = {name: _dense(name, run, network, found) for name in DENSE}
     runs = {name: one.run_s for name, one in dense.items()}
-    ways = [_Way(name, job, network, found, bucket) for name in COMPRESSED]
+    ways = [_Way(name, job, network, found, bucket) for name in compressed_for(run.method)]
     methods = [_with_gains(one, runs) for one in (*dense.values(), *(way.plan() for way in ways))]
     best = min(methods, key=lambda one: one.run_s)
-    compress = best.name in COMPRESSED and min(runs.values()) >= WORTH * best.run_s
+    compress = best.name not in DENSE and min(runs.values()) >= WORTH * best.run_s
     if not compress:
         best = min(methods[: len(DENSE)], key=lambda one: one.run_s)
     return Plan(
@@ -142,7 +150,7 @@ class _Way:
     def __init__(self, name: str, job: PlannedJob, network: Network, found: Rehearsed, bucket: int) -> None:
         self._name, self._network, self._found, self._busy = name, network, found, found.busy[name]
         run = job.run
-        self._kinds: Kinds = schedule.zero_one(run) if name == ZERO_ONE else schedule.one_bit(run, lamb=name == LAMB)
+        self._kinds = _kinds(name, run)
         refreshes = 0 if name == ZERO_ONE else self._kinds.refreshes  # those of 0/1 Adam are in `both`
         wire = schedule.full_wire(run, run.var_freeze_step if name == ZERO_ONE else run.warmup)
         full = full_exchange(network, found.elements, found.transport, bucket, wire)
@@ -188,6 +196,12 @@ class _Way:
         return steps, seconds, sum(count * sent.payload_bytes for count, _, sent in found)
 
 
+def _kinds(name: str, run: RunSteps) -> Kinds:
+    if name == ONE_BIT_SGD:
+        return Kinds(full=0, compressed=run.steps)
+    return schedule.zero_one(run) if name == ZERO_ONE else schedule.one_bit(run, lamb=name == LAMB)
+
+
 def _dense(name: str, run: RunSteps, network: Network, found: Rehearsed) -> MethodPlan:
     sent, work = dense_step(name, network, found)
     step_s = step_seconds(network, work, sent, found.cores)
@@ -207,7 +221,7 @@ def _dense(name: str, run: RunSteps, network: Network, found: Rehearsed) -> Meth
 
 
 def dense_step(name: str, network: Network, found: Rehearsed) -> tuple[Sent, Work]:
-    """What a step under DistributedDataParallel sends and does, with torch's AdamW."""
+    """What a step under DistributedDataParallel sends and does, with torch's own optimizer."""
     send: Callable[[Network, int, Transport], Sent] = dense_32 if name == "dense_fp32" else dense_16
     cast_s = 0.0 if name == "dense_fp32" or network.ranks == 1 else found.cast_s
     busy_s = found.forward_s + found.backward_s + found.update_s + cast_s
@@ -259,7 +273,8 @@ def _verdict(
 def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
     """What the figures stand on and nobody has measured."""
     notes = []
-    for name in ONE_BIT:
+    methods = compressed_for(run.method)
+    for name in (one for one in ONE_BIT if one in methods):
         counted = schedule.one_bit(run, lamb=name == LAMB)
         if counted.latest_warmup is not None:
             end = counted.full - counted.refreshes
@@ -270,7 +285,7 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
                 when += f"; {counted.refreshes} later steps, which bring the variance up to date, count as warm-up"
             notes.append(f"the automatic warm-up of {TITLES[name]} ends {when}")
     wires = sorted({schedule.full_wire(run, at) for at in (run.warmup, run.var_freeze_step)} - {"fp32"})
-    if wires:
+    if wires and ONE_BIT_SGD not in methods:
         notes.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
     if found.cores == inf:
         notes.append("on GPUs the transport costs the processor nothing")

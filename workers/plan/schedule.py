@@ -20,7 +20,8 @@ from typing import Any, Self
 
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
-from thinwire.contract.spec import OneBitAdamSpec, OneBitLambSpec, TrainSpec, ZeroOneAdamSpec
+from thinwire.contract.optimizers import OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
+from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, ZeroOneAdam
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.freezing import FreezingOptimizer
@@ -95,7 +96,7 @@ class RunSteps:
             floor=schedule.final_fraction if schedule.decay == "cosine" else 1.0,
             warmup=spec.warmup_steps,
             var_freeze_step=spec.var_freeze_step,
-            full_exchange=given.full_exchange,
+            full_exchange=getattr(given, "full_exchange", None),
             half=spec.precision == "bfloat16",
             flat=spec.topology == "flat",
             **more,
@@ -200,6 +201,8 @@ def full_steps(run: RunSteps) -> FullSteps:
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
+    if run.method == "onebit_sgd":
+        return NO_FULL_STEPS
     freeze = run.warmup
     if run.method == "zero_one_adam":
         freeze, kinds = run.var_freeze_step, zero_one(run)

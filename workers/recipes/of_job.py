@@ -27,6 +27,7 @@ from thinwire.optim import (
     LambBounds,
     OneBitAdam,
     OneBitLamb,
+    OneBitSGD,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
@@ -40,6 +41,7 @@ OPTIMIZERS: dict[str, Any] = {
     "onebit_adam": OneBitAdam,
     "onebit_lamb": OneBitLamb,
     "zero_one_adam": ZeroOneAdam,
+    "onebit_sgd": OneBitSGD,
     "adam": Adam,
     "lamb": Lamb,
     "sgd": SGD,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.comm import SoloGroup
-from thinwire.optim import SGD, Adam, Lamb, LambBounds, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
+from thinwire.optim import SGD, Adam, Lamb, LambBounds, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.engine.options import CheckedOptions, Options
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
@@ -31,6 +31,7 @@ TAKES = {
     Lamb: ALL | BOUNDS,
     OneBitAdam: COMPRESSED | {"warmup": 3, "narrow": ["variance"]},
     OneBitLamb: COMPRESSED | BOUNDS | {"warmup": 3},
+    OneBitSGD: {k: v for k, v in ALL.items() if k != "full_exchange"} | {"dampening": 0.1, "maximize": True},
     ZeroOneAdam: COMPRESSED | {"var_freeze_step": 3, "schedule": ZeroOneSchedule(local_step_scaler=8)},
 }
 
@@ -92,7 +93,7 @@ def test_names_and_types_for_callers_are_those_of_the_constructor_that_takes_the
 def test_a_value_that_is_none_is_refused_by_its_name_before_a_parameter_is_touched(made):
     """And not some steps later, where a step would be half done, or by an error that names no option."""
     wrong = {"lr": ("x", True, None, -1.0), "max_grad_norm": ("1", True, [1.0])}
-    if made is not SGD:
+    if made not in (SGD, OneBitSGD):
         wrong |= {"betas": ((0.9,), 0.9, ("a", "b"), (True, 0.9), (1.0, 0.9), (0.9, 1.0)), "eps": ("x", 0.0)}
     if "refresh" in TAKES[made]:
         wrong |= {

@@ -12,7 +12,7 @@ from tests.optim.reference.written_out import bits
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.optim.engine.state import error_memories, replicated
 
-COMPRESSED = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+COMPRESSED = ("onebit_adam", "onebit_lamb", "onebit_sgd", "zero_one_adam")
 FIRST = WARMUP
 """Steps after which the next one is the first compressed one, which forms what it sends from float m."""
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.constructing import construct
-from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits, make
+from tests.optim.reference.written_out import CLASSES, COMPRESSED, FREEZING, bits, make
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
@@ -115,7 +115,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(
 
     (first, frozen_at), *others = run_threads(size, work)
     assert all(torch.equal(first, other) for other, _ in others)
-    assert frozen_at == (FREEZE if name in COMPRESSED else None)
+    assert frozen_at == (FREEZE if name in FREEZING else None)
 
 
 AUTO = {

@@ -14,10 +14,11 @@ from tests.reference.papers import (
     ReferenceLamb,
     ReferenceOneBitAdam,
     ReferenceOneBitLamb,
+    ReferenceOneBitSgd,
     ReferenceSgd,
     ReferenceZeroOneAdam,
 )
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 from thinwire.optim.engine.schedule import is_variance_step
 from thinwire.optim.onebit_lamb import LONGEST_STEP
 
@@ -28,8 +29,10 @@ CLASSES = {
     "onebit_adam": OneBitAdam,
     "onebit_lamb": OneBitLamb,
     "zero_one_adam": ZeroOneAdam,
+    "onebit_sgd": OneBitSGD,
 }
-COMPRESSED = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+FREEZING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+COMPRESSED = (*FREEZING, "onebit_sgd")
 VAR_UPDATE_SCALER, LOCAL_STEP_SCALER, LOCAL_STEP_CLIPPER = 2, 4, 4
 
 
@@ -37,6 +40,9 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
     """Our optimizer; warmup: the steps until the freeze, block: values that share a scale, both where it has them."""
     if name == "sgd":
         param_groups = [{k: v for k, v in g.items() if k not in ("betas", "eps")} for g in param_groups]
+    if name == "onebit_sgd":
+        param_groups = [_with_momentum(g) for g in param_groups]
+        more.pop("full_exchange", None)  # it has none
     given = {"block": block}
     if name in ("onebit_adam", "onebit_lamb"):
         given["warmup"] = warmup
@@ -49,6 +55,12 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
             local_step_clipper=LOCAL_STEP_CLIPPER,
         )
     return construct(CLASSES[name], param_groups, group=group, **given, **more)
+
+
+def _with_momentum(group):
+    """A group of Adam's as one of SGD."""
+    own = {} if "betas" not in group else {"momentum": group["betas"][0]}
+    return {**{k: v for k, v in group.items() if k not in ("betas", "eps")}, **own}
 
 
 def sync_steps(warmup, steps):
@@ -82,15 +94,19 @@ def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=10
     if name == "sgd":
         group = optimizer.param_groups[0]
         return ReferenceSgd(start, group["lr"], group["momentum"], group["weight_decay"])
-    hyper = per_tensor(optimizer, lambda g: Hyper(g["lr"], g["betas"], g["eps"], g["weight_decay"]))
     layout = optimizer.space.layout
+    units = block_units(layout, size, block, buckets_of(optimizer))
+    exchange = TwoPhase(units) if size > 1 else exact_mean
+    if name == "onebit_sgd":
+        hyper = per_tensor(optimizer, lambda g: (g["lr"], g["momentum"], g["weight_decay"]))
+        return ReferenceOneBitSgd(start, hyper, exchange=exchange)
+    hyper = per_tensor(optimizer, lambda g: Hyper(g["lr"], g["betas"], g["eps"], g["weight_decay"]))
     if name == "adam":
         return ReferenceAdam(start, hyper)
     if name == "lamb":
         return ReferenceLamb(start, hyper, min_coeff=0.01, max_coeff=10.0)
-    units = block_units(layout, size, block, buckets_of(optimizer))
     ours = {
-        "exchange": TwoPhase(units) if size > 1 else exact_mean,
+        "exchange": exchange,
         "bias_correction": True,
         "floor": floor_of(block_units(layout, 1, block)),
     }

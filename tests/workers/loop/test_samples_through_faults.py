@@ -34,8 +34,14 @@ OPTIMIZERS = {
         "local_step_clipper": 4,
         **ADAM,
     },
+    "onebit_sgd": {"name": "onebit_sgd", "lr": 0.05},
 }
-COLLECTIVES = {"sgd": ["sum"], "onebit_adam": ["all_to_all", "all_gather"], "zero_one_adam": ["all_to_all"]}
+COLLECTIVES = {
+    "sgd": ["sum"],
+    "onebit_adam": ["all_to_all", "all_gather"],
+    "onebit_sgd": ["all_to_all", "all_gather"],
+    "zero_one_adam": ["all_to_all"],
+}
 
 
 def plan(seed, collectives):
@@ -72,7 +78,7 @@ def spec(tmp_path, name):
     )
 
 
-@parametrize("name", OPTIMIZERS, usual=[1])
+@parametrize("name", OPTIMIZERS, usual=[1, 3])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed):
     made = plan(seed, COLLECTIVES[name])

@@ -43,6 +43,19 @@ def test_a_run_by_hand():
     assert found.verdict.startswith("Compress, with ")
 
 
+@pytest.mark.parametrize("name", ["sgd", "onebit_sgd"])
+def test_a_job_of_sgd_is_planned_beside_1_bit_sgd_which_has_no_warm_up(name):
+    spec = small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": {"name": name, "lr": 0.1}})
+    found = plan(spec, busy={"onebit_sgd": Busy(0.0, 0.23)})
+    assert [one.name for one in found.methods] == ["dense_fp32", "dense_bf16", "onebit_sgd"]
+    ours = found.method("onebit_sgd")
+    assert (ours.warmup, ours.warmup_step_s) == (0, None)
+    assert ours.run_bytes == pytest.approx(spec.steps * (3_125_000 + 4 * 6104))
+    assert found.best == "onebit_sgd"
+    assert "1-bit SGD" in found.verdict
+    assert not [note for note in found.assumed if "warm-up" in note or "full exchanges" in note]
+
+
 def test_local_steps_of_zero_one_adam_send_nothing():
     """After its freeze the gap between syncs grows to 4: a quarter of those steps send what 1-bit Adam sends."""
     optimizer = {"name": "zero_one_adam", "lr": 1e-3, "dense_steps": 100, "var_freeze": 100, "local_step_scaler": 1}
