@@ -41,3 +41,27 @@ def test_what_trainer_finds_in_an_evaluation_is_in_the_history(tmp_path):
         assert sample.validation_loss == pytest.approx(losses[step])
         assert sample.reported == {"validation_accuracy": 0.25}
     assert {sample.last_step for sample in reporter.samples} == {5}
+
+
+def test_a_trainer_is_evaluated_on_shards_by_the_session(tmp_path):
+    """What Trainer cannot: it gathers predictions by collectives that nobody could leave."""
+    if importlib.util.find_spec("transformers") is None:
+        missing("transformers")
+    from transformers import Trainer, TrainingArguments
+
+    from thinwire.integrations.transformers import with_thinwire
+
+    def evaluate(part):
+        assert not part.dataset[0]["input_ids"].requires_grad
+        return {"loss": float(len(part)), "accuracy": 0.5}
+
+    group, reporter = SoloGroup(), Recording()
+    place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+    how = {"per_device_train_batch_size": 2, "max_steps": 4}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, **how)
+    with placed(place), session() as run:
+        run.evaluate_every(2, evaluate, data=sequences(6))
+        trainer = with_thinwire(Trainer(small_gpt(0), args, train_dataset=sequences(16)), OneBitAdam, run=run)
+        trainer.train()
+    found = {one.step: (one.validation_loss, one.reported) for one in reporter.samples if one.validation_loss}
+    assert found == dict.fromkeys((0, 2, 4), (6.0, {"validation_accuracy": 0.5}))
