@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.jobs import BODY_LIMIT_BYTES, Problem
-from thinwire.service.auth import Caller
+from thinwire.service.auth import READS, Caller
 from thinwire.service.budget import BodyBudget
 from thinwire.service.errors import BodyTooLarge, InvalidRequest, ServiceError, error_response
 from thinwire.service.problems import shown
@@ -32,15 +32,16 @@ MOST_FIELDS = 1_000
 DEEPEST = 32
 """Mappings and lists inside one another."""
 LEAST_COST = 16 << 10
-"""Bytes that a report of a job counts for at least: each is a transaction."""
+"""Bytes that what changes something counts for at least, with a body or without: each is a transaction."""
+REGISTRATION_COST = 2 << 10
+"""The same of a worker's registration and of its leave: each of 4096 workers repeats it every ten seconds."""
 SILENT_S, WITHIN_S = 10.0, 60.0
 """How long a body may be without progress, and take to arrive."""
 STREAMED = "/v1/packages/"
 """Below it bodies are not read here: the route takes them in parts, with limits of its own."""
 STREAMED_BYTES, STREAMED_SILENT_S = 1 << 20, 60.0
 """What such a body takes of the memory, and how long it may be without progress."""
-_REPORT: Final = re.compile(r"/v1/jobs/[^/]+/(telemetry|log|files/[^/]+)")
-"""Paths of what a job says and leaves."""
+_REGISTRATION: Final = re.compile(r"/v1/jobs/[^/]+/workers/[^/]+")
 _PLAIN_BYTES: Final = re.compile(r"/v1/jobs/[^/]+/(log|files/[^/]+)")
 """Paths that take any bytes, and no JSON."""
 _TOO_DEEP: Final = f"nested too deeply: at most {DEEPEST} mappings and lists inside one another"
@@ -49,11 +50,12 @@ _TOO_DEEP: Final = f"nested too deeply: at most {DEEPEST} mappings and lists ins
 class Bodies:
     """ASGI middleware behind the guard: reads the body and hands it on, or answers 408, 413, 422, 429 or 503.
 
-    Before any of it is read its length is counted, against what its job may send and what the service holds. The length
-    header is believed; a chunked body counts as the largest of its path. Where strangers may ask, no body is read.
+    Before any of it is read its length is counted, against what its sender may send and what the service holds. The
+    length header is believed; a chunked body counts as the largest of its path. Where strangers may ask, no body is
+    read.
 
-    charge: counts so many bytes against a job, or raises TooMuch. What others send is not counted against it: who may
-    only look, or has seen its ticket, could keep its reports out.
+    charge: counts so many bytes against a sender, by what it is called in words, or raises TooMuch. Each has an account
+    of its own, a job, its ticket and a person: who may only look, or has seen a job's ticket, keeps no reports out.
     """
 
     def __init__(self, app: ASGIApp, charge: Callable[[str, int], None]) -> None:
@@ -63,28 +65,35 @@ class Bodies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on whose body is within the limits."""
         caller: Caller | None = scope.get("state", {}).get("caller")
-        if scope["type"] != "http" or caller is None or not (size := _length(scope)):
+        if scope["type"] != "http" or caller is None:
             await self.app(scope, receive, send)
             return
-        try:
-            await self._with_body(scope, receive, send, caller, size)
-        except ServiceError as refused:  # here: what a route refuses is answered behind this
-            await error_response(refused)(scope, receive, send)
-
-    async def _with_body(self, scope: Scope, receive: Receive, send: Send, caller: Caller, size: int) -> None:
-        path: str = scope["path"]
+        size = _length(scope)
+        if not size and scope["method"] in READS:
+            await self.app(scope, receive, send)
+            return
         who = f"the token {caller.person.name!r}" if caller.person is not None else f"job {caller.job_id}"
         if caller.ticket:
             who = f"the ticket of {who}"
-        if path.startswith(STREAMED):
+        try:
+            await self._charged(scope, receive, send, who, size)
+        except ServiceError as refused:  # here: what a route refuses is answered behind this
+            await error_response(refused)(scope, receive, send)
+
+    async def _charged(self, scope: Scope, receive: Receive, send: Send, who: str, size: int) -> None:
+        path: str = scope["path"]
+        is_streamed = path.startswith(STREAMED)  # its bytes count where they are kept
+        if size > _limit(path) and not is_streamed:
+            raise _too_large(path, size)
+        self._charge(who, max(0 if is_streamed else size, _least(path)))
+        if not size:
+            await self.app(scope, receive, send)
+            return
+        if is_streamed:
             size = min(size, STREAMED_BYTES)
             with self._budget.hold(who, size, receive, silent_s=STREAMED_SILENT_S) as arriving:
                 await self.app(scope, arriving, send)
             return
-        if size > _limit(path):
-            raise _too_large(path, size)
-        if caller.job_id is not None and not caller.ticket:
-            self._charge(caller.job_id, max(size, LEAST_COST) if _REPORT.fullmatch(path) else size)
         with self._budget.hold(who, size, receive, silent_s=SILENT_S, within_s=WITHIN_S) as arriving:
             held = await _read(path, arriving)
             if not _PLAIN_BYTES.fullmatch(path):
@@ -110,6 +119,10 @@ def _length(scope: Scope) -> int:
         return _limit(scope["path"])
     declared = headers.get("content-length", "")
     return int(declared) if declared.isdecimal() else 0
+
+
+def _least(path: str) -> int:
+    return REGISTRATION_COST if _REGISTRATION.fullmatch(path) else LEAST_COST
 
 
 def _limit(path: str) -> int:

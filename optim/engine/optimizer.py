@@ -129,7 +129,9 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.equalise_buffers()
         if self.begins and self.group.size > 1:
             self.begins = False
-            refuse_apart(self.calls, self.group, digest(self.space.p_N), self.space.p_N.device)
+            sums, others = digest(self.space.p_N), beside.digests(self)
+            all_others = refuse_apart(self.calls, self.group, sums, others, self.space.p_N.device)
+            self._replicas.say_beside(self, all_others)
         self._replicas.compare(self)
 
     def prepare_to_save(self) -> None:
@@ -286,8 +288,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             return None
         if plan.gradient is Wire.FULL:
             return self.space.g_N
-        mean_N = self.space.g_N.clone()
-        self.group.mean_(mean_N)
+        mean_N = changing.mean_or_refusal(self.group, self.space.g_N)
         if self.max_grad_norm is not None:
             mean_N.mul_(shortening(torch.linalg.vector_norm(mean_N), self.max_grad_norm))
         return mean_N

@@ -95,3 +95,25 @@ def test_a_share_without_a_token_to_learn_is_no_error(tmp_path, place):
         trainer = with_thinwire(Trainer(small_gpt(0), args, train_dataset=masked), OneBitAdam, run=run)
         trainer.train()
     assert [sample.loss for sample in place.reporter.samples[1:]] == [0.0, 0.0]
+
+
+def test_a_trainer_is_evaluated_on_shards_by_the_session(tmp_path, place):
+    """What Trainer cannot: it gathers predictions by collectives that nobody could leave."""
+    if importlib.util.find_spec("transformers") is None:
+        missing("transformers")
+    from transformers import Trainer, TrainingArguments
+
+    from thinwire.integrations.transformers import with_thinwire
+
+    def evaluate(part):
+        assert not part.dataset[0]["input_ids"].requires_grad
+        return {"loss": float(len(part)), "accuracy": 0.5}
+
+    how = {"per_device_train_batch_size": 2, "max_steps": 4}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, **how)
+    with placed(place), session() as run:
+        run.evaluate_every(2, evaluate, data=sequences(6))
+        trainer = with_thinwire(Trainer(small_gpt(0), args, train_dataset=sequences(16)), OneBitAdam, run=run)
+        trainer.train()
+    found = {one.step: (one.validation_loss, one.reported) for one in place.reporter.samples if one.validation_loss}
+    assert found == dict.fromkeys((0, 2, 4), (6.0, {"validation_accuracy": 0.5}))

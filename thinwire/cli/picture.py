@@ -14,7 +14,7 @@ import typer
 from thinwire.cli.client import ApiError, Client
 from thinwire.cli.commands import work
 from thinwire.cli.screen import complain, note
-from thinwire.cli.summary import read_summary
+from thinwire.cli.summary import SummaryError, read_summary
 from thinwire.contract.figures import loss_is, so_far
 from thinwire.contract.files import write_whole
 from thinwire.contract.jobs import Job
@@ -38,18 +38,24 @@ def samples_of(client: Client, job: Job) -> list[Sample]:
     return samples
 
 
-def summary_of(job: Job, samples: Sequence[Sample]) -> Summary | None:
-    """The summary that its run has left, else one of its steps so far; None without any. Raises SummaryError."""
-    return read_summary(job.summary) if job.summary is not None else so_far(samples)
-
-
 def shown_summary(client: Client, job: Job) -> Summary | None:
-    """The same for `thinwire show`, which has more to say where the service cannot give the samples now."""
+    """The summary that its run has left, else one of its steps so far; None without any, and where the service cannot
+    give the samples now. Raises SummaryError.
+    """
     try:
-        return summary_of(job, [] if job.summary is not None else samples_of(client, job))
+        return read_summary(job.summary) if job.summary is not None else so_far(samples_of(client, job))
     except ApiError as error:
         note(f"The figures so far are not shown: {error}")
         return None
+
+
+def _drawn(job: Job, samples: Sequence[Sample]) -> Summary | None:
+    """Of the run's summary where it can be read, else of its steps."""
+    try:
+        return so_far(samples) if job.summary is None else read_summary(job.summary)
+    except SummaryError as error:
+        note(f"{error}. The picture is of its steps.")
+        return so_far(samples)
 
 
 def picture(
@@ -65,7 +71,7 @@ def picture(
     with Client() as client:
         job = client.resolve(job_id)
         samples = samples_of(client, job)
-    summary = summary_of(job, samples)
+    summary = _drawn(job, samples)
     if summary is None or not samples:
         complain(f"{job.id} is {job.state} and the service has no step of it: there is nothing to draw yet")
         raise typer.Exit(1)

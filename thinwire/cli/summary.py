@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from pydantic import JsonValue, ValidationError
 from rich.console import Group, RenderableType
@@ -12,6 +14,10 @@ from rich.text import Text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
 from thinwire.contract.figures import NATS
 from thinwire.contract.summary import Losses, Seconds, Summary
+
+MOST_ROWS = 100
+"""Of a summary that is shown as it is."""
+LONGEST_CELL = 200
 
 
 class SummaryError(Exception):
@@ -29,6 +35,21 @@ def read_summary(found: Mapping[str, JsonValue]) -> Summary:
             for problem in error.errors()
         ]
         raise SummaryError("summary.json of the run is not complete: " + "; ".join(problems)) from error
+
+
+def summary_rows(found: Mapping[str, JsonValue]) -> list[tuple[str, str]]:
+    """What a summary holds that `read_summary` refuses: a path and its value as JSON each, the first MOST_ROWS."""
+    rows = list(islice(_leaves(found), MOST_ROWS + 1))
+    return [*rows[:MOST_ROWS], ("...", "")] if len(rows) > MOST_ROWS else rows
+
+
+def _leaves(found: Mapping[str, JsonValue], path: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in found.items():
+        where = f"{path}{json.dumps(name)[1:-1]}"  # a terminal is shown nothing that it would obey
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{where}.")
+        else:
+            yield where[:LONGEST_CELL], json.dumps(value)[:LONGEST_CELL]
 
 
 def summary_table(summary: Summary, loss_is: str = NATS) -> RenderableType:
