@@ -36,13 +36,12 @@ from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
-from thinwire.cli.picture import picture, shown_summary
 from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.screen import complain, complain_of, console, note, print_columns
 from thinwire.cli.submit import manifest, submit
-from thinwire.cli.summary import SummaryError, summary_rows, summary_table
+from thinwire.cli.summary import SummaryError, picture, shown_summary, summary_rows, summary_table
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, logs, outcome, wait_for_workers, watch_to_end
 from thinwire.contract.figures import loss_is
