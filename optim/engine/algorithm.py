@@ -33,7 +33,7 @@ from thinwire.optim.engine.exchanges import Exchange, Overlap, mean_gradient
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
-from thinwire.optim.engine.options import NonFinite
+from thinwire.optim.engine.options import Gradients, NonFinite
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
 from thinwire.optim.engine.state import TensorState, is_field, put, replicated, sizes
@@ -50,6 +50,7 @@ class Algorithm(Generic[State]):
     state: defaultdict[Tensor, Any]
     defaults: dict[str, Any]
 
+    gradients: Gradients
     # as in CheckedOptions
     overlaps: bool
     max_grad_norm: float | None

@@ -235,7 +235,7 @@ def mean_or_refusal(group: Group, g_N: Tensor, refuses: float = 0.0) -> Tensor:
     mean_N1 = torch.cat([g_N, g_N.new_full((1,), refuses)])
     group.mean_(mean_N1)
     if mean_N1[-1] > 0.0:
-        raise Refused(())
+        raise Refused("some rank took no part in the exchange; nothing was changed")
     return mean_N1[:-1]
 
 
