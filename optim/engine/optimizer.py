@@ -137,7 +137,13 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     def prepare_to_save(self) -> None:
         """As Algorithm.prepare_to_save."""
         self.note_evidence()
-        shares.agree_on_load(self)
+        self._agree_on_load()
+
+    def _agree_on_load(self) -> None:
+        """As shares.agree_on_load(). Then all ranks have one step of the last sync, by which replicas are compared."""
+        if self.loaded is not None:
+            shares.agree_on_load(self)
+            self._replicas.resumed(self)
 
     def mean_gradient_(self) -> None:
         """g <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput.
@@ -225,7 +231,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
         if self.reader is not None and self.gradients == "own" and self.group.size > 1:
             refuse_reader(self.reader, compresses=self.compresses or self.space.has_master)
-        shares.agree_on_load(self)
+        self._agree_on_load()
         changing.follow_changes(self)
         space, overlap = self.space, self.overlap
         try:
