@@ -62,8 +62,7 @@ class SparseAdam(Optimizer):
         if exchange not in get_args(Exchanged):
             raise ValueError(f'exchange = {exchange!r}: must be "int8" or "fp32"')
         defaults = adam_defaults(lr, betas, eps, 0.0)
-        del defaults["weight_decay"]
-        super().__init__(params, defaults)
+        super().__init__(params, {name: defaults[name] for name in ("lr", "betas", "eps")})
         self.exchange, self.num_steps = exchange, 0
         self.group = given_or_default(group)
         by_width: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, dict[str, Any]]]] = {}
@@ -231,7 +230,8 @@ class Table:
         padded = torch.full((most,), -1, dtype=narrow, device=ids.device)
         padded[: len(ids)] = ids
         found = gathered(self._group, padded).flatten()
-        return torch.unique(found[found >= 0].to(torch.int64))
+        rows: Tensor = torch.unique(found[found >= 0].to(torch.int64))
+        return rows
 
     def _mean(self, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
         """The mean gradient of these rows, with what waits of them. Collective; after an error nothing has changed."""
