@@ -100,7 +100,7 @@ class SparseAdam(Optimizer):
         if getattr(self, "grad_scale", None) is not None:
             raise RuntimeError("a GradScaler calls SparseAdam.step(): use torch.autocast with bfloat16 and no scaler")
         given = [table.touched() for table in self.tables]
-        own = torch.tensor([fault or len(ids) for ids, _, fault in given], device=self.tables[0].m_VD.device)
+        own = self.tables[0].m_VD.new_tensor([fault or len(ids) for ids, _, fault in given], dtype=torch.int64)
         counts_nT = gathered(self.group, own).tolist()
         _refuse_faults(counts_nT)
         for at, (table, (ids, values, _)) in enumerate(zip(self.tables, given, strict=True)):
@@ -162,7 +162,7 @@ class Table:
     def __init__(self, entries: Sequence[tuple[Tensor, dict[str, Any]]], group: Group, exchange: Exchanged) -> None:
         self.params, self._groups = [param for param, _ in entries], [param_group for _, param_group in entries]
         self._group, self._exact, self._width = group, exchange == "fp32", self.params[0].shape[1]
-        self._first = torch.tensor([0, *(len(param) for param in self.params)], device="cpu").cumsum(0)
+        self._first = torch.tensor([0, *map(len, self.params)], dtype=torch.int64, device="cpu").cumsum(0)
         num_rows, like = int(self._first[-1]), self.params[0].detach()
         self.m_VD, self.v_VD = (like.new_zeros(num_rows, self._width) for _ in range(2))
         kept = 0 if self._exact else num_rows
@@ -241,7 +241,9 @@ class Table:
         self._fit(int(counts.max()))
         order = torch.argsort(owner, stable=True)
         place = torch.empty_like(rows)
-        place[order] = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[owner[order]]
+        place[order] = (
+            torch.arange(len(rows), dtype=torch.int64, device=rows.device) - (counts.cumsum(0) - counts)[owner[order]]
+        )
         slots, mine = owner * self._slots + place, owner == rank
         served, own = place[mine], torch.div(rows[mine], n, rounding_mode="floor")
         wide, numel = round_up(self._width, BYTE), n * self._slots * round_up(self._width, BYTE)
