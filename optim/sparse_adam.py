@@ -29,7 +29,7 @@ from thinwire.comm.kernels.choose import warm_up_int8
 from thinwire.comm.layout import BYTE, VectorLayout, round_up
 from thinwire.comm.protocol import Group
 from thinwire.contract.hyperparameters import BETAS, EPS, LR
-from thinwire.optim.engine.hyperparameters import adam_defaults, check_group
+from thinwire.optim.engine.hyperparameters import check_group
 
 Exchanged = Literal["int8", "fp32"]
 DENSE, NOT_FINITE = -2, -1
@@ -43,8 +43,8 @@ class SparseAdam(Optimizer):
     betas, eps: as in torch.optim.SparseAdam. group: the ranks (None: torch.distributed's default group, or this process
     alone). exchange: "int8", or "fp32", which leaves nothing out and keeps no error memory.
     A value takes 4 bytes each as m, v and worker error, and 4 / ranks as server error. step() is collective, also for a
-    rank whose batch has touched no row; so is the constructor, which sends rank 0's parameters to all. Raises:
-    ValueError; PeerLost, WireMismatch.
+    rank whose batch has touched no row; so is the constructor, which sends rank 0's parameters. Raises: ValueError;
+    PeerLost, WireMismatch.
     """
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler, which then always calls step(): it is refused
@@ -61,10 +61,8 @@ class SparseAdam(Optimizer):
     ) -> None:
         if exchange not in get_args(Exchanged):
             raise ValueError(f'exchange = {exchange!r}: must be "int8" or "fp32"')
-        defaults = adam_defaults(lr, betas, eps, 0.0)
-        super().__init__(params, {name: defaults[name] for name in ("lr", "betas", "eps")})
-        self.exchange, self.num_steps = exchange, 0
-        self.group = given_or_default(group)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self.exchange, self.num_steps, self.group = exchange, 0, given_or_default(group)
         by_width: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, dict[str, Any]]]] = {}
         for param_group in self.param_groups:
             check_group(param_group, (LR, EPS))
@@ -91,7 +89,7 @@ class SparseAdam(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step, collective. Raises: ValueError for a gradient that is not sparse, NonFiniteInput, alike on every
 
-        rank, and then nothing has changed; PeerLost, and then the rows of some widths may have taken the step.
+        rank, and then nothing has changed; PeerLost, after which ranks may differ: go on from a checkpoint.
         """
         loss = None
         if closure is not None:
