@@ -253,7 +253,7 @@ class Table:
             return at[slots]
         kept = [(self.e_VD, rows, slots), (self.E_SD, own, served)]
         for (table, of, where), side in zip(kept, self._sides(), strict=True):
-            side.zero_()[where, : self._width] = table[of]
+            side[where, : self._width] = table[of]  # what other slots hold nobody reads
         self._reduce.compressed_(x_N, self._memory)
         for (table, of, where), side in zip(kept, self._sides(), strict=True):
             table[of] = side[where, : self._width]
