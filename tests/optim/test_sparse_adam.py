@@ -1,10 +1,12 @@
 """SparseAdam: torch's on the mean gradient, row by row; what 8 bits leave out waits with its row."""
 
+import json
 import threading
 
 import pytest
 import torch
 
+from tests.comm.gloo_ranks import said, start
 from tests.covering import every_value
 from tests.optim.seeded import seeded
 from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, run_threads
@@ -316,3 +318,26 @@ def test_beside_an_optimizer_of_the_rest_of_the_model_nothing_is_said(caplog):
     first, *others = run_threads(3, work)
     assert all(torch.equal(first, other) for other in others)
     assert not [line for line in caplog.messages if "replicas_differ" in line]
+
+
+OVER_GLOO = """
+import json
+from tests.optim.test_sparse_adam import SparseAdam, net, train, values
+join()
+model = net()
+train(model, SparseAdam(model.tables, lr=0.02), range(6), rank)
+say("values", json.dumps(values(model).tolist()))
+dist.destroy_process_group()
+"""
+
+
+def test_over_processes_it_is_the_same_bit_for_bit(tmp_path):
+    def work(group):
+        model = net()
+        train(model, SparseAdam(model.tables, lr=0.02, group=group), range(6), group.rank)
+        return values(model).tolist()
+
+    ranks = start(OVER_GLOO, 3, tmp_path, timeout_s=60)
+    due = run_threads(3, work)[0]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0] * 3
+    assert all(json.loads(said(tmp_path, rank, "values")) == due for rank in range(3))
