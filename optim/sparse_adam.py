@@ -29,7 +29,7 @@ from thinwire.comm.kernels.choose import warm_up_int8
 from thinwire.comm.layout import BYTE, VectorLayout, round_up
 from thinwire.comm.protocol import Group
 from thinwire.contract.hyperparameters import BETAS, EPS, LR
-from thinwire.optim.engine.hyperparameters import adam_defaults, check_group
+from thinwire.optim.engine.hyperparameters import check_group
 
 Exchanged = Literal["int8", "fp32"]
 DENSE, NOT_FINITE = -2, -1
@@ -43,8 +43,8 @@ class SparseAdam(Optimizer):
     betas, eps: as in torch.optim.SparseAdam. group: the ranks (None: torch.distributed's default group, or this process
     alone). exchange: "int8", or "fp32", which leaves nothing out and keeps no error memory.
     A value takes 4 bytes each as m, v and worker error, and 4 / ranks as server error. step() is collective, also for a
-    rank whose batch has touched no row; so is the constructor, which sends rank 0's parameters to all. Raises:
-    ValueError; PeerLost, WireMismatch.
+    rank whose batch has touched no row; so is the constructor, which sends rank 0's parameters. Raises: ValueError;
+    PeerLost, WireMismatch.
     """
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler, which then always calls step(): it is refused
@@ -61,11 +61,8 @@ class SparseAdam(Optimizer):
     ) -> None:
         if exchange not in get_args(Exchanged):
             raise ValueError(f'exchange = {exchange!r}: must be "int8" or "fp32"')
-        defaults = adam_defaults(lr, betas, eps, 0.0)
-        del defaults["weight_decay"]
-        super().__init__(params, defaults)
-        self.exchange, self.num_steps = exchange, 0
-        self.group = given_or_default(group)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self.exchange, self.num_steps, self.group = exchange, 0, given_or_default(group)
         by_width: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, dict[str, Any]]]] = {}
         for param_group in self.param_groups:
             check_group(param_group, (LR, EPS))
@@ -92,7 +89,7 @@ class SparseAdam(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step, collective. Raises: ValueError for a gradient that is not sparse, NonFiniteInput, alike on every
 
-        rank, and then nothing has changed; PeerLost, and then the rows of some widths may have taken the step.
+        rank, and then nothing has changed; PeerLost, after which ranks may differ: go on from a checkpoint.
         """
         loss = None
         if closure is not None:
@@ -101,7 +98,7 @@ class SparseAdam(Optimizer):
         if getattr(self, "grad_scale", None) is not None:
             raise RuntimeError("a GradScaler calls SparseAdam.step(): use torch.autocast with bfloat16 and no scaler")
         given = [table.touched() for table in self.tables]
-        own = torch.tensor([fault or len(ids) for ids, _, fault in given], device=self.tables[0].m_VD.device)
+        own = self.tables[0].m_VD.new_tensor([fault or len(ids) for ids, _, fault in given], dtype=torch.int64)
         counts_nT = gathered(self.group, own).tolist()
         _refuse_faults(counts_nT)
         for at, (table, (ids, values, _)) in enumerate(zip(self.tables, given, strict=True)):
@@ -163,7 +160,7 @@ class Table:
     def __init__(self, entries: Sequence[tuple[Tensor, dict[str, Any]]], group: Group, exchange: Exchanged) -> None:
         self.params, self._groups = [param for param, _ in entries], [param_group for _, param_group in entries]
         self._group, self._exact, self._width = group, exchange == "fp32", self.params[0].shape[1]
-        self._first = torch.tensor([0, *(len(param) for param in self.params)], device="cpu").cumsum(0)
+        self._first = torch.tensor([0, *map(len, self.params)], dtype=torch.int64, device="cpu").cumsum(0)
         num_rows, like = int(self._first[-1]), self.params[0].detach()
         self.m_VD, self.v_VD = (like.new_zeros(num_rows, self._width) for _ in range(2))
         kept = 0 if self._exact else num_rows
@@ -231,7 +228,8 @@ class Table:
         padded = torch.full((most,), -1, dtype=narrow, device=ids.device)
         padded[: len(ids)] = ids
         found = gathered(self._group, padded).flatten()
-        return torch.unique(found[found >= 0].to(torch.int64))
+        rows: Tensor = torch.unique(found[found >= 0].to(torch.int64))
+        return rows
 
     def _mean(self, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:
         """The mean gradient of these rows, with what waits of them. Collective; after an error nothing has changed."""
@@ -241,7 +239,9 @@ class Table:
         self._fit(int(counts.max()))
         order = torch.argsort(owner, stable=True)
         place = torch.empty_like(rows)
-        place[order] = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[owner[order]]
+        place[order] = (
+            torch.arange(len(rows), dtype=torch.int64, device=rows.device) - (counts.cumsum(0) - counts)[owner[order]]
+        )
         slots, mine = owner * self._slots + place, owner == rank
         served, own = place[mine], torch.div(rows[mine], n, rounding_mode="floor")
         wide, numel = round_up(self._width, BYTE), n * self._slots * round_up(self._width, BYTE)
@@ -253,7 +253,7 @@ class Table:
             return at[slots]
         kept = [(self.e_VD, rows, slots), (self.E_SD, own, served)]
         for (table, of, where), side in zip(kept, self._sides(), strict=True):
-            side.zero_()[where, : self._width] = table[of]
+            side[where, : self._width] = table[of]  # what other slots hold nobody reads
         self._reduce.compressed_(x_N, self._memory)
         for (table, of, where), side in zip(kept, self._sides(), strict=True):
             table[of] = side[where, : self._width]

@@ -1,11 +1,16 @@
 """SparseAdam: torch's on the mean gradient, row by row; what 8 bits leave out waits with its row."""
 
+import json
+import threading
+
 import pytest
 import torch
 
+from tests.comm.gloo_ranks import said, start
 from tests.covering import every_value
 from tests.optim.seeded import seeded
-from thinwire.comm import NonFiniteInput, WireMismatch, run_threads
+from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, run_threads
+from thinwire.comm.groups.faults import Fault, FaultyGroup
 from thinwire.optim import Adam, SparseAdam
 
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -231,6 +236,33 @@ def test_a_gradient_of_one_rank_that_cannot_be_used_is_refused_by_all_and_change
     assert torch.equal(first, third)
 
 
+@pytest.mark.parametrize(
+    ("collective", "call"), [("all_gather", 0), ("all_gather", 1), ("all_to_all", 0), ("all_gather", 2)]
+)
+@pytest.mark.law
+def test_a_peer_lost_in_any_collective_of_a_step_leaves_the_others_as_they_were(collective, call):
+    """Counts, numbers of rows, and both phases of the exchange."""
+    all_are_here = threading.Barrier(3)
+
+    def work(group):
+        model, faulty = net(), FaultyGroup(group)
+        optimizer = SparseAdam(model.tables[:2], lr=0.02, group=faulty)  # of one width
+        train(model, optimizer, range(3), group.rank)
+        (table,) = optimizer.tables
+        held = (table.m_VD, table.v_VD, table.e_VD, table.E_SD)
+        before, kept = values(model), [x.clone() for x in held]
+        model.zero_grad()
+        backward(model, 3, group.rank)
+        faulty.arm(Fault(ranks=(1,), collective=collective, call=call))
+        all_are_here.wait()
+        with pytest.raises(PeerLost):
+            optimizer.step()
+        assert optimizer.num_steps == 3
+        return torch.equal(values(model), before) and all(map(torch.equal, held, kept))
+
+    assert all(run_threads(3, work))
+
+
 def test_what_cannot_be_is_refused_in_a_sentence():
     with pytest.raises(ValueError, match=r'exchange = .bf16.: must be "int8" or "fp32"'):
         SparseAdam(net().tables, exchange="bf16")
@@ -286,3 +318,26 @@ def test_beside_an_optimizer_of_the_rest_of_the_model_nothing_is_said(caplog):
     first, *others = run_threads(3, work)
     assert all(torch.equal(first, other) for other in others)
     assert not [line for line in caplog.messages if "replicas_differ" in line]
+
+
+OVER_GLOO = """
+import json
+from tests.optim.test_sparse_adam import SparseAdam, net, train, values
+join()
+model = net()
+train(model, SparseAdam(model.tables, lr=0.02), range(6), rank)
+say("values", json.dumps(values(model).tolist()))
+dist.destroy_process_group()
+"""
+
+
+def test_over_processes_it_is_the_same_bit_for_bit(tmp_path):
+    def work(group):
+        model = net()
+        train(model, SparseAdam(model.tables, lr=0.02, group=group), range(6), group.rank)
+        return values(model).tolist()
+
+    ranks = start(OVER_GLOO, 3, tmp_path, timeout_s=60)
+    due = run_threads(3, work)[0]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0] * 3
+    assert all(json.loads(said(tmp_path, rank, "values")) == due for rank in range(3))

@@ -7,12 +7,13 @@ from tests.covering import every_value
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import SoloGroup, run_threads
-from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import Adam, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
 HELD = {
     "adam": (lambda p, g: Adam(p, group=g), lambda n: 8.25),
     "onebit_adam": (lambda p, g: OneBitAdam(p, group=g, warmup=2), lambda n: 8.5 + 4 / n),
     "onebit_lamb": (lambda p, g: OneBitLamb(p, group=g, warmup=2), lambda n: 12.5 + 4 / n),
+    "onebit_sgd": (lambda p, g: OneBitSGD(p, group=g), lambda n: 4.5 + 4 / n),
     "zero_one_adam": (
         lambda p, g: construct(ZeroOneAdam, p, group=g, var_freeze_step=2, dense_steps=1),
         lambda n: 12.5 + 4 / n,
@@ -53,6 +54,7 @@ ALONE = {
     "adam": 8.0,
     "onebit_adam": 8.0,
     "onebit_lamb": 16.0,
+    "onebit_sgd": 8.0,
     "zero_one_adam": 8.0,
     "zero_one_adam before the freeze": 12.0,
     "zero_one_adam with local steps": 12.0,
