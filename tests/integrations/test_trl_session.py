@@ -14,9 +14,14 @@ import torch
 
 from tests.conftest import missing
 from tests.workers.loop.threads_job import Plan, ThreadsJob
+from tests.workers.small_job import Recording
+from thinwire.comm import SoloGroup
 from thinwire.comm.groups.faults import Fault
 from thinwire.optim import Adam
 from thinwire.train import session
+from thinwire.workers.ranks import FixedRanks
+from thinwire.workers.session.session import placed
+from thinwire.workers.session.training import Run, Surroundings
 
 STEPS, EVERY = 12, 3
 FAULTS = {
@@ -60,11 +65,12 @@ def arguments(kind, folder, **given):
     )
 
 
-def supervised(parts, folder):
+def supervised(parts, folder, **given):
     trl, dataset, small, model, _, tokenizer = parts
-    rows = [{"prompt": small.question(n), "completion": small.answer(n)} for n in range(40)]
-    args = arguments(trl.SFTConfig, folder)
-    return trl.SFTTrainer(copy.deepcopy(model), args, train_dataset=dataset.from_list(rows), processing_class=tokenizer)
+    rows = dataset.from_list([{"prompt": small.question(n), "completion": small.answer(n)} for n in range(40)])
+    args = arguments(trl.SFTConfig, folder, **given)
+    held_out = rows.select(range(4))
+    return trl.SFTTrainer(copy.deepcopy(model), args, None, rows, held_out, processing_class=tokenizer)
 
 
 def preferred(parts, folder):
@@ -117,3 +123,20 @@ def test_nothing_that_trl_keeps_shows_that_workers_died_and_came(tmp_path, monke
     assert all(lengths <= {EVERY, 1} for lengths in averaged[next(iter(alone.ended))])
     for model in parts[3:5]:
         model.zero_grad()
+
+
+def test_what_sft_finds_in_an_evaluation_is_in_the_history_of_the_run(tmp_path, parts):
+    from thinwire.integrations.transformers import with_thinwire
+
+    group, reporter = SoloGroup(), Recording()
+    place = Surroundings(FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), reporter, None, group)
+    with placed(place), session() as run:
+        trainer = with_thinwire(supervised(parts, tmp_path, eval_strategy="steps", eval_steps=6), Adam, run=run)
+        trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    found = [sample for sample in reporter.samples if sample.validation_loss is not None]
+    assert [sample.step for sample in found] == [entry["step"] for entry in logged] == [6, 12]
+    for sample, entry in zip(found, logged, strict=True):
+        assert sample.validation_loss == pytest.approx(entry["eval_loss"])
+        accuracy = sample.reported["validation_mean_token_accuracy"]
+        assert accuracy == pytest.approx(entry["eval_mean_token_accuracy"], rel=1e-5)
