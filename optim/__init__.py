@@ -7,6 +7,7 @@ torch.distributed.init_process_group first; without it the optimizer runs on one
 has started several.
 """
 
+from thinwire.optim.compressed import compressed
 from thinwire.optim.dense import SGD, Adam, Lamb
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import ZeroOneSchedule
@@ -14,6 +15,8 @@ from thinwire.optim.lamb_math import LambBounds
 from thinwire.optim.muon import Muon, OneBitMuon
 from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
+from thinwire.optim.onebit_sgd import OneBitSGD
+from thinwire.optim.sparse_adam import SparseAdam
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
@@ -26,6 +29,9 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitMuon",
+    "OneBitSGD",
+    "SparseAdam",
     "ZeroOneAdam",
     "ZeroOneSchedule",
+    "compressed",
 ]

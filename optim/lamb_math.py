@@ -46,7 +46,7 @@ from thinwire.optim.engine.ages import Run
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.lamb import CudaTiles, Tiles, tiles_of
+from thinwire.optim.kernels.lamb import CudaTiles, Step, Tiles, tiles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +190,23 @@ def step_(
 ) -> Tensor:
     """LAMB on the gradient g, of one run of tensors, part after part. p, m, v: modified. Returns c, float[t].
 
+    By loops on a CPU where squares and seen are None, in two passes; else as a chain of operations: the definition.
+
     m, v as Adam's;  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr q_l c_l u_l
     squares: |u_0|^2 of all tensors as it would be of exact momenta, modified: the mean of what it was, where that is
     known, and of what is found now (exact_squares); q is how many times longer u is (lengthened). None: q is 1.
     seen: what v takes in the square of, in place of g.
     """
     found = []
+    if squares_T is None and seen_N is None and has_loops(p_N):
+        by_loops = Step(p_N, g_N, m_N, v_N, h, bias_step)
+        for part in parts:
+            assert isinstance(part.tiles, Tiles)
+            factors_t = clipped_ratios(*by_loops.measure_(part.tiles, len(part.live)), bounds)
+            by_loops.move_(part.tiles, factors_t * h.lr)
+            found.append(factors_t)
+        by_loops.done()
+        return torch.cat(found)
     for part in parts:
         p_s, g_s, m_s, v_s = (x_N[part.span] for x_N in (p_N, g_N, m_N, v_N))
         square_t = None
@@ -214,6 +225,11 @@ def step_(
             factors_t = factors_t * lengthened(square_t, direction_t, update_t)
         move_(p_s, u_s, factors_t, h.lr, part)
     return torch.cat(found)
+
+
+def has_loops(p_N: Tensor) -> bool:
+    """Is there a step on the mean gradient in two passes? Its sums go in another order than those of the chain."""
+    return updates.fits(p_N)
 
 
 def exact_squares(g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, segments: TensorSegments) -> Tensor:

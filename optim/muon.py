@@ -28,7 +28,6 @@ from torch.optim.optimizer import ParamsT
 from thinwire.comm.errors import NonFiniteInput, Refused
 from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.exchange import gather_flags
-from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.comm.kernels.peak import witness
@@ -42,7 +41,7 @@ from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace
 from thinwire.optim.engine.hyperparameters import check_group
 from thinwire.optim.engine.optimizer import SAVE_EVERYWHERE, FlatOptimizer
 from thinwire.optim.engine.options import Options, checked_narrow
-from thinwire.optim.engine.schedule import StepPlan, muon_plan
+from thinwire.optim.engine.schedule import StepPlan, linear_plan
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.muon_math import RULES
 from thinwire.optim.muon_rules import check_rule, refuse_vectors, rules_of
@@ -213,11 +212,13 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
     max_grad_norm: each rank shortens its own gradient before the momentum takes it in. An update has one size however
     long the gradient is, so that this bounds what one bad batch counts among those before it, not the step.
     narrow: which of "momentum" and "error_memory" take half of float32's memory, in bfloat16; with topology "flat".
-    group, model, non_finite, overlap, topology: as in CheckedOptions; full_exchange is for gradients = "mean" alone.
+    group, model, non_finite, overlap, topology: as in CheckedOptions. Nothing is exchanged in full, so full_exchange is
+    refused.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
 
     results: ClassVar[Results] = "read"
+    sends_in_full: ClassVar[bool] = False
     lost_of_others: ClassVar[str] = "the momenta of the other ranks are missing; all begin with rank 0's"
 
     def __init__(
@@ -252,12 +253,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
 
     def plan(self, step: int) -> StepPlan:
         """Every step is compressed."""
-        return muon_plan()
-
-    @property
-    def kept_of_others(self) -> Keeps:
-        """What is asked for: the error memory is of what is compressed."""
-        return self.keeps
+        return linear_plan()
 
     @property
     def has_one_momentum(self) -> bool:

@@ -28,7 +28,6 @@ from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.kernels import updates
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
-from thinwire.optim.variance.rare import give_touches_
 
 Narrow = Literal["variance", "error_memory"]
 """What may be kept in bfloat16: the variance once it is frozen, and what compression leaves out."""
@@ -144,7 +143,7 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
 
     def on_freeze(self, floored_N: Tensor, seen: Sequence[int | None]) -> None:
         """As FreezingOptimizer.on_freeze: what a row of few gradients is frozen as."""
-        give_touches_(self.vectors.v_N, self.space.g_N, self.space.layout.live, self.hypers(self.num_steps + 1))
+        self.give_touches_(self.vectors.v_N, self.hypers(self.num_steps + 1))
 
     def advance(self, plan: StepPlan, groups: Sequence[AdamHyper]) -> None:
         """One step on this rank, in place.  [Tang et al. 2021, Alg. 1]"""

@@ -51,6 +51,7 @@ from thinwire.optim.zero_one_round import (
     Round,
     ZeroOneAdamState,
     agree_,
+    begun,
     local_step,
     mark_lost_,
     propose_,
@@ -143,6 +144,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def after_step(self) -> None:
         """As FlatOptimizer.after_step: between syncs parameters are to stay as they are now."""
+        super().after_step()
         self._marks = (self.num_steps, None if self.at_sync else self.space.marks())
 
     def _refuse_written(self) -> None:
@@ -249,6 +251,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         elif plan.gradient is not Wire.LOCAL:
             self._dense_step(plan)
         else:
+            self.vectors.begin_round(keeps_start=self._keeps_start)
             local_step(self.space.p_N, self.space.g_N, self.vectors, groups, self._rounds)
             self._rounds = rounds
             self.saved["rounds_skipped"] += 1
@@ -290,12 +293,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def _agree_(self, p_N: Tensor, u_N: Tensor) -> None:
         """p <- K x_s - u / d, bit-equal on every rank; u may be p."""
-        start_N = self.vectors.of_round()[1]
         for h, done in zip(self._groups(), self._rounds, strict=True):
             for low in range(h.span.start, h.span.stop, SMALL_PIECE):
                 at = slice(low, min(low + SMALL_PIECE, h.span.stop))
                 divisor = adam_math.divisor(self.vectors.used[at], h.eps)
-                agree_(p_N[at], start_N[at], u_N[at], divisor, done.kept)
+                agree_(p_N[at], begun(self.space.p_N[at], self.vectors, at, h, done), u_N[at], divisor, done.kept)
 
     def plain_state(self) -> dict[str, Any]:
         """As FlatOptimizer.plain_state, at a sync."""
@@ -356,11 +358,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
             return {}
         self._refuse_unlike()
         s = self.vectors
-        u_N, x_s_N = s.of_round()
+        assert s.u_N is not None
         return {
             "parameters": self.space.p_N.clone(),
-            "u_N": u_N.clone(),
-            "x_s_N": x_s_N.clone(),
+            "u_N": s.u_N.clone(),
+            "x_s_N": self.common_parameters.clone(),
             "m_N": s.m_N.clone(),
             "lost": bool(s.lost),
             "rounds": [[done.kept, done.weight] for done in self._rounds],
@@ -395,7 +397,8 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         self.space.write_back()
         s.m_N.copy_(own["m_N"])
         if in_round:
-            for held, given in zip(s.of_round(), ("u_N", "x_s_N"), strict=True):
+            s.begin_round(keeps_start=self._keeps_start)
+            for held, given in zip(s.of_round(), ("u_N", "x_s_N"), strict=False):
                 held.copy_(own[given])
             s.lost.fill_(own["lost"])
             self._rounds = [Round(*row) for row in own["rounds"]]
@@ -404,8 +407,20 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     @property
     def common_parameters(self) -> Tensor:
-        """As FlatOptimizer.common_parameters: those of the last sync."""
-        return self.space.p_N if self.at_sync else self.vectors.of_round()[1]
+        """As FlatOptimizer.common_parameters: those of the last sync; where they are not kept a copy."""
+        s, p_N = self.vectors, self.space.p_N
+        found_N: Tensor = p_N if self.at_sync else s.x_s_N
+        if found_N is not None:
+            return found_N
+        found_N = torch.zeros_like(p_N)
+        for h, done in zip(self._groups(), self._rounds, strict=True):
+            found_N[h.span] = begun(p_N[h.span], s, h.span, h, done)
+        return found_N
+
+    @property
+    def _keeps_start(self) -> bool:
+        """Is x_s kept? On one rank nobody has to have it bit for bit, and a sync that has a loop needs it not."""
+        return self.group.size > 1 or not updates.fits(self.space.p_N)
 
     def common_vectors(self) -> dict[str, Tensor]:
         """As FlatOptimizer.common_vectors; between syncs the parameters and m are each rank's own."""
@@ -527,11 +542,11 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
 
     def _receive(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], result: Result) -> None:
         """All groups take the sum that was received."""
-        s, p_N, start_N = self.vectors, self.space.p_N, self.common_parameters
+        s, p_N = self.vectors, self.space.p_N
         for h, done, unit, before in zip(groups, rounds, self._units(rounds), self._rounds, strict=True):
-            kind = OwnReceipt if before.is_new and h.lr and updates.fits(p_N) else Receipt
+            kind = OwnReceipt if h.lr and updates.fits(p_N) else Receipt
             # differs from Alg. 1: cut, for gradients may outgrow the v that is kept
-            receipt = kind(p_N, start_N, s, h, done.weight, unit, self.longest_step * done.weight, done.kept)
+            receipt = kind(p_N, s, h, done.weight, unit, self.longest_step * done.weight, done.kept, before)
             for start, stop in receipt.parts():
                 result.read(receipt, start, stop)
 

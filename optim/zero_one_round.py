@@ -32,11 +32,12 @@ class ZeroOneAdamState:
 
     used_N: v as it is used, corrected and floored; None where that is v itself, as from the freeze on.
     lost: bool, a local gradient of this rank since the last sync was not finite and counted as zero.
-    u, x_s: None until the first step without communication; at a sync they are worth nothing.
+    u, x_s: None until the first step without communication; at a sync they are worth nothing. x_s stays None where no
+    other rank has to have it bit for bit: then it is what u has left of x (begun).
 
     An element in fp32 takes 8 bytes as parameter and gradient, 4 each as m and v, 4 + 4 / ranks of error memory, half a
     byte as rows of signs; between the dense start and the freeze 4 more (used), and from the first step without
-    communication on 8 more (u, x_s).
+    communication on 8 more (u, x_s), one rank alone 4 (u).
     """
 
     m_N: Replicated
@@ -52,11 +53,17 @@ class ZeroOneAdamState:
         """v as it is used."""
         return self.v_N if self.used_N is None else self.used_N
 
-    def of_round(self) -> tuple[Tensor, Tensor]:
-        """u and x_s, made where they are not there."""
-        if self.u_N is None or self.x_s_N is None:
-            self.u_N, self.x_s_N = torch.empty_like(self.m_N), torch.empty_like(self.m_N)
-        return self.u_N, self.x_s_N
+    def begin_round(self, *, keeps_start: bool) -> None:
+        """Make memory for u, and for x_s where it is kept."""
+        self.u_N = torch.empty_like(self.m_N) if self.u_N is None else self.u_N
+        if not keeps_start:
+            self.x_s_N = None
+        elif self.x_s_N is None:
+            self.x_s_N = torch.empty_like(self.m_N)
+
+    def of_round(self) -> tuple[Tensor, ...]:
+        """u, and x_s where it is kept."""
+        return tuple(x_N for x_N in (self.u_N, self.x_s_N) if x_N is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,9 @@ def local_step(
     groups: Sequence[AdamHyper],
     rounds: Sequence[Round],
 ) -> None:
-    """A step without communication, in place. p, s, g: modified. rounds: so far. Does not wait for the device.
+    """A step without communication, in place, after begin_round. p, s, g: modified. rounds: so far.
+
+    Does not wait for the device.
 
     A gradient that is not finite counts as zero, and is reported to all at the next sync: to raise here would leave the
     peers alone in their next collective. A step with lr = 0 leaves m as it is, for u could not carry it to the others.
@@ -101,7 +110,9 @@ def local_step(
     finite = torch.isfinite(witness(g_N))
     s.lost.logical_or_(~finite)
     _fill_where_(g_N, ~finite, 0.0)
-    vectors = p_N, g_N, s.m_N, s.used, *s.of_round()
+    assert s.u_N is not None
+    # Where x_s is not kept u takes its place in the loop, which writes u last.
+    vectors = p_N, g_N, s.m_N, s.used, s.u_N, s.u_N if s.x_s_N is None else s.x_s_N
     for h, done in zip(groups, rounds, strict=True):
         p, g, m, v, u, x_s = (x[h.span] for x in vectors)
         if h.lr and updates.in_one_pass(p):
@@ -173,17 +184,17 @@ class Receipt:
     z <- cut(unit z, longest d);  m <- z / S;  x <- K x_s - z / d.    weight: S. unit: what z has to be multiplied by.
     kept: K. Where S is 0, what came is of R alone, and counts at a rate of 0: x <- x_s, and m <- m + unit z, so that it
     is not lost.
-    start: x_s, float[N], may be p. p, s.m: modified where they are read.
+    before: the round so far. p, s.m: modified where they are read.
     """
 
     p_N: Tensor
-    start_N: Tensor
     s: ZeroOneAdamState
     h: AdamHyper
     weight: float
     unit: float
     longest: float
     kept: float
+    before: Round
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """The bounds of this group's elements as they are to be read: in pieces where there is scratch for each."""
@@ -199,7 +210,8 @@ class Receipt:
             z[table.dead] = 0
             self._take(at, z)
             return
-        p, start, v, m = (x[at] for x in (self.p_N, self.start_N, self.s.used, self.s.m_N))
+        p, v, m = (x[at] for x in (self.p_N, self.s.used, self.s.m_N))
+        start = begun(p, self.s, at, self.h, self.before)
         numbers = self.unit, self.weight, self.longest, self.kept
         updates.receive_rows_(p, start, v, m, rows, numbers, self.h.eps, table)
 
@@ -208,7 +220,8 @@ class Receipt:
         if not self._has_loop:
             self._take(at, values.clone())
             return
-        p, start, v, m = (x[at] for x in (self.p_N, self.start_N, self.s.used, self.s.m_N))
+        p, v, m = (x[at] for x in (self.p_N, self.s.used, self.s.m_N))
+        start = begun(p, self.s, at, self.h, self.before)
         numbers = self.unit, self.weight, self.longest, self.kept
         updates.receive_(p, start, values, v, m, numbers, self.h.eps)
 
@@ -218,23 +231,45 @@ class Receipt:
 
     def _take(self, at: slice, z: Tensor) -> None:
         z.mul_(self.unit)
+        start = begun(self.p_N[at], self.s, at, self.h, self.before)
         if not self.weight:
             self.s.m_N[at].add_(z)
-            self.p_N[at].copy_(self.start_N[at])
+            self.p_N[at].copy_(start)
             return
         divisor = adam_math.divisor(self.s.used[at], self.h.eps)
         cut_(z, divisor, self.longest)
         torch.div(z, self.weight, out=self.s.m_N[at])
-        agree_(self.p_N[at], self.start_N[at], z, divisor, self.kept)
+        agree_(self.p_N[at], start, z, divisor, self.kept)
 
 
 class OwnReceipt(Receipt):
-    """As Receipt. Of one rank whose round has one step, z is made in that pass (comm.exchange.alone)."""
+    """As Receipt. Of one rank z is made in that pass (comm.exchange.alone), and x_s need not be known:
+
+    x <- (1 - a) x - (z - (1 - a) u) / d      of x and u before this step
+    """
 
     def make(self, at: slice, x: Tensor, last: Tensor | None, weight: float | None) -> None:
-        """z is what propose_ gives of the gradient x; the round began at p."""
+        """z is what propose_ gives of the gradient x."""
         p, v, m = (y[at] for y in (self.p_N, self.s.used, self.s.m_N))
-        updates.receive_own_(p, x, v, m, self.h, self.unit, (self.unit, self.weight, self.longest, self.kept))
+        numbers = self.unit, self.weight, self.longest, kept_by(self.h)
+        if self.before.is_new:
+            updates.receive_own_(p, x, v, m, self.h, self.unit, numbers)
+        else:
+            assert self.s.u_N is not None
+            updates.receive_own_round_(p, x, v, m, self.s.u_N[at], self.h, self.unit, numbers)
+
+
+def begun(p_s: Tensor, s: ZeroOneAdamState, at: slice, h: AdamHyper, done: Round) -> Tensor:
+    """x_s of these elements, where the round began: kept, or p itself, or new: (x + u / d) / K. done: the round so far.
+
+    p: theirs. Equal to rounding only where it is not kept, so not for ranks that are to agree.
+    """
+    if done.is_new:
+        return p_s
+    if s.x_s_N is not None:
+        return s.x_s_N[at]
+    assert s.u_N is not None
+    return (s.u_N[at] / adam_math.divisor(s.used[at], h.eps)).add_(p_s).div_(done.kept)
 
 
 def cut_(u_N: Tensor, divisor_N: Tensor, longest: float) -> None:

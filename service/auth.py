@@ -29,6 +29,8 @@ from thinwire.service.errors import Forbidden, JobOver, ServiceError, Unauthoriz
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs"})
+READS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods of requests that change nothing."""
 DOCS_FILES = "/docs/files"
 """Below it is what the page /docs loads: open too."""
 

@@ -3,13 +3,22 @@
 How long it is, is asked before it is read, and the number of its values before anything is built of it, for building is
 what costs: a million unknown fields are a million errors. A text that holds half a surrogate pair or a NUL is taken by
 Python and by JSON, and by neither UTF-8 nor PostgreSQL: stored once, it would break every answer that carries it.
+
+How many bytes of bodies the service holds at once is bounded too, of all callers together, and of each one a share. A
+body counts from when its length is known, before any of it is read, until its request is over. Where there is no room
+for one more, the one that has been longest without progress, of those that are still on their way, gives way. So
+nobody keeps others out by sending halves.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from starlette.concurrency import run_in_threadpool
@@ -17,9 +26,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.jobs import BODY_LIMIT_BYTES, Problem
-from thinwire.service.auth import Caller
-from thinwire.service.budget import BodyBudget
-from thinwire.service.errors import BodyTooLarge, InvalidRequest, ServiceError, error_response
+from thinwire.service.auth import READS, Caller
+from thinwire.service.errors import BodyTooLarge, BodyTooSlow, Busy, InvalidRequest, ServiceError, error_response
 from thinwire.service.problems import shown
 
 TELEMETRY_LIMIT_BYTES = 8 << 20
@@ -32,15 +40,19 @@ MOST_FIELDS = 1_000
 DEEPEST = 32
 """Mappings and lists inside one another."""
 LEAST_COST = 16 << 10
-"""Bytes that a report of a job counts for at least: each is a transaction."""
+"""Bytes that what changes something counts for at least, with a body or without: each is a transaction."""
+REGISTRATION_COST = 2 << 10
+"""The same of a worker's registration and of its leave: each of 4096 workers repeats it every ten seconds."""
 SILENT_S, WITHIN_S = 10.0, 60.0
 """How long a body may be without progress, and take to arrive."""
 STREAMED = "/v1/packages/"
 """Below it bodies are not read here: the route takes them in parts, with limits of its own."""
 STREAMED_BYTES, STREAMED_SILENT_S = 1 << 20, 60.0
 """What such a body takes of the memory, and how long it may be without progress."""
-_REPORT: Final = re.compile(r"/v1/jobs/[^/]+/(telemetry|log|files/[^/]+)")
-"""Paths of what a job says and leaves."""
+TOTAL_BYTES = 64 << 20
+SHARE_BYTES = 16 << 20
+"""Of bodies at once: of all callers, and of one caller, two bodies of the largest kind."""
+_REGISTRATION: Final = re.compile(r"/v1/jobs/[^/]+/workers/[^/]+")
 _PLAIN_BYTES: Final = re.compile(r"/v1/jobs/[^/]+/(log|files/[^/]+)")
 """Paths that take any bytes, and no JSON."""
 _TOO_DEEP: Final = f"nested too deeply: at most {DEEPEST} mappings and lists inside one another"
@@ -49,11 +61,12 @@ _TOO_DEEP: Final = f"nested too deeply: at most {DEEPEST} mappings and lists ins
 class Bodies:
     """ASGI middleware behind the guard: reads the body and hands it on, or answers 408, 413, 422, 429 or 503.
 
-    Before any of it is read its length is counted, against what its job may send and what the service holds. The length
-    header is believed; a chunked body counts as the largest of its path. Where strangers may ask, no body is read.
+    Before any of it is read its length is counted, against what its sender may send and what the service holds. The
+    length header is believed; a chunked body counts as the largest of its path. Where strangers may ask, no body is
+    read.
 
-    charge: counts so many bytes against a job, or raises TooMuch. What others send is not counted against it: who may
-    only look, or has seen its ticket, could keep its reports out.
+    charge: counts so many bytes against a sender, by what it is called in words, or raises TooMuch. Each has an account
+    of its own, a job, its ticket and a person: who may only look, or has seen a job's ticket, keeps no reports out.
     """
 
     def __init__(self, app: ASGIApp, charge: Callable[[str, int], None]) -> None:
@@ -63,28 +76,35 @@ class Bodies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on whose body is within the limits."""
         caller: Caller | None = scope.get("state", {}).get("caller")
-        if scope["type"] != "http" or caller is None or not (size := _length(scope)):
+        if scope["type"] != "http" or caller is None:
             await self.app(scope, receive, send)
             return
-        try:
-            await self._with_body(scope, receive, send, caller, size)
-        except ServiceError as refused:  # here: what a route refuses is answered behind this
-            await error_response(refused)(scope, receive, send)
-
-    async def _with_body(self, scope: Scope, receive: Receive, send: Send, caller: Caller, size: int) -> None:
-        path: str = scope["path"]
+        size = _length(scope)
+        if not size and scope["method"] in READS:
+            await self.app(scope, receive, send)
+            return
         who = f"the token {caller.person.name!r}" if caller.person is not None else f"job {caller.job_id}"
         if caller.ticket:
             who = f"the ticket of {who}"
-        if path.startswith(STREAMED):
+        try:
+            await self._charged(scope, receive, send, who, size)
+        except ServiceError as refused:  # here: what a route refuses is answered behind this
+            await error_response(refused)(scope, receive, send)
+
+    async def _charged(self, scope: Scope, receive: Receive, send: Send, who: str, size: int) -> None:
+        path: str = scope["path"]
+        is_streamed = path.startswith(STREAMED)  # its bytes count where they are kept
+        if size > _limit(path) and not is_streamed:
+            raise _too_large(path, size)
+        self._charge(who, max(0 if is_streamed else size, _least(path)))
+        if not size:
+            await self.app(scope, receive, send)
+            return
+        if is_streamed:
             size = min(size, STREAMED_BYTES)
             with self._budget.hold(who, size, receive, silent_s=STREAMED_SILENT_S) as arriving:
                 await self.app(scope, arriving, send)
             return
-        if size > _limit(path):
-            raise _too_large(path, size)
-        if caller.job_id is not None and not caller.ticket:
-            self._charge(caller.job_id, max(size, LEAST_COST) if _REPORT.fullmatch(path) else size)
         with self._budget.hold(who, size, receive, silent_s=SILENT_S, within_s=WITHIN_S) as arriving:
             held = await _read(path, arriving)
             if not _PLAIN_BYTES.fullmatch(path):
@@ -110,6 +130,10 @@ def _length(scope: Scope) -> int:
         return _limit(scope["path"])
     declared = headers.get("content-length", "")
     return int(declared) if declared.isdecimal() else 0
+
+
+def _least(path: str) -> int:
+    return REGISTRATION_COST if _REGISTRATION.fullmatch(path) else LEAST_COST
 
 
 def _limit(path: str) -> int:
@@ -220,3 +244,105 @@ def _problem(path: Iterable[str], value: object, message: str) -> Problem:
 
 def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest.of([_problem((), None, message)])
+
+
+class BodyBudget:
+    """Of one event loop."""
+
+    def __init__(self, total: int = TOTAL_BYTES, share: int = SHARE_BYTES) -> None:
+        self._total, self._share = total, share
+        self._of: Counter[str] = Counter()
+        self._arriving: dict[Arriving, None] = {}  # in the order of their last progress
+
+    @contextmanager
+    def hold(
+        self, who: str, size: int, receive: Receive, *, silent_s: float, within_s: float = math.inf
+    ) -> Iterator[Arriving]:
+        """Room for a body of this caller, until the end of the block.
+
+        silent_s, within_s: how long it may be without progress, and take in all. Raises Busy, where the caller has its
+        share or nobody can give way.
+        """
+        if self._of[who] + size > self._share:
+            raise Busy(f"{who} has {self._of[who]} bytes of bodies under way; it may have {self._share}")
+        while self._of.total() + size > self._total:
+            longest = next(iter(self._arriving), None)
+            if longest is None:
+                raise Busy(f"the service works on {self._of.total()} bytes of bodies; it holds {self._total}")
+            self.arrived(longest)
+            self._free(longest)
+            longest.give_way()
+        body = Arriving(self, who, size, receive, silent_s, within_s)
+        self._of[who] += size
+        self._arriving[body] = None
+        try:
+            yield body
+        finally:
+            self.arrived(body)
+            self._free(body)
+
+    def moved(self, body: Arriving) -> None:
+        """A part has come."""
+        del self._arriving[body]
+        self._arriving[body] = None
+
+    def arrived(self, body: Arriving) -> None:
+        """All of it is here, and it no longer gives way. Safe to call twice."""
+        self._arriving.pop(body, None)
+
+    def is_arriving(self, body: Arriving) -> bool:
+        """Is a part of it still to come?"""
+        return body in self._arriving
+
+    def _free(self, body: Arriving) -> None:
+        self._of[body.who] -= body.size
+        body.size = 0
+        if not self._of[body.who]:
+            del self._of[body.who]
+
+
+class Arriving:
+    """A body on its way, to be called for each part as ASGI's `receive`, which then raises BodyTooSlow or Busy."""
+
+    def __init__(
+        self, budget: BodyBudget, who: str, size: int, receive: Receive, silent_s: float, within_s: float
+    ) -> None:
+        self.who, self.size = who, size
+        self._budget, self._receive = budget, receive
+        self._silent_s, self._within_s = silent_s, within_s
+        self._until = asyncio.get_running_loop().time() + within_s
+        self._gave_way = False
+        self._wait: asyncio.Timeout | None = None
+
+    async def __call__(self) -> Message:
+        """The next part; after the last one whatever else comes."""
+        if self._gave_way:
+            raise self._lost()
+        if not self._budget.is_arriving(self):
+            return await self._receive()
+        now = asyncio.get_running_loop().time()
+        self._wait = asyncio.timeout_at(min(self._until, now + self._silent_s))
+        try:
+            async with self._wait:
+                message = await self._receive()
+        except TimeoutError:
+            if self._gave_way:
+                raise self._lost() from None
+            late = f"nothing of the body came for {self._silent_s:g} s, or not all of it within {self._within_s:g} s"
+            raise BodyTooSlow(f"{late}: send it again") from None
+        finally:
+            self._wait = None
+        if message["type"] == "http.request" and message.get("more_body", False):
+            self._budget.moved(self)
+        else:
+            self._budget.arrived(self)
+        return message
+
+    def give_way(self) -> None:
+        """Its room is another's now: whoever waits for the next part, or asks for it later, hears so."""
+        self._gave_way = True
+        if self._wait is not None and not self._wait.expired():
+            self._wait.reschedule(asyncio.get_running_loop().time())
+
+    def _lost(self) -> Busy:
+        return Busy("the service holds as many bodies as it may, and this one was the longest without progress")

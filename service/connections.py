@@ -146,6 +146,12 @@ class BoundedConnection(H11Protocol):
         self._early = bytearray()
         self.below: asyncio.Transport | None = None  # of TLS
 
+    def _should_upgrade(self) -> bool:
+        """Never: where a library for WebSockets is installed, uvicorn would hand the connection to a protocol of its,
+        which has none of these bounds.
+        """
+        return False
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Join the others, and hear of it when anything at all is not read."""
         super().connection_made(transport)

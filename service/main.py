@@ -15,10 +15,12 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
 from fastapi.staticfiles import StaticFiles
+from pydantic.json_schema import models_json_schema
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from thinwire.contract.files import private_folder
+from thinwire.contract.reports import Telemetry
 from thinwire.contract.tls import read_ca
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, Guard, person
@@ -41,6 +43,7 @@ from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
+from thinwire.service.requests import SCHEMAS
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +270,7 @@ def create_app(
         finally:
             await run_in_threadpool(plane.close)
 
-    app = FastAPI(
+    app = _Api(
         title="Thinwire",
         version=_version(),
         description="Elastic training over ordinary Ethernet. Every error answers an ErrorBody.",
@@ -295,6 +298,21 @@ def create_app(
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     app.add_middleware(Paced)
     return app
+
+
+class _Api(FastAPI):
+    """Its document also has the model of the body that FastAPI does not read itself."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, made once."""
+        if self.openapi_schema is None:
+            schemas = super().openapi()["components"]["schemas"]
+            ref = f"{SCHEMAS}{{model}}"
+            _, read_in_thread = models_json_schema([(Telemetry, "validation")], ref_template=ref)
+            for name, schema in read_in_thread["$defs"].items():
+                schemas.setdefault(name, schema)
+        assert self.openapi_schema is not None
+        return self.openapi_schema
 
 
 _own = APIRouter(tags=["service"])

@@ -1,14 +1,20 @@
 """What routes ask of a request, its query and the name of its body, and what every route may answer.
 
-What is asked of the body itself is in `bodies`.
+What is asked of the body itself is in `bodies`. A body of some MiB is read in a thread (`read_in_thread`): FastAPI
+would read it in the loop of the server, and nobody else would be answered meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
 
 from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
 
 from thinwire.contract.jobs import Problem
 from thinwire.service.errors import (
@@ -23,6 +29,9 @@ from thinwire.service.errors import (
     documented,
 )
 
+Model = TypeVar("Model", bound=BaseModel)
+SCHEMAS: Final = "#/components/schemas/"
+"""Where the document of the API has its models."""
 ALWAYS: Final = documented(Unauthorized, Forbidden, InvalidRequest, TooMuch, TooManyWrongTokens, Unavailable, Busy)
 """What every route with a token may answer, for OpenAPI."""
 PLAIN_BYTES: Final = "application/octet-stream"
@@ -77,6 +86,36 @@ async def json_body(request: Request) -> None:
     if not media and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return  # no body at all: that it is required is said better elsewhere
     raise _refuse(media, "write it as JSON and send Content-Type: application/json")
+
+
+def read_in_thread(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
+    """Dependency: the body as this model. Raises RequestValidationError, as FastAPI does."""
+
+    async def body(request: Request) -> Model:
+        return await run_in_threadpool(_read, model, await request.body())
+
+    return body
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """The `openapi_extra` of a route whose body is `read_in_thread`."""
+    content = {"application/json": {"schema": {"$ref": f"{SCHEMAS}{model.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _read(model: type[Model], body: bytes) -> Model:
+    try:
+        # A call of Python for each mapping: between two of them the loop of the server has its turn.
+        return model.model_validate(json.loads(body, object_hook=lambda found: found))
+    except json.JSONDecodeError as error:
+        if not body:
+            raise RequestValidationError([{"type": "missing", "loc": ("body",), "input": None, "msg": ""}]) from None
+        wrong = {"type": "json_invalid", "loc": ("body", error.pos), "input": {}, "ctx": {"error": error.msg}}
+        raise RequestValidationError([{**wrong, "msg": "JSON decode error"}]) from error
+    except ValidationError as error:
+        raise RequestValidationError(
+            [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+        ) from error
 
 
 async def plain_bytes(request: Request) -> None:

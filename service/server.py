@@ -77,6 +77,7 @@ def serve(
             config = uvicorn.Config(
                 app,
                 http=bounded(Bounds(most=most)),
+                ws="none",
                 backlog=min(ACCEPTED_AT_ONCE, most // 4),
                 log_config=None,
                 access_log=False,

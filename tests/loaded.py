@@ -18,7 +18,7 @@ MODULES = (
     "torch.distributed.nn.functional",
     "thinwire.workers.session.job",
     "thinwire.workers.forming.group",
-    "thinwire.workers.telemetry.report",
+    "thinwire.workers.telemetry.history",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "tests.workers.small_job",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -188,20 +189,32 @@ def test_the_table_has_the_metrics_of_the_service():
     assert named == names
 
 
-def walks() -> list[tuple[str, list[str]]]:
-    """The lists of files under the walks: each begins with its folders, which end in a slash."""
+def walks() -> dict[str, tuple[int, list[str]]]:
+    """By title: how many files the walk says that it opens, and those that its lists name, each once."""
     text = (ROOT / "docs/architecture.md").read_text()
     section = text[text.index("## Five walks") : text.index("## The run folder")]
-    lists = re.findall(r"^\* (.*(?:\n  .*)*)", section, flags=re.MULTILINE)
-    return [(" ".join(one.split())[:60], re.findall(r"`([\w/]+(?:/|\.py))`", one)) for one in lists]
+    found = {}
+    for title, said, walk in re.findall(
+        r"^\*\*(.*?)\*\* \((\d+) files(.*?)(?=^\*\*|\Z)", section, re.MULTILINE | re.DOTALL
+    ):
+        lists = re.findall(r"^\* (.*(?:\n  .*)*)", walk, flags=re.MULTILINE)
+        found[title] = int(said), list(dict.fromkeys(path for one in lists for path in named_in(one)))
+    return found
 
 
-def test_every_file_of_the_walks_exists():
-    assert sum(len(named) for _, named in walks()) > 100
-    for where, named in walks():
-        folders = [""]
-        for name in named:
-            if name.endswith("/"):
-                folders += [name, *(folder + name for folder in folders)]
-            else:
-                assert any((ROOT / folder / name).is_file() for folder in folders), f"{where}: {name}"
+def named_in(words: str) -> Iterator[str]:
+    """The files that a list names, where they are: folders end in a slash, and hold those that come after them."""
+    folders = [""]
+    for name in re.findall(r"`([\w/]+(?:/|\.py|\.yml))`", words):
+        if name.endswith("/"):
+            folders += [name, *(folder + name for folder in folders)]
+        else:
+            yield next((folder + name for folder in reversed(folders) if (ROOT / folder / name).is_file()), name)
+
+
+def test_every_walk_says_how_many_files_it_opens_and_every_one_exists():
+    found = walks()
+    assert len(found) == 5
+    for title, (said, named) in found.items():
+        assert [name for name in named if not (ROOT / name).is_file()] == [], title
+        assert len(named) == said, title

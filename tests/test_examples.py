@@ -102,6 +102,22 @@ def test_a_trainer_compresses_under_torchrun_and_runs_alone(launcher):
         assert sent[-1] == 0
 
 
+@pytest.mark.slow  # as of transformers
+@pytest.mark.parametrize(("script", "learned"), [("sft.py", 0.8), ("sft.py --lora", 0.95), ("dpo.py", 0.5)])
+@pytest.mark.parametrize("launcher", [TORCHRUN, ()])
+def test_fine_tuning_learns_under_torchrun_and_alone(launcher, script, learned, monkeypatch):
+    """learned: the last logged loss over the first, at most."""
+    pytest.importorskip("trl")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    script, *options = script.split()
+    told = run(sys.executable, *launcher, str(EXAMPLES / script), *options)
+    first, *_, last = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", told)]
+    assert last < learned * first
+    trained, sent = re.search(r"trained ([\d,]+) values, sent ([\d,]+) bytes", told).groups()
+    assert int(trained.replace(",", "")) == (71_680 if options else 722_560)
+    assert (sent == "0") == (launcher == ())
+
+
 @pytest.mark.slow  # each is run as a job by test_examples_in_a_job.py
 @pytest.mark.parametrize(
     ("script", "needs", "told"),

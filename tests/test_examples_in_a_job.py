@@ -10,7 +10,7 @@ from tests.conftest import missing
 from tests.covering import parametrize
 from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 from thinwire.workers.telemetry import history
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -28,6 +28,9 @@ pytestmark = pytest.mark.timeout(1200)
         ("images.py", "torch", 60, ("--steps", 60), 0.7),
         ("accelerate_loop.py", "accelerate", 120, (), 0.2),
         pytest.param("transformers_trainer.py", "transformers", 80, (), 0.7, marks=pytest.mark.slow),
+        pytest.param("sft.py", "trl", 60, (), 0.5, marks=pytest.mark.slow),
+        pytest.param("sft.py", "trl", 60, ("--lora",), 0.9, marks=pytest.mark.slow),
+        pytest.param("dpo.py", "trl", 45, (), 0.5, marks=pytest.mark.slow),
         pytest.param("lightning_session.py", "lightning", 147, (), 0.5, marks=pytest.mark.slow),
     ],
     usual=[1],

@@ -26,7 +26,7 @@ ROOMS = {
     ("optim",): "thinwire.comm thinwire.optim thinwire.optim.saves thinwire.optim.regroup thinwire.train "
     "thinwire.workers.session.session thinwire.workers.weights thinwire.integrations.ddp_compression",
     ("worker",): "thinwire.workers.main thinwire.workers.elastic.bring_up thinwire.workers.telemetry.reporter "
-    "thinwire.workers.telemetry.report thinwire.service.launch.start_hook thinwire.tools.doctor.on_ray",
+    "thinwire.workers.telemetry.history thinwire.service.launch.start_hook thinwire.tools.doctor.on_ray",
     ("service",): "thinwire.service.main thinwire.service.server thinwire.service.migrations.versions",
 }
 """By extra: the modules that must be there. Those below them come along."""

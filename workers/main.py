@@ -357,7 +357,7 @@ def _fit_in_place(
     from thinwire.workers.elastic import leftovers
     from thinwire.workers.elastic.membership_actor import ensure_membership
     from thinwire.workers.elastic.trainer import ElasticTrainer
-    from thinwire.workers.membership import Limits
+    from thinwire.workers.membership.seats import Limits
     from thinwire.workers.signature import known_before
 
     workers = spec.workers

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from thinwire.workers.membership import Identity, Seat
+from thinwire.workers.membership.seats import Identity, Seat
 
 BROKEN_S = 5.0
 """How long a checkpoint is waited for of which a worker that has ended owes a part."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from thinwire.comm import TorchGroup
 from thinwire.comm.protocol import Group
-from thinwire.workers.membership import Change, Seat
+from thinwire.workers.membership.seats import Change, Seat
 from thinwire.workers.whereabouts import Whereabouts
 
 OnWait = Callable[[int, bool], None]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Recipe(ABC):
-    """What is trained. Three methods have to be written, all else has a default. Its loop: session/recipe_loop.py.
+    """What is trained. Three methods have to be written, all else has a default. Its loop: `train` of session/job.py.
 
     global_batch, steps, seed: as of run.batches(); None: the job's file says them. evaluate_every: steps between two
     validation losses, where there is something to validate on.

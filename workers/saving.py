@@ -49,7 +49,7 @@ from thinwire.workers.checkpoints.manifest import BEGUN, generation_folder
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.storage import StoreRefused, prove
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_end
-from thinwire.workers.membership import Seat
+from thinwire.workers.membership.seats import Seat
 from thinwire.workers.owed import Owed
 from thinwire.workers.replicas import refuse_differing
 from thinwire.workers.session.registered import Registered, put_together, take_apart, weight_name
@@ -92,7 +92,7 @@ class Saving:
         """Of what is being saved."""
         self._closed = False
         self.beside: Callable[[], Mapping[str, object]] = dict
-        """Plain values that checkpoints hold beside the state: what the run has begun with (origin.py)."""
+        """Plain values that checkpoints hold beside the state: what the run has begun with (session/joining.py)."""
 
     def seated(self, seat: Seat | None) -> None:
         """Checkpoints are of this generation from here on, and a rank that is not in it gives no part of those before.

@@ -10,7 +10,7 @@ learns in which field; so a wrong worker ends by itself, before it has had any p
     data, steps                 what is trained on, with its digest where it has one; how samples are drawn
     registered, optimizer       names of what belongs to the state; the optimizer's class
     model                       number and digest of names, shapes and dtypes of what is trained
-    start                       digest of given weights, where the job starts from a file (origin.py)
+    start                       digest of given weights, where the job starts from a file (session/joining.py)
 
 Values of the model and the optimizer are not in it, for a newcomer is given them. Nor is what may differ between the
 workers and the attempts of one run: the name of the job, and how many workers it has, on what, and how patient it is.

@@ -32,7 +32,7 @@ import thinwire
 from thinwire.comm.calls import Calls, calls_of
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import Event, EventKind
-from thinwire.workers.membership import Doing
+from thinwire.workers.membership.seats import Doing
 from thinwire.workers.membership.stuck import LONGEST, NEWCOMER_S
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from thinwire.workers.run_place import Credentials, Place
 if TYPE_CHECKING:
     import torch
 
-    from thinwire.workers.membership import Member
+    from thinwire.workers.membership.member import Member
     from thinwire.workers.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,11 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     import ray.train.torch
 
     from thinwire.comm import PeerLost
-    from thinwire.workers.membership import MembershipError
+    from thinwire.workers.membership.state import MembershipError
     from thinwire.workers.ranks import RunEnded
     from thinwire.workers.session.job import failure_of_script, run_job
     from thinwire.workers.session.training import Run
-    from thinwire.workers.telemetry import report
+    from thinwire.workers.telemetry.history import write_report
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
     from thinwire.workers.whereabouts import Stillness, StillnessWatch
 
@@ -92,7 +92,7 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     try:
         summary = run_job(spec, run, ranks, device, reporter)
         if summary is not None:
-            report.write_report(place.run_dir, summary, loss_is(spec))
+            write_report(place.run_dir, summary, loss_is(spec))
         reporter.close(summary=summary)
     except RunEnded as reason:
         logger.info("run_ended number=%d reason=%r", number, str(reason))
@@ -131,7 +131,8 @@ def _ranks(
     from thinwire.workers.elastic.worker_side import renew_lease, resolve, slot_of, told_to_leave
     from thinwire.workers.forming.group import ElasticRanks
     from thinwire.workers.forming.pairs import Door
-    from thinwire.workers.membership import Identity, Member
+    from thinwire.workers.membership.member import Member
+    from thinwire.workers.membership.seats import Identity
     from thinwire.workers.ranks import FixedRanks
     from thinwire.workers.saving import floor_of
 

@@ -1,4 +1,4 @@
-"""The tasks: three that a job file describes, two on which 0/1 Adam fell behind, four that move v late, five of others.
+"""The tasks: three that a job file describes, two on which 0/1 Adam fell behind, four that move v late, six of others.
 
 gpt, bert, resnet   0.14, 0.12 and 0.08 M parameters, as jobs: bytes of a text, masked bytes, handwritten digits
 lstm, rows          a character LSTM, and embedding rows that are rarely touched
@@ -7,6 +7,7 @@ curriculum          labels that are noise for a third of the run, then say somet
 restarts            the LSTM under a cosine that begins again twice (SGDR)
 finetune            the LSTM from a checkpoint trained on the same text in small letters, at a lower rate
 steady, ratings     embedding rows in any order and factors of users and items, at a rate that never falls
+fallingratings      these factors at a rate that falls
 steadylstm          the LSTM at a rate that never falls
 vit, contrast       a transformer on digits, and two views of a digit to be told from those of others
 """
@@ -212,6 +213,7 @@ DEFAULTS_TASKS = {
         ),
         DefaultsTask("steady", "the rows in any order, at a constant rate", SHUFFLED, SHUFFLED.steps, steady),
         DefaultsTask("ratings", f"{RATINGS.title}, at a constant rate", RATINGS, RATINGS.steps, steady),
+        DefaultsTask("fallingratings", RATINGS.title, RATINGS, RATINGS.steps, once),
         DefaultsTask("contrast", CONTRAST.title, CONTRAST, CONTRAST.steps, once),
         DefaultsTask("vit", VIT.title, VIT, VIT.steps, once),
         DefaultsTask("steadylstm", "the LSTM at a constant rate", LSTM, LSTM.steps, steady),

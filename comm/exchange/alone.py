@@ -9,8 +9,10 @@ in turns. What no exchange begins from is made by the Reader too, or a piece at 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -165,10 +167,18 @@ class Launched:
     def _mixture(self, given: Given, at: slice, x: Tensor, weight: float) -> Tensor:
         last, factor = self._last_of(given)[at], None
         if given.factor_r is not None:
-            factor = spread(given.factor_r, self._coder.buckets.layout, at.start, at.stop)
+            factor = self._factor(given.factor_r, at)
             last = last if given.start_N is not None else last / factor
         made = (x.to(last.dtype) - last).mul_(weight).add_(last)
         return made if factor is None else made.mul_(factor)
+
+    def _factor(self, factor_r: Tensor, at: slice) -> Tensor:
+        """Of these elements: 0-dim where they lie in one run, for which it is the same and nothing is written."""
+        layout = self._coder.buckets.layout
+        run = max(bisect_right(layout.live, at.start, key=itemgetter(0)) - 1, 0)
+        if run + 1 == len(layout.live) or at.stop <= layout.live[run + 1][0]:
+            return factor_r[run]
+        return spread(factor_r, layout, at.start, at.stop)
 
 
 class AloneCoder(Coder):

@@ -15,9 +15,9 @@ python3 -m venv "$folder"
 tools=$(mktemp -d)
 python3 -m venv "$tools"
 into() { "$1/bin/python" -m pip --disable-pip-version-check --no-cache-dir install --no-deps "${@:2}"; }
-locked() { into "$1" --require-hashes --requirement "$images/$2.lock"; }
+locked() { into "$1" --require-hashes --requirement "$images/$2.lock" "${@:3}"; }
 case "$image $device" in
-  "worker cpu") into "$folder" --index-url "$TORCH_INDEX" --requirement "$images/torch-cpu.lock" ;;  # PyPI's build is for CUDA
+  "worker cpu") locked "$folder" torch-cpu --index-url "$TORCH_INDEX" ;;  # PyPI's build is for CUDA
   "worker cuda") locked "$folder" torch-cuda ;;
 esac
 locked "$folder" "$image"

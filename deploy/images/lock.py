@@ -26,6 +26,9 @@ TOOLS = ("cyclonedx-bom", "setuptools>=77")
 """What makes an image and stays outside of it: OWASP's own tool, which writes what is in it as CycloneDX, and what
 builds the wheel of thinwire."""
 EXTRAS = {"service": ("service", "postgresql", "kubernetes"), "worker": ("worker", "s3")}
+CPU_HASHES = {"2.13.0": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"}
+"""Of torch for CPUs, by version: the sha256 that PyTorch's own index names for CPython 3.11 on Linux on x86-64. PyPI,
+which the other hashes are of, does not have that build."""
 OF_TORCH = ("torch", "triton", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit")
 """And all that begins with nvidia-."""
 
@@ -79,11 +82,21 @@ def main(upgrade: Sequence[str]) -> None:
     write("worker", [one for one in locked["worker"] if not of_torch(one)], "thinwire[worker,s3] without torch")
     write("torch-cuda", list(filter(of_torch, locked["worker"])), "torch as PyPI has it, for CUDA")
     (cpu,) = (one.split(" ")[0] for one in locked["worker"] if one.startswith("torch=="))
-    # PyTorch's own index has this build, and one alone for each version; PyPI does not know its hash.
-    write("torch-cpu", [f"{cpu}\n"], "torch as PyTorch's own index has it, for CPUs: without a hash")
+    write("torch-cpu", [of_cpu(cpu.partition("==")[2])], "torch as PyTorch's own index has it, for CPUs")
     tools = (IMAGES / "tools.lock").read_text() if (IMAGES / "tools.lock").exists() else ""
     options = ["--generate-hashes", *upgrade]
     write("tools", entries(compiled("\n".join(TOOLS), options, tools)), " and ".join(TOOLS))
+
+
+def of_cpu(version: str) -> str:
+    """The entry of torch for CPUs. Raises: SystemExit where nobody has looked its hash up."""
+    if version not in CPU_HASHES:
+        raise SystemExit(
+            f"torch {version}: PyPI does not have the build for CPUs. Look up the sha256 of torch-{version}+cpu-cp311-"
+            "cp311-manylinux_2_28_x86_64.whl at https://download.pytorch.org/whl/cpu/torch/ (it is in the link), and "
+            "add it to CPU_HASHES in deploy/images/lock.py"
+        )
+    return f"torch=={version} \\\n    --hash=sha256:{CPU_HASHES[version]}\n"
 
 
 def write(name: str, lines: Sequence[str], what: str) -> None:

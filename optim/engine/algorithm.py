@@ -33,7 +33,7 @@ from thinwire.optim.engine.exchanges import Exchange, Overlap, mean_gradient
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
-from thinwire.optim.engine.options import NonFinite
+from thinwire.optim.engine.options import Gradients, NonFinite
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
 from thinwire.optim.engine.state import TensorState, is_field, put, replicated, sizes
@@ -50,6 +50,7 @@ class Algorithm(Generic[State]):
     state: defaultdict[Tensor, Any]
     defaults: dict[str, Any]
 
+    gradients: Gradients
     # as in CheckedOptions
     overlaps: bool
     max_grad_norm: float | None
@@ -80,6 +81,9 @@ class Algorithm(Generic[State]):
         "what the other ranks moved their parameters since the last sync is missing; rank 0's move counts"
     )
     """What is said of their own_state() where the share of rank 0 alone is loaded."""
+
+    sends_in_full: ClassVar[bool] = True
+    """Does some step exchange the mean gradient in full?"""
 
     undone: Callable[[CommError], None] | None = None
     """Called with the error of a lost step, which step() and zero_grad() then do not raise (workers/session)."""
@@ -222,6 +226,9 @@ class Algorithm(Generic[State]):
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
         """How the mean gradient is sent. Raises: ValueError where it cannot be sent as was asked."""
+        if given is not None and not self.sends_in_full:
+            mine = type(self).__name__
+            raise ValueError(f"full_exchange = {given!r}: must be left out of {mine}, which exchanges nothing in full")
         every = [param for group in self.param_groups for param in group["params"]]
         return given or ("bf16" if all(param.dtype == torch.bfloat16 for param in every) else "fp32")
 
@@ -244,8 +251,8 @@ class Algorithm(Generic[State]):
 
     @property
     def kept_of_others(self) -> Keeps:
-        """What ranks keep of each other's error memory: nothing where there is none, or it is of gradients."""
-        return Keeps.NOTHING
+        """What ranks keep of each other's error memory: what is asked for, where that is of what is compressed."""
+        return self.keeps if self.compresses else Keeps.NOTHING
 
     @property
     def gradient_memory(self) -> ErrorMemory | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -214,6 +214,10 @@ def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
     memories = list(error_memories(optimizer.vectors).values())
     memory = memories[0] if plan.gradient is not Wire.FULL and memories else None
     optimizer.begin_beside(plan)
+    if optimizer.gradients == "mean" and plan.gradient is not Wire.FULL:
+        with suppress(Refused):
+            mean_or_refusal(optimizer.group, optimizer.space.g_N, refuses=1.0)
+        return
     if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL:
         optimizer.send_beside()
     try:
@@ -221,6 +225,18 @@ def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
     except Refused:
         return
     raise RuntimeError("an exchange that this rank refused was finished: a defect of thinwire; please report it")
+
+
+def mean_or_refusal(group: Group, g_N: Tensor, refuses: float = 0.0) -> Tensor:
+    """The mean of g of all ranks, float[N]; refuses: 1.0 on a rank that takes no part. Collective.
+
+    Raises: Refused, alike on every rank, where some rank refuses.
+    """
+    mean_N1 = torch.cat([g_N, g_N.new_full((1,), refuses)])
+    group.mean_(mean_N1)
+    if mean_N1[-1] > 0.0:
+        raise Refused("some rank took no part in the exchange; nothing was changed")
+    return mean_N1[:-1]
 
 
 def go_on_with_trained(optimizer: Algorithm[Any], call: str) -> None:

@@ -29,6 +29,8 @@ from thinwire.optim.engine.schedule import StepPlan, Wire
 
 logger = logging.getLogger(__name__)
 
+Beside = dict[str, dict[str, list[int]]]
+"""As beside.digests: by whom, in words, then by name, the digest of a parameter."""
 SAMPLED = 1 << 16
 """Elements of the gradient that are compared, evenly spread."""
 
@@ -78,14 +80,18 @@ class FirstStep:
             )
 
 
-def refuse_apart(calls: Calls, group: Group, sums: list[int], device: torch.device) -> None:
+def refuse_apart(calls: Calls, group: Group, sums: list[int], more: Beside, device: torch.device) -> list[Beside]:
     """sums: of this rank's parameters. Collective, 16 bytes a rank. Raises: WireMismatch, alike on every rank.
 
+    more: of what is trained beside them. Returns it of all ranks where it is not alike, else nothing.
     A rank that has loaded a checkpoint alone is in another call there: CallMismatch, with what to do.
     """
-    texts = refuse_other_calls(group, calls.now, device, remedy=calls.remedy, more=json.dumps(sums))
-    if texts is not None:
-        others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    texts = refuse_other_calls(group, calls.now, device, remedy=calls.remedy, more=json.dumps([sums, more]))
+    if texts is None:
+        return []
+    of_ranks, beside = zip(*map(json.loads, texts), strict=True)
+    others = [rank for rank, of_one in enumerate(of_ranks) if of_one != of_ranks[0]]
+    if others:
         raise WireMismatch(
             f"before the first step the parameters of ranks {others} are not those of rank 0, which the constructor "
             "has sent to all: they have been written since, otherwise on each rank. A perturbation that is taken back "
@@ -93,6 +99,7 @@ def refuse_apart(calls: Calls, group: Group, sums: list[int], device: torch.devi
             "old = p.detach().clone() and put it back by p.copy_(old) under torch.no_grad(). Load and initialise "
             "weights alike on every rank, or before the optimizer is made. Nothing was changed"
         )
+    return list(beside)
 
 
 def _sample(x_N: Tensor) -> Tensor:

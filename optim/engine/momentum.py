@@ -118,12 +118,15 @@ class Momentum:
 
     def part(self, at: slice) -> Tensor:
         """These elements of m. New where there are no floats."""
+        return self.decode_(self._like.new_empty(at.stop - at.start), at) if self._m_N is None else self._m_N[at]
+
+    def decode_(self, out: Tensor, at: slice) -> Tensor:
+        """out <- these elements of m. Returns it."""
         if self._m_N is not None:
-            return self._m_N[at]
+            return out.copy_(self._m_N[at])
         assert self._result is not None
-        part = self._like.new_empty(at.stop - at.start)
-        self._result.decode_(part, at.start, at.stop)
-        return part
+        self._result.decode_(out, at.start, at.stop)
+        return out
 
     def described(self) -> dict[str, Any] | None:
         """Numbers and lists: what room() needs to know of rows(); None where m is in floats.

@@ -133,13 +133,21 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.equalise_buffers()
         if self.begins and self.group.size > 1:
             self.begins = False
-            refuse_apart(self.calls, self.group, digest(self.space.p_N), self.space.p_N.device)
+            sums, others = digest(self.space.p_N), beside.digests(self)
+            all_others = refuse_apart(self.calls, self.group, sums, others, self.space.p_N.device)
+            self._replicas.say_beside(self, all_others)
         self._replicas.compare(self)
 
     def prepare_to_save(self) -> None:
         """As Algorithm.prepare_to_save."""
         self.note_evidence()
-        shares.agree_on_load(self)
+        self._agree_on_load()
+
+    def _agree_on_load(self) -> None:
+        """As shares.agree_on_load(). Then all ranks have one step of the last sync, by which replicas are compared."""
+        if self.loaded is not None:
+            shares.agree_on_load(self)
+            self._replicas.resumed(self)
 
     def mean_gradient_(self) -> None:
         """g <- the mean gradient of all ranks, shortened to max_grad_norm. Raises: PeerLost, NonFiniteInput.
@@ -227,7 +235,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
         if self.reader is not None and self.gradients == "own" and self.group.size > 1:
             refuse_reader(self.reader, compresses=self.compresses or self.space.has_master)
-        shares.agree_on_load(self)
+        self._agree_on_load()
         changing.follow_changes(self)
         space, overlap = self.space, self.overlap
         try:
@@ -290,8 +298,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             return None
         if plan.gradient is Wire.FULL:
             return self.space.g_N
-        mean_N = self.space.g_N.clone()
-        self.group.mean_(mean_N)
+        mean_N = changing.mean_or_refusal(self.group, self.space.g_N)
         if self.max_grad_norm is not None:
             mean_N.mul_(shortening(torch.linalg.vector_norm(mean_N), self.max_grad_norm))
         return mean_N

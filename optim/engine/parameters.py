@@ -223,8 +223,8 @@ def digest(x: Tensor) -> list[int]:
 
 
 def _kind(param: Tensor) -> str:
-    """What it is beside an nn.Parameter."""
-    cls = next((kind for kind in type(param).__mro__ if "__torch_dispatch__" in vars(kind)), type(param))
+    """What it is beside an nn.Parameter, under the name that its user knows: not that of a base."""
+    cls = next(kind for kind in type(param).__mro__ if kind is not torch.nn.Parameter)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.comm.calls import refuse_other_calls
 from thinwire.optim.engine import beside
 from thinwire.optim.engine.algorithm import Algorithm
+from thinwire.optim.engine.first_step import Beside
 from thinwire.optim.engine.parameters import digest
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,12 @@ class Replicas:
         everyone = [json.loads(text) for text in texts]
         of_others = [one.pop(_BESIDE) for one in everyone]
         self._say(now, _differences(everyone), TO_DO)
-        self._say(now, _differences_beside(of_others), TO_DO_BESIDE)
+        self.say_beside(optimizer, of_others)
+
+    def say_beside(self, optimizer: Algorithm[Any], everyone: list[Beside]) -> None:
+        """everyone: beside.digests() of each rank, or nothing. Say once, on rank 0, what has drifted apart. Local."""
+        if everyone and optimizer.group.rank == 0:
+            self._say(optimizer.common_steps, _differences_beside(everyone), TO_DO_BESIDE)
 
     def resumed(self, optimizer: Algorithm[Any]) -> None:
         """Go on as the run that saved does, so that a step of either sends the same. Local."""
@@ -123,7 +129,7 @@ def _differences(everyone: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def _differences_beside(everyone: list[dict[str, dict[str, list[int]]]]) -> list[str]:
+def _differences_beside(everyone: list[Beside]) -> list[str]:
     """Of each that trains something beside on every rank: the first parameter that some rank has otherwise, in words.
 
     What has other names or shapes there is meant to be each rank's own.

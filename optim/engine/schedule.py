@@ -94,8 +94,8 @@ def dense_plan(step: int) -> StepPlan:
     return StepPlan(Phase.DENSE, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=step)
 
 
-def muon_plan() -> StepPlan:
-    """1-bit Muon: every step sends an update of this rank's own momentum in one bit; nothing is warmed up."""
+def linear_plan() -> StepPlan:
+    """1-bit SGD and Muon: the step is linear in what crosses, which is in one bit always; there is no variance."""
     return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=False, bias_step=None)
 
 

@@ -115,11 +115,11 @@ def agree_on_load(optimizer: Algorithm[Any]) -> None:
 
     Raises: ValueError, alike on every rank, where they do not; PeerLost.
     """
-    if optimizer.loaded is not None:
-        optimizer.space.take_changes()
-        with optimizer.calling(f"load_state_dict() of step {optimizer.num_steps}", LOAD_EVERYWHERE):
-            _agree(optimizer, optimizer.loaded)
-        optimizer.loaded = None
+    assert optimizer.loaded is not None
+    optimizer.space.take_changes()
+    with optimizer.calling(f"load_state_dict() of step {optimizer.num_steps}", LOAD_EVERYWHERE):
+        _agree(optimizer, optimizer.loaded)
+    optimizer.loaded = None
 
 
 def _agree(optimizer: Algorithm[Any], loaded: Loaded) -> None:

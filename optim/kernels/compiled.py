@@ -12,7 +12,7 @@ from thinwire.comm.protocol import Reader
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
 from thinwire.optim.kernels import loops, updates
-from thinwire.optim.kernels.lamb import Bounds, Descent, Heard, Tiles
+from thinwire.optim.kernels.lamb import Bounds, Descent, Heard, Step, Tiles
 
 
 def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None:
@@ -42,10 +42,14 @@ def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None
     updates.propose_(x[0], x[1], x[2], x[3], hyper, 1.0)
     updates.receive_(x[0], x[1], x[2], x[3], x[4], numbers, eps)
     updates.receive_own_(x[0], x[1], x[2], x[3], hyper, 1.0, numbers)
+    updates.receive_own_round_(x[0], x[1], x[2], x[3], x[4], hyper, 1.0, numbers)
     updates.receive_rows_(x[0], x[1], x[2], x[3], rows, numbers, eps, table)
     received = Rows(rows, table)
     one_T, bounds = torch.ones(1, dtype=dtype, device="cpu"), Bounds(0.5, 4.0, 0.9, 1.1, 0.01, 10.0, 4.0)
     for room in (0, 8):
+        step, tiles = Step(x[0], x[1], x[2], x[3], hyper, None, room=room), Tiles([(0, 8)], x[0])
+        step.measure_(tiles, 1)
+        step.move_(tiles, one_T)
         for said in (x[1], OverFactors(received, one_T, VectorLayout.single(8))):
             heard = Heard(said, x[0], 1)
             descent = Descent(x[0], x[2], x[3], one_T, one_T, heard, heard, bounds, room=room)

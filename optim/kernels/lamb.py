@@ -1,5 +1,5 @@
-"""1-bit LAMB along a received momentum, on slices of torch's vectors: the loops of lamb_loops, on torch's threads.
-On a GPU the kernels of cuda/lamb.cu, which compute the same, bit for bit.
+"""LAMB, and 1-bit LAMB along a received momentum, on slices of torch's vectors: the loops of lamb_loops, on torch's
+threads. 1-bit LAMB's on a GPU: the kernels of cuda/lamb.cu, which compute the same, bit for bit.
 
 A momentum is read in the form in which its reducer holds it. As rows of signs it is never written as floats. What has
 no loop is left to the chain of torch operations in optim.onebit_lamb, which says what all of this computes.
@@ -237,6 +237,62 @@ class Descent:
 
     def _numbers(self, *numbers: float) -> tuple[Any, ...]:
         return tuple(map(self._p.dtype.type, numbers))
+
+
+class Step:
+    """One step of LAMB on the mean gradient on a CPU, part after part: optim.lamb_math.step_ says what it does.
+
+    p, m, v: float[N], modified. g: float[N]. h: of the run of tensors. room: as of Descent; what
+    is not kept is formed of two vectors again.
+
+    u = (m / c1) / (sqrt(v) / r2 + eps) + wd p, c1 and r2 correcting the moments for their start, is 1 / k times
+    m / (sqrt(v) + eps r2) + k wd p, k = c1 / r2: the loops have the second, with a quotient less.
+    """
+
+    def __init__(
+        self,
+        p_N: Tensor,
+        g_N: Tensor,
+        m_N: Tensor,
+        v_N: Tensor,
+        h: AdamHyper,
+        bias_step: int | None,
+        room: int = 4 * ROOM,
+    ) -> None:
+        self._written = p_N, m_N, v_N
+        self._p, self._g, self._m, self._v = (x.numpy() for x in (p_N, g_N, m_N, v_N))
+        correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
+        root2 = 1.0 if bias_step is None else (1 - h.beta2**bias_step) ** 0.5
+        self._k, number = correction1 / root2, self._p.dtype.type
+        self._moments = tuple(map(number, (1 - h.beta1, h.beta2, 1 - h.beta2)))
+        self._of_u = number(h.eps * root2), number(self._k * h.weight_decay)
+        self._u = np.empty(min(room, self._p.size), self._p.dtype)
+
+    def measure_(self, tiles: Tiles, count: int) -> tuple[Tensor, Tensor]:
+        """m and v of the tensors whose tiles these are, so many. Returns |x| and |u| of each, float[t]."""
+        vectors, u = (self._p, self._g, self._m, self._v), self._room(tiles)
+        given = *tiles.places[:2], *vectors, *self._moments, *self._of_u, tiles.found, u, tiles.start
+        updates.over(tiles.count, LEAST_TILES, _loops().lamb_step, *given)
+        size, update = (np.sqrt(np.bincount(tiles.places[2], tiles.found[row], count)) for row in (3, 2))
+        dtype = self._written[0].dtype
+        return torch.from_numpy(size).to(dtype), torch.from_numpy(update / self._k).to(dtype)
+
+    def move_(self, tiles: Tiles, rates_t: Tensor) -> None:
+        """p <- p - rate u of each of the tensors that were measured last."""
+        rates, u = (rates_t / self._k).numpy(), self._room(tiles)
+        at = tiles.count, LEAST_TILES
+        if u.size:
+            updates.over(*at, _loops().lamb_move_along, *tiles.places, self._p, u, tiles.start, rates)
+        else:
+            vectors = self._p, self._m, self._v
+            updates.over(*at, _loops().lamb_descend, *tiles.places, *vectors, *self._of_u, rates)
+
+    def done(self) -> None:
+        """What was written has a new version."""
+        increment_version(self._written)
+
+    def _room(self, tiles: Tiles) -> Array:
+        return self._u[: tiles.numel] if tiles.numel <= self._u.size else self._u[:0]
 
 
 class CudaTiles:

@@ -1,8 +1,9 @@
-"""The loops of 1-bit LAMB's compressed step over tiles of tensors, compiled by numba: float32 and float64.
+"""The loops of LAMB's step and of 1-bit LAMB's compressed one over tiles of tensors, compiled: float32 and float64.
 
-What they compute is said in optim.onebit_lamb; every vector is read and written once a loop. A tile lies in one tensor
-and begins at a multiple of 8. Rounding is as written, without a fused multiply-add. m is what was received over k, a
-number for each tensor: as rows a sign an element and a size a block, so that what depends on sizes alone is found once.
+What they compute is said in optim.lamb_math and optim.onebit_lamb; every vector is read and written once a loop. A
+tile lies in one tensor and begins at a multiple of 8. Rounding is as written, without a fused multiply-add. In 1-bit
+LAMB's m is what was received over k, a number for each tensor: as rows a sign an element and a size a block, so that
+what depends on sizes alone is found once.
 """
 
 from __future__ import annotations
@@ -246,6 +247,76 @@ def lamb_move(
         for at in range(starts[tile], stops[tile], BYTE):
             p8 = load8(p, at)
             store(p, at, p8 - rate * (load8(z, at) / k / (root(load8(v, at)) + all_eps) + decays * p8))
+
+
+@compiled
+def lamb_step(
+    first: int,
+    stop: int,
+    starts: Array,
+    stops: Array,
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    weight1: float,
+    beta2: float,
+    weight2: float,
+    eps: float,
+    decay: float,
+    found: Array,
+    u: Array,
+    u_start: int,
+) -> None:
+    """m and v as Adam's of the tiles [first, stop), and the sums of squares of u = m / (sqrt(v) + eps) + decay p and p.
+
+    found: its last two rows, as of lamb_measure_rows; u too.
+    """
+    zero = beta2 - beta2
+    weights1, betas2, weights2 = splat8(weight1), splat8(beta2), splat8(weight2)
+    all_eps, decays, zeros = splat8(eps), splat8(decay), splat8(zero)
+    for tile in range(first, stop):
+        update, size = zeros, zeros
+        last_update = last_size = zero
+        for at in range(starts[tile], stops[tile], BYTE):
+            g8, m8, p8 = load8(g, at), load8(m, at), load8(p, at)
+            m8 = m8 + weights1 * (g8 - m8)
+            v8 = betas2 * load8(v, at) + weights2 * g8 * g8
+            store(m, at, m8)
+            store(v, at, v8)
+            u8 = m8 / (root(v8) + all_eps) + decays * p8
+            if u.size > 0:
+                store(u, at - u_start, u8)
+            if at + BYTE <= stops[tile]:
+                update, size = update + u8 * u8, size + p8 * p8
+            else:  # of the dead elements behind a tensor nothing is counted
+                for index in range(stops[tile] - at):
+                    last_update += lane(u8, index) * lane(u8, index)
+                    last_size += lane(p8, index) * lane(p8, index)
+        found[2, tile], found[3, tile] = folded(update) + last_update, folded(size) + last_size
+
+
+@compiled
+def lamb_descend(
+    first: int,
+    stop: int,
+    starts: Array,
+    stops: Array,
+    tensors: Array,
+    p: Array,
+    m: Array,
+    v: Array,
+    eps: float,
+    decay: float,
+    rates: Array,
+) -> None:
+    """p <- p - rate u of lamb_step, of the tiles [first, stop), the last first: what was read last is in the cache."""
+    all_eps, decays = splat8(eps), splat8(decay)
+    for tile in range(first, stop):
+        rate = splat8(rates[tensors[tile]])
+        for at in range(starts[tile], stops[tile], BYTE):
+            p8 = load8(p, at)
+            store(p, at, p8 - rate * (load8(m, at) / (root(load8(v, at)) + all_eps) + decays * p8))
 
 
 @compiled

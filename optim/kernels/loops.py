@@ -107,15 +107,15 @@ def first_local(
     rate: float,
     eps: float,
 ) -> None:
-    """begun <- p, and local of u = 0: what is in u is not read."""
+    """begun <- p, and local of u = 0: what is in u is not read. begun may be u, which is written last."""
     weights, keeps, rates, all_eps = splat8(weight), splat8(keep), splat8(rate), splat8(eps)
     for at in range(BYTE * first, BYTE * stop, BYTE):
         m8, p8 = load8(m, at), load8(p, at)
         m8 = m8 + weights * (load8(g, at) - m8)
         moved = rates * m8
         store(m, at, m8)
-        store(u, at, moved)
         store(begun, at, p8)
+        store(u, at, moved)
         store(p, at, keeps * p8 - moved / (root(load8(v, at)) + all_eps))
 
 
@@ -214,6 +214,35 @@ def receive_own(
         z8 = cut(signs * (rates * (m8 + weights * (load8(g, at) - m8))), bounds * d8)
         store(m, at, z8 / divisors)
         store(p, at, keeps * load8(p, at) - z8 / d8)
+
+
+@compiled
+def receive_own_round(
+    first: int,
+    stop: int,
+    p: Array,
+    g: Array,
+    v: Array,
+    m: Array,
+    u: Array,
+    weight: float,
+    rate: float,
+    share: float,
+    sign: float,
+    divisor: float,
+    longest: float,
+    keep: float,
+    eps: float,
+) -> None:
+    """receive of what propose gives, share being its keep, where p + u / d is K times the start."""
+    weights, rates, shares = splat8(weight), splat8(rate), splat8(share)
+    signs, divisors, bounds, keeps = splat8(sign), splat8(divisor), splat8(longest), splat8(keep)
+    all_eps = splat8(eps)
+    for at in range(BYTE * first, BYTE * stop, BYTE):
+        m8, u8, d8 = load8(m, at), load8(u, at), root(load8(v, at)) + all_eps
+        z8 = cut(signs * (shares * u8 + rates * (m8 + weights * (load8(g, at) - m8))), bounds * d8)
+        store(m, at, z8 / divisors)
+        store(p, at, keeps * load8(p, at) - (z8 - keeps * u8) / d8)
 
 
 @compiled

@@ -103,7 +103,10 @@ def first_local_(
     h: AdamHyper,
     keep: float,
 ) -> None:
-    """zero_one_round.local_step of one slice, the first of a round. p, m, u, begun: modified; u is not read."""
+    """zero_one_round.local_step of one slice, the first of a round. p, m, u, begun: modified; u is not read.
+
+    On a CPU begun may be u: then it is not there afterwards.
+    """
     _run("first_local", (p_s, g_s, m_s, u_s, begun_s, v_s), (1 - h.beta1, keep, h.lr, h.eps))
     increment_version((p_s, m_s, u_s, begun_s))
 
@@ -149,6 +152,18 @@ def receive_own_(
 ) -> None:
     """receive_ of what first_proposal_ gives over unit, on a CPU. p, m: modified."""
     _run("receive_own", (p_s, g_s, v_s, m_s), (1 - h.beta1, h.lr / unit, *numbers, h.eps))
+    increment_version((p_s, m_s))
+
+
+def receive_own_round_(
+    p_s: Tensor, g_s: Tensor, v_s: Tensor, m_s: Tensor, u_s: Tensor, h: AdamHyper, unit: float, numbers: Receiving
+) -> None:
+    """receive_ of what propose_ gives over unit, on a CPU, in the pass that forms it. p, m: modified.
+
+    numbers: as there, but the last is what this step's decay leaves of x, for p is where the steps before have led.
+    """
+    given = 1 - h.beta1, h.lr / unit, numbers[-1] / unit
+    _run("receive_own_round", (p_s, g_s, v_s, m_s, u_s), (*given, *numbers, h.eps))
     increment_version((p_s, m_s))
 
 

@@ -59,15 +59,20 @@ def seen_at_refresh(v_N: Tensor, g_N: Tensor, live: Sequence[Span]) -> Tensor | 
     return seen_N
 
 
-def give_touches_(v_N: Tensor, g_N: Tensor, live: Sequence[Span], groups: Sequence[AdamHyper]) -> None:
-    """At the freeze: corrected v <- with TOUCHES typical gradients more where rows are rare, in place.
+def give_touches_(
+    v_N: Tensor, g_N: Tensor, live: Sequence[Span], groups: Sequence[AdamHyper]
+) -> list[tuple[slice, float]]:
+    """At the freeze: corrected v <- with TOUCHES typical gradients more where rows are rare, in place. Returns where.
 
-    groups: the runs of tensors and what their v has seen; one whose v was kept before is left as it is.
+    groups: the runs of tensors and what their v has seen; one whose v was kept before is left as it is. As of
+    rare_tensors, those that were not.
     """
-    rare = rare_tensors(g_N, live)
+    rare, given = rare_tensors(g_N, live), []
     for h in groups:
-        for at, _ in rare:
+        for at, z in rare:
             if h.seen and h.span.start <= at.start < h.span.stop:
                 g = g_N[at]
                 typical = torch.linalg.vector_norm(g).square_() / torch.count_nonzero(g)
                 v_N[at] += typical * (TOUCHES * (1 - h.beta2) / (1 - h.beta2**h.seen))
+                given.append((at, z))
+    return given

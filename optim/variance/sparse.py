@@ -24,7 +24,6 @@ from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.schedule import StepPlan, Wire, ZeroOneSchedule
 from thinwire.optim.variance.floor import floor_variance_
-from thinwire.optim.variance.rare import give_touches_
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import FEWEST_STEPS, WARMUP_PART, VarianceFreeze, rose
 
@@ -277,16 +276,16 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         """Does an update that gave v count? Not while v is zero everywhere."""
         return updates > 0 or bool(v_N.any())
 
-    def _use_(self, v_N: Tensor, updates: int, g_N: Tensor | None = None) -> None:
-        """v <- v_used, after so many updates. g: the mean gradient, where it is frozen by it. Waits for the device."""
+    def _use_(self, v_N: Tensor, updates: int, *, freezes: bool = False) -> None:
+        """v <- v_used, after so many updates. freezes: by the mean gradient, in g. Waits for the device."""
         layout, runs = self.space.layout, self.run_hypers(updates)
         for h in runs:
             if h.seen:  # 0: it is zero
                 adam_math.unbias_variance_(v_N[h.span], h.beta2, h.seen)
         raised_N = floor_variance_(v_N, layout.live, layout.blocks(self.floor_block))
         self.evidence["floored_elements"] = int(raised_N.count_nonzero())
-        if g_N is not None:
-            give_touches_(v_N, g_N, layout.live, runs)
+        if freezes:
+            self.give_touches_(v_N, runs)
 
     def divisor(self, at: slice) -> Tensor | None:
         """d of these elements, new: what the next step divides by. None in the dense start, where that is Adam's."""
@@ -312,7 +311,7 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         if not (plan.freeze_variance and updates):
             return
         # A rank's own gradient, where this step sent none, is not the same on all.
-        self._use_(self.vectors.v_N, updates, self.space.g_N if plan.gradient is Wire.FULL else None)
+        self._use_(self.vectors.v_N, updates, freezes=plan.gradient is Wire.FULL)
         self.frozen_at = now
         self.vectors.used_N = None
         self.set_ages([replace(age, unseen=None) for age in self.ages])

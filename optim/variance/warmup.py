@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Unpack
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.codecs import SignCodec
-from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.bf16 import Noise, noise_of
 from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import DEFAULT_BLOCK
@@ -46,6 +45,13 @@ VARIANCE = 1 << 16
 """What numbers are drawn for here, beside those of comm.exchange.memory."""
 LARGE_CHANGE = 2
 """Of the global batch, up or down: the noise in v goes as one over it, so a frozen v is wrong by as much."""
+MOST_NAMED = 8
+"""Tensors in one line of the log."""
+RARE_ROWS = (
+    "rare_rows step=%d tensors=%d: %s: so much of their gradient is zero in a step, and the variance of most rows is "
+    "kept as few gradients have left it. Where the learning rate does not fall that has cost 1 %% of the loss; let it "
+    "fall before the end, or take Adam (docs/algorithms.md, Rows that are rarely met)"
+)
 TRIAL = 20
 """A run of fewer steps is not worth a word: it is a trial."""
 
@@ -114,6 +120,7 @@ class WarmupOptimizer(FlatOptimizer[State]):
         for number, value in ((REFRESH, refresh), (TOTAL_STEPS, total_steps), (LR_WARMUP_STEPS, lr_warmup_steps)):
             number.check(value)
         self.refresh = refresh
+        self._rates_before: list[float] = []
         self.total_steps = total_steps
         self.lr_warmup_steps = lr_warmup_steps
         super().__init__(params, defaults, **options)
@@ -178,6 +185,26 @@ class WarmupOptimizer(FlatOptimizer[State]):
         if self.frozen_at is None:
             return None
         return rare.seen_at_refresh(self.vectors.v_N, self.space.g_N, self.space.layout.live)
+
+    def after_step(self) -> None:
+        """As FlatOptimizer.after_step; the rates of this step are known at the freeze."""
+        self._rates_before = self.rates()
+
+    def give_touches_(self, v_N: Tensor, groups: Sequence[AdamHyper]) -> None:
+        """At the freeze, v of rows that are rarely met (rare.py), in place; and say of which tensors, on rank 0.
+
+        A warning where the rate does not fall just then: such rows take steps that are too long, which nothing makes up
+        for. groups: as in rare.give_touches_.
+        """
+        given = {at.start: z for at, z in rare.give_touches_(v_N, self.space.g_N, self.space.layout.live, groups)}
+        if not given:
+            return
+        found = [f"{t.label} ({given[t.start]:.0%})" for t in self.space.tensors if t.start in given]
+        self.evidence["rare_rows"] = found
+        falls = any(now < before for now, before in zip(self.rates(), self._rates_before, strict=False))
+        if self.group.rank == 0:
+            level = logging.INFO if falls else logging.WARNING
+            logger.log(level, RARE_ROWS, self.num_steps + 1, len(found), ", ".join(found[:MOST_NAMED]))
 
     @property
     def variance_noise(self) -> Noise:
@@ -292,11 +319,6 @@ class WarmupOptimizer(FlatOptimizer[State]):
         """What a gradient, shortened by this factor, counts in what is sent: float[N]."""
         weight_N = self.gradient_weights().mul_(factor)
         return weight_N if per_m_T is None else weight_N.mul_(spread(per_m_T, self.space.layout))
-
-    @property
-    def kept_of_others(self) -> Keeps:
-        """What is asked for: the error memory is of what is compressed."""
-        return self.keeps
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
         """As FlatOptimizer.choose_full_exchange.

@@ -8,15 +8,19 @@ at once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from thinwire.contract.jobs import JobState
 from thinwire.contract.places import Room, never_fits, uses_gpus
+from thinwire.contract.reports import Sample
 from thinwire.service.db import Database
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Waits, grant
 from thinwire.service.jobs.repository import JobRepository, JobRow, transition_all
+from thinwire.service.jobs.views import sample_view
 from thinwire.service.jobs.worker_numbers import (
     membership_now,
     submitted_workers,
@@ -30,6 +34,13 @@ logger = logging.getLogger(__name__)
 
 A_TRANSACTION = 100
 """Jobs that are written in one: requests that write wait for it."""
+PACE_STEPS = (200, 20)
+"""So many steps ago is where a job's speed is measured from: as many as there are of them."""
+UNSURE_S, UNSURE = 60.0, 0.1
+"""By less, and less than this share of the time that is left, an estimate is not corrected: it would be written anew,
+for everybody who waits, in every turn."""
+LONGEST_S = 1e8
+"""Three years: nobody waits for longer, and a clock that is told may say no more."""
 NEW = (JobState.SUBMITTING.value, JobState.QUEUED.value)
 """States of a job that is to be handed to the launcher."""
 
@@ -65,7 +76,11 @@ class Admission:
         with self._db.read() as session:
             begun = [row.id for row in rows if row.state not in NEW]
             living = JobRepository(session).count_live_leases(begun, now)
+            holding = [row for row in rows if row.granted is not None and row.state == JobState.RUNNING.value]
+            waits = any(row.granted is None and row.state in NEW for row in rows)
+            ends = _ends(JobRepository(session), holding, now) if waits else {}
         claims = [claim for row in rows if (claim := _claim(row, self.room, living.get(row.id, 0))) is not None]
+        claims = [replace(claim, over_at=ends.get(claim.id)) for claim in claims]
         found = grant(self.room, claims, now)
         by_id, claimed = {row.id: row for row in rows}, {claim.id for claim in claims}
         waiting = {one.claim.id: (place, one) for place, one in enumerate(found.waiting, 1)}
@@ -91,6 +106,7 @@ class Admission:
                 moves.append((row, JobState.FAILED, self._too_large(row)))
             else:
                 queue = _queue(one, waiting[row.id][0], len(waiting), holders, self.room, now)
+                queue["starts_at"] = _estimate(queue["starts_at"], (row.queue or {}).get("starts_at"), now)
                 if queue != row.queue:
                     notes[row] = {"queue": queue, "reason": _words(queue, self._too_large(row) if one.never else None)}
                 if row.state != JobState.QUEUED.value:
@@ -173,6 +189,7 @@ def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
         least=wanted.min,
         most=wanted.max,
         priority=int(row.spec.get("priority", 0)),
+        arrival=row.arrival,
         created_at=row.created_at,
         gpus=uses_gpus(workers.model_copy(update={"min": wanted.min, "max": wanted.max}), room.gpus),
         granted=granted,
@@ -203,6 +220,7 @@ def _queue(one: Waits, position: int, of: int, holders: list[dict[str, Any]], ro
         "total": one.total,
         "holders": holders,
         "others": room.others_gpus if one.claim.gpus else room.others_cpus,
+        "starts_at": one.starts_at,
     }
 
 
@@ -214,4 +232,52 @@ def _words(queue: dict[str, Any], never: str | None) -> str:
     held = [f"{one['job']} has {one['workers']}" for one in queue["holders"]]
     held += [f"others than this service have {queue['others']}"] if queue["others"] else []
     free = f"it needs {queue['needs']} places at once, and {queue['free']} of {queue['total']} are free"
-    return f"{where}: {free}" + (f" ({', '.join(held)})" if held else "")
+    when = "when it starts is not known"
+    if queue["starts_at"] is not None:
+        at = datetime.fromtimestamp(queue["starts_at"], UTC)
+        when = f"it may start at {at:%Y-%m-%d %H:%M} UTC, as the steps of those before it go"
+    return f"{where}: {free}" + (f" ({', '.join(held)})" if held else "") + f"; {when}"
+
+
+def _ends(jobs: JobRepository, rows: Sequence[JobRow], now: float) -> dict[str, float]:
+    """When these jobs have made their last step, by id, at the speed of their last steps: evaluations, checkpoints and
+    waits among these count. Without those of which the number of steps or the speed is not known, or that stand still.
+    """
+    newest: dict[str, tuple[JobRow, Sample]] = {}
+    for row in rows:
+        try:
+            is_known = row.newest_sample is not None and row.newest_sample["attempt"] == row.attempt
+            if is_known and row.newest_sample is not None and membership_now(row)[1] is None:
+                newest[row.id] = row, Sample.model_validate(row.newest_sample["sample"])
+        except (ValueError, LookupError, TypeError):
+            continue  # of another version: views.py says so
+    steps = {(name, one.step - ago) for name, (_, one) in newest.items() for ago in PACE_STEPS if one.step > ago}
+    samples = jobs.samples_at(steps)
+    views = {key: sample_view(one) for key, one in samples.items() if one.attempt == newest[one.job_id][0].attempt}
+    earlier = {key: one.time for key, one in views.items() if one is not None}
+    ends = {name: _end(row, one, earlier, now) for name, (row, one) in newest.items()}
+    return {name: end for name, end in ends.items() if end is not None}
+
+
+def _end(row: JobRow, newest: Sample, earlier: Mapping[tuple[str, int], float], now: float) -> float | None:
+    """earlier: times of its samples, by job and step. All of it a job has said, which may say anything."""
+    last = row.spec.get("steps") or newest.last_step
+    if last is None:
+        return None
+    for ago in PACE_STEPS:
+        before = earlier.get((row.id, newest.step - ago))
+        if before is None:
+            continue
+        pace_s = (newest.time - before) / ago
+        end = newest.time + pace_s * max(0, int(last) - newest.step)
+        # Who has been silent for so long stands still, or is slower than it was.
+        is_going_on = pace_s > 0.0 and abs(now - newest.time) < max(UNSURE_S, 10 * pace_s)
+        return end if is_going_on and end - now < LONGEST_S else None
+    return None
+
+
+def _estimate(starts_at: float | None, before: float | None, now: float) -> float | None:
+    """As it was said before, where it is about the same."""
+    if starts_at is None or before is None or before < now:
+        return starts_at
+    return before if abs(starts_at - before) < max(UNSURE_S, UNSURE * (starts_at - now)) else starts_at

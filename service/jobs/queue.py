@@ -3,7 +3,8 @@
 A job is granted places, one for each worker, and is told to take no more. It is started with all of workers.min
 granted or not at all, so none holds a part of them while it waits for the rest.
 
-* By priority, then by age. A job keeps its places until it is over; none that trains is stopped for another.
+* By priority, then in the order of arrival. A job keeps its places until it is over; none that trains is stopped for
+  another.
 * A job behind one that waits may start where that one does not fit. After PATIENCE_S of waiting what it needs is kept
   for it, so that small jobs do not keep a large one waiting for ever: nobody starts any more behind it but who needs
   other places, as one without GPUs behind one that waits for a GPU.
@@ -12,13 +13,16 @@ granted or not at all, so none holds a part of them while it waits for the rest.
   with what it has.
 * Where machines were lost, so that there are fewer places than were granted, a job that has stood still below its
   minimum for PATIENCE_S gives back what it holds, if another waits that could use it: the last of them in the order.
+
+When one that waits may start is said where it follows from when those that hold places are over. Who waits before it is
+taken to start first, and to stay: nothing is known of its speed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.contract.places import Room
 
@@ -49,16 +53,27 @@ class Claim:
     stalled_at: float | None = None
     waits: bool = True
     """To be started; else it can only hold places."""
+    over_at: float | None = None
+    """When its last step is made, as its steps go; None where that is not known."""
+    arrival: int = 0
+
+    @property
+    def order(self) -> tuple[int, int, float, str]:
+        """Who has the least is the first."""
+        return -self.priority, self.arrival, self.created_at, self.id
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """A job that waits. free, total: places of its kind. never: the cluster, as it is, has too few."""
+    """A job that waits. free, total: places of its kind. never: the cluster, as it is, has too few. starts_at: when all
+    that it needs will be free; None where that is not known.
+    """
 
     claim: Claim
     free: int
     total: int
     never: bool
+    starts_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,7 @@ def grant(room: Room, claims: Sequence[Claim], now: float) -> Grants:
             places[claim.id] = min(claim.granted, claim.most)
             free.take(claim, max(places[claim.id], claim.living))
     back = _back(room, free, claims, now)
-    in_order = sorted(claims, key=lambda claim: (claim.id not in places, -claim.priority, claim.created_at, claim.id))
+    in_order = sorted(claims, key=lambda claim: (claim.id not in places, claim.order))
     waiting: list[Waits] = []
     wanted, left = False, copy(free)  # left: without what is kept for those that have waited for long
     for claim in in_order:
@@ -112,7 +127,29 @@ def grant(room: Room, claims: Sequence[Claim], now: float) -> Grants:
                 left.take(claim, missing)
     if not wanted:
         _grow(free, [claim for claim in in_order if claim.id in places and claim.grows], places)
-    return Grants(places, tuple(Waits(one.claim, free.of(one.claim), one.total, one.never) for one in waiting), back)
+    starts = _starts(free, [(one, places[one.id]) for one in claims if one.id in places], waiting, now)
+    waits = [replace(one, free=free.of(one.claim), starts_at=starts.get(one.claim.id)) for one in waiting]
+    return Grants(places, tuple(waits), back)
+
+
+def _starts(free: _Free, holding: list[tuple[Claim, int]], waiting: list[Waits], now: float) -> dict[str, float]:
+    """When those that wait find all of their places free, by id; without those of whom it is not known."""
+    ends = sorted((max(now, one.over_at), one.id, one, held) for one, held in holding if one.over_at is not None)
+    found: dict[str, float] = {}
+    taken = copy(free)  # by those before it
+    for waits in waiting:
+        if waits.never:
+            continue
+        claim, then, at = waits.claim, copy(taken), now
+        for end, _, one, held in ends:
+            if claim.least <= then.of(claim):
+                break
+            then.take(one, -max(held, one.living))
+            at = end
+        if claim.least <= then.of(claim):
+            found[claim.id] = at
+        taken.take(claim, claim.least)
+    return found
 
 
 def _total(room: Room, claim: Claim) -> int:
@@ -124,7 +161,7 @@ def _back(room: Room, free: _Free, claims: Sequence[Claim], now: float) -> Claim
     stalled = [one for one in claims if one.waits and one.granted is not None and one.stalled_at is not None]
     if not stalled or min(free.cpus, free.gpus) >= 0:
         return None
-    last = max(stalled, key=lambda claim: (-claim.priority, claim.created_at, claim.id))
+    last = max(stalled, key=lambda claim: claim.order)
     if last.stalled_at is None or now - last.stalled_at < PATIENCE_S:
         return None
     others = [one for one in claims if one.waits and one is not last and (one in stalled or one.granted is None)]

@@ -93,6 +93,8 @@ class JobRow(Base):
     """The name of the token; None where a version before names submitted it."""
     kept_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     """Of its samples, events and logs, about."""
+    arrival: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    """Which job of the service it was; 0 where a version that did not count took it."""
     version: Mapped[int] = mapped_column()
 
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - what SQLAlchemy asks for
@@ -104,6 +106,8 @@ class ServiceRow(Base):
     __tablename__ = "service"
 
     id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    arrivals: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    """Jobs that it has taken so far."""
 
 
 class SampleRow(Base):
@@ -213,6 +217,11 @@ class JobRepository:
     def service_id(self) -> str:
         """Of the service: the same, whichever process owns the database."""
         return self.session.scalars(select(ServiceRow.id)).one()
+
+    def next_arrival(self) -> int:
+        """The number of one more job: of two requests at once one waits for the other."""
+        counted = update(ServiceRow).values(arrivals=ServiceRow.arrivals + 1).returning(ServiceRow.arrivals)
+        return self.session.scalars(counted).one()
 
     def newest(
         self, limit: int, most_bytes: int, state: JobState | None = None, before: JobRow | None = None
@@ -368,6 +377,16 @@ class JobRepository:
             query = query.where(order < tuple_(literal(before.time), literal(before.id)))
         newest, more = self._first(query.order_by(EventRow.time.desc(), EventRow.id.desc()), limit, most_bytes)
         return newest[::-1], more
+
+    def samples_at(self, steps: Collection[tuple[str, int]]) -> dict[tuple[str, int], SampleRow]:
+        """Of jobs, the samples of these steps, as far as they are kept."""
+        found: dict[tuple[str, int], SampleRow] = {}
+        wanted = sorted(steps)
+        for first in range(0, len(wanted), IN_PART):
+            key = tuple_(SampleRow.job_id, SampleRow.step)
+            rows = self.session.scalars(select(SampleRow).where(key.in_(wanted[first : first + IN_PART])))
+            found.update({(row.job_id, row.step): row for row in rows})
+        return found
 
     def event(self, job_id: str, number: int) -> EventRow | None:
         """The event of this number, where it is the job's."""

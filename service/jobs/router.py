@@ -60,6 +60,8 @@ from thinwire.service.requests import (
     known_query,
     of_plane,
     plain_bytes,
+    read_in_thread,
+    takes,
 )
 
 LARGEST_OFFSET = 2**53 - 1
@@ -269,9 +271,11 @@ def leave(
 @workers.post(
     "/{job_id}/telemetry",
     status_code=204,
-    responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, JobFull, TooMuch),
+    dependencies=[Depends(json_body)],
+    responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, UnsupportedMediaType, JobFull, TooMuch),
+    openapi_extra=takes(Telemetry),
 )
-def telemetry(job_id: str, batch: Telemetry, reports: Reports) -> None:
+def telemetry(job_id: str, batch: Annotated[Telemetry, Depends(read_in_thread(Telemetry))], reports: Reports) -> None:
     """Post samples, events, and how the run ended. Repeating a batch changes nothing.
 
     A job of which too much is kept is `job_full`: then the progress, a summary and a failure are taken, and no more.

@@ -438,6 +438,7 @@ class JobService:
                     change.who, self._person_jobs, MOST_SPEC_BYTES, self._person_bytes
                 ):
                     raise QuotaReached(f"{change.who} has {too_much}: cancel or delete some, and submit this one again")
+                row.arrival = JobRepository(session).next_arrival()
                 JobRepository(session).add(row)
                 record(session, [row], row.created_at)
                 change.write(session, row.id)

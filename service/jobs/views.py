@@ -77,7 +77,11 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
 
 
 def _queued(queue: dict[str, Any] | None) -> Queued | None:
-    return None if queue is None else Queued(**{**queue, "since": _datetime(queue["since"])})
+    if queue is None:
+        return None
+    starts_at = queue.get("starts_at")
+    times = {"since": _datetime(queue["since"]), "starts_at": None if starts_at is None else _datetime(starts_at)}
+    return Queued(**{**queue, **times})
 
 
 def planned_steps(row: JobRow) -> int | None:

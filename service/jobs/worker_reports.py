@@ -74,7 +74,7 @@ LARGEST_FIELDS = 16 << 10
 """Characters of an event's fields, as JSON."""
 LARGEST_SUMMARY = 256 << 10
 BURST_BYTES, BYTES_A_SECOND = 64 << 20, 1 << 20
-"""What one job may send at once and in the long run. A job posts a few hundred bytes a step."""
+"""What one job or person may send at once and in the long run. A job posts a few hundred bytes a step."""
 
 _HOST_PORT = re.compile(r"(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9._-]*)|\[(?P<six>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{1,5})\Z")
 
@@ -298,11 +298,14 @@ class WorkerReports:
                 JobRepository(session).keep_more(job_id, added)
         return LogKept(next_offset=size, full=size >= LONGEST_LOG_BYTES or added >= room)
 
-    def charge(self, job_id: str, size: int) -> None:
-        """Count these bytes of a body against what the job may send, before they are read. Raises TooMuch."""
-        wait_s = self._rates.take(job_id, size, time.monotonic())
+    def charge(self, who: str, size: int) -> None:
+        """Count these bytes against what a sender may send, before they are read. Raises TooMuch.
+
+        who: the sender in words: a job, its ticket, or a person's token.
+        """
+        wait_s = self._rates.take(who, size, time.monotonic())
         if wait_s:
-            raise TooMuch(f"job {job_id} posts more than a job may", wait_s)
+            raise TooMuch(f"{who} sends more than one sender may", wait_s)
 
     def room(self, job_id: str) -> int:
         """How many bytes more are kept of the job. Raises JobNotFound."""

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.people import AuditLine, AuditList, Role
 from thinwire.contract.redaction import redacted
-from thinwire.service.auth import Caller
+from thinwire.service.auth import READS, Caller
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import NotOwner, TooMuch, error_response
 from thinwire.service.jobs.rate import Rates
@@ -39,7 +39,6 @@ AT_ONCE = 10_000
 """Lines removed in one transaction."""
 PAUSE_S = 60.0
 """Between two looks at what is too old, unless the last one left something."""
-_READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class AuditRow(Base):
@@ -121,7 +120,7 @@ class Audited:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and see that its line is written before its answer goes out."""
         caller: Caller | None = scope.get("state", {}).get("caller")
-        if scope["type"] != "http" or caller is None or caller.person is None or scope["method"] in _READS:
+        if scope["type"] != "http" or caller is None or caller.person is None or scope["method"] in READS:
             await self.app(scope, receive, send)
             return
         if wait_s := self._rates.take(caller.person.name, 1.0, time.monotonic()):

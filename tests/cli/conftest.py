@@ -9,14 +9,13 @@ import yaml
 from tests.cli.command_line import Run
 from tests.service.control_plane_harness import spec
 from tests.service.live_service import LiveService, live_service
-from thinwire.cli import logs, watch
 from thinwire.cli import main as cli
+from thinwire.cli import watch
 
 
 @pytest.fixture
 def thinwire(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """`thinwire("jobs", "--json")` runs it; commands that a call joins do not outlive the test."""
-    monkeypatch.setattr(logs, "FOLLOW_POLL_S", 0.02)
     monkeypatch.setattr(watch, "POLL_S", 0.02)
     monkeypatch.setattr(cli.app, "registered_commands", list(cli.app.registered_commands))
     monkeypatch.setattr(cli.app, "registered_groups", list(cli.app.registered_groups))

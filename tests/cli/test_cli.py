@@ -19,11 +19,11 @@ from tests.cli.command_line import Run
 from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService
-from thinwire.cli import commands, screen, watch
+from thinwire.cli import commands, watch
 from thinwire.cli.client import server_of
 from thinwire.cli.job_file import JobFileError, read_job_file
-from thinwire.cli.logs import WorkerLines
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
+from thinwire.cli.watch import WorkerLines
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.launch.protocol import LaunchState
 
@@ -185,6 +185,32 @@ def test_a_summary_without_a_key_is_an_error_that_names_it(path: str) -> None:
         read_summary(broken)
 
 
+WITHOUT_SECONDS = {name: value for name, value in SUMMARY.items() if name != "seconds"}
+
+
+@pytest.mark.parametrize(
+    "summary", [WITHOUT_SECONDS, {"accuracy": 0.5}, {"a\x1b[2J": {"b": "c\x1b[2J"}}, {}], ids=range(4)
+)
+def test_show_gives_what_there_is_of_a_summary_that_it_cannot_read(
+    thinwire: Callable[..., Run], live: LiveService, summary: dict[str, object], tmp_path: Path
+) -> None:
+    job_id = live.service.running()
+    live.service.post(job_id, samples=[sample(1)], summary=summary)
+    live.finish(job_id)
+    run = thinwire("show", job_id)
+    assert run.code == 0, run.err
+    assert "SUCCEEDED" in run.out
+    assert "\x1b" not in run.out
+    assert "seconds is missing" in run.err
+    if "steps" in summary:
+        assert "payload_bytes.sent" in run.out
+        assert "207000000" in run.out
+    if "accuracy" in summary:
+        assert "0.5" in run.out.split("accuracy")[1]
+    drawn = thinwire("picture", job_id, "--out", str(tmp_path / "loss.png"))
+    assert drawn.code == 0, drawn.err
+
+
 @parametrize(
     ("state", "code"), [(LaunchState.SUCCEEDED, 0), (LaunchState.FAILED, 1), (LaunchState.STOPPED, 1)], usual=[1]
 )
@@ -205,8 +231,9 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(
         raise KeyboardInterrupt
 
     job_id = live.service.running()
+    watching = watch.watch
     monkeypatch.setattr(
-        screen, "watch", lambda client, job_id, console: watch.watch(client, job_id, console, sleep=interrupt)
+        watch, "watch", lambda client, job_id, console: watching(client, job_id, console, sleep=interrupt)
     )
     run = thinwire("watch", job_id)
     assert run.code == 130

@@ -422,13 +422,14 @@ def test_a_scripts_own_numbers_are_shown(terminal: bool) -> None:
 def test_a_queued_job_says_where_it_stands_who_has_the_places_and_since_when(terminal: bool) -> None:
     since = datetime(2026, 11, 26, 11, 8, 24, tzinfo=UTC)
     holders = [Holder(job="e3-7fff5b", workers=5, min=2), Holder(job="b", workers=1, min=1)]
-    queue = Queued(position=2, of=3, since=since, needs=5, free=1, total=8, holders=holders, others=1)
+    queue = Queued(position=2, of=3, since=since, needs=5, free=1, total=8, holders=holders, others=1, starts_at=since)
     waits = job(JobState.QUEUED, queue=queue, reason="the same")
     next_one = waits.model_copy(update={"queue": queue.model_copy(update={"position": 1})})
     _, text = watched([waits, next_one, END], terminal=terminal)
     text = " ".join(text.split())
     words = (
         f"of 3, since {time_text(since)}: it needs 5 places at once, 1 of 8 are free; "
+        f"it may start at {time_text(since)}, as the steps of those before it go; "
         "held by e3-7fff5b 5 (it needs 2), b 1, others than the service 1"
     )
     assert "QUEUED" in text

@@ -38,12 +38,34 @@ HIDES = [
     ("run(\"PGPASSWORD='a hunter2' psql\")", "run(\"PGPASSWORD='***' psql\")"),
     ("train.py --api-key hunter2 --lr 1", "train.py --api-key *** --lr 1"),
     ("Authorization: Bearer 0123456789abcdef", "Authorization: ***"),
+    ("curl -H 'Authorization: Basic aHVudGVyMg==' https://h", "curl -H 'Authorization: ***' https://h"),
+    ('headers {"Authorization": "Basic aHVudGVyMg=="}', 'headers {"Authorization": "***"}'),
+    (r"{\"authorization\": \"ApiKey hunter2\", \"a\": 1}", r"{\"authorization\": \"***\", \"a\": 1}"),
+    ('Proxy-Authorization: Digest username="me", response="hunter2"', "Proxy-Authorization: ***"),
+    ("got Authorization: AWS4-HMAC-SHA256 Credential=A/b, Signature=0a", "got Authorization: ***"),
+    ("curl -H 'Cookie: sid=hunter2; theme=dark' https://h", "curl -H 'Cookie: ***' https://h"),
+    ("< Set-Cookie: sid=hunter2; Path=/; HttpOnly", "< Set-Cookie: ***"),
+    ('{"Set-Cookie": "sid=hunter2; Path=/"}', '{"Set-Cookie": "***"}'),
+    ("curl -H 'X-Api-Key: hunter2' https://h", "curl -H 'X-Api-Key: ***' https://h"),
+    ("password=$USER-hunter2 a", "password=*** a"),
+    ("password=${PASSWORD:-hunter2} a", "password=***} a"),
+    ('token="${PREFIX}hunter2"', 'token="***"'),
+    ("secret=$2b$12$abcdefghij a", "secret=*** a"),
+    ("password=%hunter2 a", "password=*** a"),
+    ("<password>hunter2</password>", "<password>***</password>"),
+    ('<c:password type="text">hunter2 b</c:password>', '<c:password type="text">***</c:password>'),
+    ('<add key="DbPassword" value="hunter2"/>', '<add key="DbPassword" value="***"/>'),
+    ('--env {"name": "PGPASSWORD", "value": "hunter2 b"}', '--env {"name": "PGPASSWORD", "value": "***"}'),
+    (r'"{\"name\": \"PGPASSWORD\", \"value\": \"hunter2\"}"', r'"{\"name\": \"PGPASSWORD\", \"value\": \"***\"}"'),
+    ('--config={"db":{"password":"hunter2"}}', '--config={"db":{"password":"***"}}'),
     (f"a {AWS} b", "a *** b"),
     (f"a {GITHUB} b", "a *** b"),
     ("a hf_0123456789abcdefABCD b", "a *** b"),
     ("a eyJhbGciOiJI.eyJzdWIiOiIx.abc b", "a *** b"),
     ("x\n-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\ny", "x\n***\ny"),
 ]
+AMIDST = {"a *** b", "x\n***\ny", "train.py --api-key *** --lr 1"}
+"""What is not known again as a text in which something was hidden."""
 STAYS = [
     "abfss://container@account.dfs.core.windows.net/a",
     "sftp://me@host/a",
@@ -56,6 +78,12 @@ STAYS = [
     "recipe.pip = tokenizers==0.20 secrets==1.0",
     "GOOGLE_APPLICATION_CREDENTIALS_FILE=/a/b TOKEN_PATH=/c",
     "password=$PASSWORD token=${TOKEN} secret=<secret>",
+    "password=${A}:${B} secret=$(cat /run/a) api_key=${{ secrets.KEY }} token=%TOKEN% pw=%(pw)s passwd=${PW:?no} pw=$1",
+    "cookie: a small file, which a browser keeps; see Cookie: and Set-Cookie: of RFC 6265",
+    "the header Authorization: is missing; Authorization: required; authorization: basic",
+    'raise ValueError("token: must be a string")',
+    "<pad> <token> </s> <key>sentence1</key> <token>512</token> a <b> c </b>",
+    '{"name": "lr", "value": "0.1"} <add key="monkey" value="banana"/> name=token value=512',
     "step=1 loss=5.0 Basic training of bearers",
     'key="text of a column" token="4096" path="a b" sort_key: "loss, then step"',
 ]
@@ -115,14 +143,22 @@ def test_a_mapping_is_hidden_by_its_names_and_in_its_values() -> None:
         "env": {"PGPASSWORD": HIDDEN, "URL": "x://***@h", "tokens": "512", "N": 3},
         "list": [{"pw": HIDDEN}],
     }
+    variables = [{"name": "PGPASSWORD", "value": "a"}, {"name": "N", "value": "b"}, {"key": "token", "value": 3}]
+    assert redacted_json(variables) == [{"name": "PGPASSWORD", "value": HIDDEN}, *variables[1:]]
     assert list(hidden_in(found)) == ["env.PGPASSWORD", "env.URL", "list.0.pw"]
+    shown = [text for _, text in HIDES if HIDDEN in text]
+    assert [text for text in shown if not list(hidden_in(text)) and text not in AMIDST] == []
     assert list(hidden_in({"glob": "**/***.py", "a": "b = c"})) == []
 
 
 @given(
     st.lists(
         st.sampled_from(
-            ["://", "@", ":", "/", "?", "=", "&", "token", "--", " ", "\n", "a", "pass", "Bearer ", '"', "ghp_"]
+            [
+                *("://", "@", ":", "/", "?", "=", "&", "token", "--", " ", "\n", "a", "pass", "Bearer ", '"', "ghp_"),
+                *("Cookie: ", "Authorization: ", "Basic ", "Digest ", ";", "<token>", "</token>", "name=", "value="),
+                *("$", "${", "}", "'"),
+            ]
         )
     )
 )
@@ -148,6 +184,18 @@ def test_no_text_takes_long() -> None:
         "key: ",
         'token="1 ',
         "token='1",
+        "cookie: a=",
+        "cookie: a=b;",
+        "authorization: basic ",
+        "authorization: digest ",
+        "<token>",
+        "<token ",
+        "name=token value=",
+        "'token: a",
+        "token=$a",
+        "token=${a:?",
+        "token=%a",
+        "token=$a$",
     ):
         text = "token " + part * ((1 << 18) // len(part))
         began = time.process_time()

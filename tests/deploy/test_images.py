@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.images.lock import CONSTRAINTS, EXTRAS, LINE, TOOLS, entries
+from deploy.images.lock import CONSTRAINTS, EXTRAS, LINE, TOOLS, entries, of_cpu
 from tests.deploy.rendering import ROOT
 from tests.extras import asked as requirements
 
@@ -71,15 +71,20 @@ def test_the_images_have_the_versions_that_the_tests_run_with():
 
 
 def test_every_file_that_an_image_installs_is_known_by_its_hash():
-    """Of torch for CPUs alone it is not: PyPI, from which the locks are made, does not have that build."""
     for file in sorted(IMAGES.glob("*.lock")):
         found = entries(file.read_text())
         assert found, file.name
-        without = [line for line in found if "--hash=sha256:" not in line]
-        assert without == ([f"torch=={pins('torch-cpu')['torch']}\n"] if file.stem == "torch-cpu" else [])
+        assert [line for line in found if "--hash=sha256:" not in line] == []
     steps = (IMAGES / "install.sh").read_text()
     assert "--require-hashes" in steps
+    assert steps.count("--requirement") == 1  # there, and of every lock
     assert "--no-build-isolation" in steps
+
+
+def test_a_build_of_torch_for_cpus_that_nobody_has_looked_up_is_not_locked():
+    assert of_cpu(pins("torch-cpu")["torch"]) in (IMAGES / "torch-cpu.lock").read_text()
+    with pytest.raises(SystemExit, match=r"torch 99\.0\.0.*CPU_HASHES"):
+        of_cpu("99.0.0")
 
 
 @pytest.mark.parametrize("image", LOCKS)

@@ -3,6 +3,7 @@
     Adam           Kingma and Ba 2015, arXiv 1412.6980, Alg. 1; decoupled decay: Loshchilov and Hutter 2019, Alg. 2
     LAMB           You et al. 2020, arXiv 1904.00962, Alg. 2
     1-bit Adam     Tang et al. 2021, arXiv 2102.02888, Alg. 1
+    1-bit SGD      the second phase of it with v = 1; the rule is torch.optim.SGD's
     1-bit LAMB     Li et al. 2021, arXiv 2104.06069
     0/1 Adam       Lu et al. 2022, arXiv 2202.06009, Alg. 1
 
@@ -34,6 +35,7 @@ __all__ = [
     "ReferenceLamb",
     "ReferenceOneBitAdam",
     "ReferenceOneBitLamb",
+    "ReferenceOneBitSgd",
     "ReferenceSgd",
     "ReferenceZeroOneAdam",
 ]
@@ -60,6 +62,42 @@ class ReferenceSgd:
         for at, g in enumerate(mean_gradient(gradients)):
             self.m[at] = self.momentum * self.m[at] + g + self.weight_decay * self.x[at]
             self.x[at] = self.x[at] - self.lr * self.m[at]
+
+
+class ReferenceOneBitSgd(ReferenceSgd):
+    """The same whose momentum crosses:  m <- exchange of momentum m + w (g_i + decay x);  x <- x - lr m.
+
+    w is 1 - dampening, in the first step 1; to maximise, g_i has the other sign. nesterov: x descends along
+    (1 + momentum) m - momentum m_before. Each is one for all tensors, but lr, momentum and decay, which may be a list.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[Tensor],
+        hyper: Sequence[tuple[float, float, float]],
+        *,
+        exchange: Exchange,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(x, 0.0)
+        self.hyper, self.exchange = list(hyper), exchange
+        self.dampening, self.nesterov, self.sign, self.t = dampening, nesterov, -1 if maximize else 1, 0
+
+    def step(self, gradients: Sequence[Vectors]) -> None:
+        """One step."""
+        self.t += 1
+        weight = 1.0 if self.t == 1 else 1 - self.dampening
+        zs = []
+        for tensors in gradients:
+            every = zip(self.hyper, self.m, tensors, self.x, strict=True)
+            z = [mu * m + weight * (self.sign * g + decay * x) for (_, mu, decay), m, g, x in every]
+            zs.append(laid_end_to_end(z))
+        before, self.m = self.m, split_like(self.exchange(zs, "momentum"), self.x)
+        for at, (lr, mu, _) in enumerate(self.hyper):
+            along = (1 + mu) * self.m[at] - mu * before[at] if self.nesterov else self.m[at]
+            self.x[at] = self.x[at] - lr * along
 
 
 class ReferenceAdam(Moments):

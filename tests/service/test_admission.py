@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 import pytest
 
-from tests.service.control_plane_harness import Service, spec
+from tests.service.control_plane_harness import Service, sample, spec
 from thinwire.contract.places import Room
 from thinwire.service.jobs import admission
 from thinwire.service.jobs.queue import PATIENCE_S
@@ -54,10 +56,12 @@ def test_a_job_without_places_for_its_minimum_is_queued_and_says_who_has_them(ei
         "total": 8,
         "holders": [{"job": first, "workers": 5, "min": 5}],
         "others": 0,
+        "starts_at": None,
     }
     assert job["queue"]["since"].startswith("2027-01-15T08:00:0")  # of the service's clock
     assert job["reason"] == (
-        f"position 1 of 2 in the queue: it needs 5 places at once, and 3 of 8 are free ({first} has 5)"
+        f"position 1 of 2 in the queue: it needs 5 places at once, and 3 of 8 are free ({first} has 5); when it starts "
+        "is not known"
     )
     assert eight.job(third)["queue"]["position"] == 2
     assert set(eight.launcher.submissions) == {first}
@@ -99,6 +103,60 @@ def test_the_higher_priority_starts_first_and_a_long_wait_closes_the_queue_behin
     assert eight.state(large) == "QUEUED"
     end(eight, running)
     assert (eight.state(large), eight.state(late)) == ("PENDING", "QUEUED")
+
+
+def test_jobs_of_one_moment_start_in_the_order_of_their_arrival(
+    eight: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ids are random: by these it would be another order in all but one of 720 runs."""
+    monkeypatch.setattr(eight.plane.jobs, "_clock", lambda: 1.0)
+    jobs = [eight.submit(**of(8)) for _ in range(6)]
+    started = []
+    for _ in jobs:
+        eight.turn()
+        started += [one for one in jobs if eight.state(one) == "PENDING"]
+        end(eight, started[-1])
+    assert started == jobs
+
+
+def at(service: Service, job_id: str) -> float | None:
+    """Seconds from now until the job may start, as it is said."""
+    found = service.job(job_id)["queue"]["starts_at"]
+    return None if found is None else datetime.fromisoformat(found).timestamp() - service.clock()
+
+
+def test_who_waits_hears_when_it_may_start_as_far_as_that_is_known(eight: Service) -> None:
+    first = eight.running(name="first", steps=1000, **of(5))
+    waits, behind = eight.submit(name="second", **of(5)), eight.submit(name="third", **of(4))
+
+    def posted(steps: Iterable[int], step_s: float) -> None:
+        now, last = eight.clock(), max(steps)
+        eight.post(first, samples=[sample(step, at=now - (last - step) * step_s) for step in steps])
+        eight.turn()
+
+    posted(range(1, 20), 2.0)
+    assert at(eight, waits) is None, "too few steps to tell a speed"
+    posted(range(1, 101), 2.0)
+    assert at(eight, waits) == pytest.approx(900 * 2.0, abs=2.0)
+    assert at(eight, behind) is None, "the second has the places then, and how fast it will be nobody knows"
+    assert "it may start at 2027-01-15 08:3" in eight.job(waits)["reason"]
+    said = eight.job(waits)["queue"]["starts_at"]
+    posted(range(1, 111), 2.05)
+    assert eight.job(waits)["queue"]["starts_at"] == said, "about the same is not written anew"
+    posted(range(1, 401), 10.0)
+    assert at(eight, waits) == pytest.approx(600 * 10.0, abs=2.0)
+    eight.clock.pass_(1000.0)
+    eight.turn()
+    assert at(eight, waits) is None, "it stands still"
+    for last, before in ((1e300, 1.0), (1e308, -1e308), (eight.clock(), -1e300), (1.0, 1e300)):
+        eight.post(first, samples=[sample(480, at=before), sample(500, at=last)])
+        eight.turn()
+        assert at(eight, waits) is None, "a job may say anything"
+    eight.post(first, samples=[sample(1000, at=1e300)])
+    end(eight, first)
+    assert eight.state(waits) == "PENDING"
+    eight.turn()
+    assert at(eight, behind) is None
 
 
 def test_an_elastic_job_takes_what_is_free_and_no_more_while_somebody_waits(eight: Service) -> None:

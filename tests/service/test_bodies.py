@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -17,8 +19,16 @@ from fastapi.exceptions import RequestValidationError
 from tests.covering import parametrize
 from tests.service.control_plane_harness import STORE, Service, sample, spec, wait_until
 from tests.service.live_service import Listening
+from thinwire.contract.reports import Telemetry
 from thinwire.service import bodies
-from thinwire.service.bodies import DEEPEST, MOST_TELEMETRY_VALUES, MOST_VALUES, TELEMETRY_LIMIT_BYTES
+from thinwire.service.bodies import (
+    DEEPEST,
+    LEAST_COST,
+    MOST_TELEMETRY_VALUES,
+    MOST_VALUES,
+    REGISTRATION_COST,
+    TELEMETRY_LIMIT_BYTES,
+)
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.launch.driver import ticket_of
 
@@ -275,16 +285,64 @@ def test_a_job_pays_for_what_it_says_that_it_sends(service: Service) -> None:
 
 
 def test_others_than_a_job_use_up_nothing_that_it_may_send(far: Service) -> None:
-    """Who may only look, or has seen the ticket in the cluster's list of jobs, keeps none of its reports out."""
+    """Who may only look, or has seen the ticket in the cluster's list of jobs, keeps none of its reports out, and is
+    told to wait as a job is.
+    """
     job = far.submit(**STORE)
     far.plane.reports._rates = Rates(1 << 20, 1)
     far.turn()
     ticket = ticket_of(far.job_headers(job)["Authorization"].removeprefix("Bearer "), 1)
     for headers in (far.person("vera", "viewer"), {"Authorization": f"Bearer {ticket}"}):
-        for _ in range(3):
+        for expected in (403, 429, 429):
             answer = far.client.post(f"/v1/jobs/{job}/telemetry", content=b" " * (1 << 20), headers=headers)
-            assert answer.status_code == 403
+            assert answer.status_code == expected
     assert far.post(job).status_code == 204
+
+
+def test_whoever_writes_is_charged_for_it_with_a_body_or_without(service: Service) -> None:
+    """Workers' registrations, leaves and a person's changes are transactions too. What is read costs nothing."""
+    job = service.submit()
+    own, anna = service.job_headers(job), service.person("anna")
+    worker = {"address": "127.0.0.1:40000", "attempt": 1, "pid": 1, "node": "n"}
+    url = f"/v1/jobs/{job}"
+
+    def of(call: Callable[[], Any], cost: int = LEAST_COST) -> list[int]:
+        """Statuses, where twice its cost is left to its sender."""
+        service.plane.reports._rates = Rates(2 * cost, 1)
+        return [call().status_code for _ in range(3)]
+
+    register = partial(service.client.put, f"{url}/workers/0", json=worker, headers=own)
+    leave = partial(service.client.delete, f"{url}/workers/0", headers=own)
+    assert [of(call, REGISTRATION_COST) for call in (register, leave)] == [[204, 204, 429]] * 2
+    assert of(lambda: service.client.post(f"{url}/telemetry", json={"attempt": 1}, headers=own)) == [204, 204, 429]
+    resize = {"workers": {"max": 4}}
+    assert of(lambda: service.client.patch(url, json=resize, headers=anna)) == [200, 200, 429]
+    assert of(lambda: service.client.post(f"{url}/cancel", headers=anna)) == [202, 202, 429]
+    assert of(lambda: service.client.put(f"/v1/packages/{'0' * 64}", content=b"x", headers=anna))[2] == 429
+    assert of(lambda: service.client.get(url, headers=anna)) == [200] * 3
+
+
+def test_telemetry_is_read_beside_the_loop_of_the_server(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading some MiB of it takes a tenth of a second, in which nobody else would be answered."""
+    within: list[str] = []
+    read = Telemetry.model_validate
+
+    def noted(found: Any) -> Telemetry:
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            within.append("the loop")
+        within.append(threading.current_thread().name)
+        return read(found)
+
+    monkeypatch.setattr(Telemetry, "model_validate", noted)
+    job, headers = submitted(service)
+    assert service.post(job).status_code == 204
+    assert within
+    assert "the loop" not in within
+    for content, words in ((b'{"attempt": 0}', "attempt"), (b'{"attempt": ', "not JSON"), (b"", "required")):
+        answer = service.client.post(f"/v1/jobs/{job}/telemetry", content=content, headers=headers)
+        assert answer.status_code == 422
+        assert words in answer.text
 
 
 @pytest.mark.parametrize("length", [0, 1])

@@ -37,7 +37,7 @@ class Asked:
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            if options:
+            if "ssl_certfile" in options:
                 within_tls(asyncio.get_running_loop())
             yield
 
@@ -99,6 +99,25 @@ def is_closed(made: socket.socket) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def test_a_websocket_takes_no_connection_out_of_its_bounds() -> None:
+    """Where a library for them is installed uvicorn would hand the connection over to a protocol of its own."""
+    made = []
+
+    class Websockets(asyncio.Protocol):
+        def __init__(self, **_: Any) -> None:
+            made.append(self)
+
+    asked = Asked(ws=Websockets)
+    try:
+        upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: YQ==\r\nSec-WebSocket-Version: 13"
+        with connection(asked.port, b"GET /now HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n\r\n") as opened:
+            assert opened.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert not made
+    finally:
+        asked.let_go.set()
+        asked.server.stop()
 
 
 @pytest.mark.parametrize(

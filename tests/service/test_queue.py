@@ -38,6 +38,58 @@ def test_a_small_one_starts_behind_a_large_one_that_does_not_fit_until_that_has_
     assert granted(EIGHT, running, large, small, now=1000.0 + PATIENCE_S) == ({"a": 4}, ["b", "c"])
 
 
+def test_of_one_moment_and_priority_the_first_to_come_is_the_first() -> None:
+    same = [replace(claim(name, 8), created_at=5.0, arrival=at) for name, at in (("a", 3), ("b", 2), ("c", 1))]
+    assert granted(EIGHT, *same) == ({"c": 8}, ["b", "a"])
+
+
+def starts(room: Room, *claims: Claim, now: float = 1000.0) -> dict[str, float | None]:
+    return {one.claim.id: one.starts_at for one in grant(room, claims, now).waiting}
+
+
+def test_when_who_waits_may_start_follows_from_when_others_are_over() -> None:
+    a, b = claim("a", 5, granted=5, over_at=1500.0), claim("b", 3, granted=3, over_at=1200.0)
+    assert starts(EIGHT, a, b, claim("c", 3), claim("d", 5), claim("e", 1)) == {"c": 1200.0, "d": 1500.0, "e": None}
+    assert starts(EIGHT, a, b, claim("c", 4), claim("d", 4)) == {"c": 1500.0, "d": 1500.0}
+    assert starts(EIGHT, a, b, claim("d", 8), claim("e", 9)) == {"d": 1500.0, "e": None}
+    assert starts(EIGHT, replace(a, over_at=None), b, claim("c", 3), claim("d", 5)) == {"c": 1200.0, "d": None}
+    assert starts(EIGHT, replace(a, over_at=900.0), b, claim("c", 5)) == {"c": 1000.0}  # it takes longer than it said
+    assert starts(Room(8, 0, others_cpus=2), replace(a, living=6), claim("c", 6), claim("d", 1)) == {
+        "c": 1500.0,
+        "d": None,
+    }
+
+
+def test_when_who_waits_for_gpus_may_start() -> None:
+    room = Room(cpus=8, gpus=4)
+    a, b = claim("a", 3, gpus=True, granted=3, over_at=1500.0), claim("b", 4, granted=4, over_at=1200.0)
+    assert starts(room, a, b, claim("c", 3, gpus=True), claim("d", 2)) == {"c": 1500.0, "d": 1200.0}
+
+
+def test_what_is_said_of_the_start_is_when_it_starts_if_nobody_comes_between() -> None:
+    """All have waited for so long that nobody starts on places that are kept for one before it."""
+    for seed in range(40):
+        random = Random(seed)
+        room = Room(cpus=random.randint(2, 12), gpus=0)
+        jobs = {name: claim(name, random.randint(1, room.cpus), queued_at=-PATIENCE_S) for name in "abcdefgh"}
+        said: dict[str, float] = {}
+        for now in (10.0 * turn for turn in range(200)):
+            jobs = {name: one for name, one in jobs.items() if one.granted is None or (one.over_at or 0.0) > now}
+            found = grant(room, list(jobs.values()), now)
+            for name in found.places.keys() & said.keys():
+                if jobs[name].granted is None:
+                    assert now <= said[name], f"seed {seed}, {name}"
+            for one in found.waiting:
+                if one.starts_at is not None:
+                    said.setdefault(one.claim.id, one.starts_at)
+            for name in found.places.keys() & jobs.keys():
+                if jobs[name].granted is None:
+                    end = now + random.randint(1, 20) * 10.0
+                    jobs[name] = replace(jobs[name], granted=found.places[name], over_at=end)
+        assert not jobs
+        assert said, f"seed {seed}"
+
+
 def test_one_that_can_never_fit_holds_nobody_up() -> None:
     found = grant(EIGHT, [claim("a", 9, queued_at=0.0), claim("b", 2, 4)], now=10_000.0)
     assert found.places == {"b": 4}

@@ -21,7 +21,7 @@ from thinwire.service.launch.local import LocalLauncher, worker_command
 from thinwire.service.launch.protocol import LauncherError, LaunchState
 from thinwire.service.launch.ray_head import Head, RayHead
 from thinwire.service.launch.ray_jobs import RayJobs
-from thinwire.workers.membership import LEASE_S
+from thinwire.workers.membership.commit_lease import LEASE_S
 
 LIMIT_S = 180.0
 

@@ -34,6 +34,7 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0005": (["submitted_by"], ["tokens", "audit"]),
     "0006": (["kept_bytes"], []),
     "0007": (["granted", "queue"], []),
+    "0008": (["arrival"], []),
 }
 """The columns of `jobs` and the tables that came with each version."""
 
@@ -43,6 +44,8 @@ def take_back(database: Database, version: str) -> None:
     with database.unfenced() as session:
         for later, (columns, tables) in reversed(LATER.items()):
             if later > version:
+                if "arrival" in columns:
+                    session.execute(text("ALTER TABLE service DROP COLUMN arrivals"))
                 if "ticket_hash" in columns:
                     session.execute(text("DROP INDEX ix_jobs_ticket_hash"))
                 if "kept_bytes" in columns:

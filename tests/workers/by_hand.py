@@ -17,7 +17,7 @@ from thinwire.workers.recipe import moved
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.recipes.bert import IGNORED
 from thinwire.workers.recipes.of_job import OfJob
-from thinwire.workers.session.recipe_loop import part_of_validation, set_rate, shared_out
+from thinwire.workers.session.job import part_of_validation, set_rate, shared_out
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.step_log import refuse_non_finite
 

@@ -8,7 +8,8 @@ import torch
 from tests.workers.membership.members import BEAT_S, SECRET, Job, identity
 from thinwire.workers.forming.group import ElasticRanks
 from thinwire.workers.forming.pairs import Door
-from thinwire.workers.membership import Fenced, Member
+from thinwire.workers.membership.member import Member
+from thinwire.workers.membership.state import Fenced
 
 
 @pytest.fixture

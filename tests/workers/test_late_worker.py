@@ -12,7 +12,7 @@ from thinwire.contract.spec import Checkpoint
 from thinwire.optim import OneBitAdam
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.membership import Seat
+from thinwire.workers.membership.seats import Seat
 from thinwire.workers.saving import Saving, floor_of
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.session.training import Training

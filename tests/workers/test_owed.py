@@ -5,8 +5,7 @@ import math
 import pytest
 
 from thinwire.workers.forming.pairs import Door
-from thinwire.workers.membership import Identity, Seat
-from thinwire.workers.membership.seats import LostMember, Seated, Standing
+from thinwire.workers.membership.seats import Identity, LostMember, Seat, Seated, Standing
 from thinwire.workers.owed import BROKEN_S, LEAVE_S, Owed, nobody_listens
 
 

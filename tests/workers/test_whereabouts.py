@@ -7,8 +7,8 @@ import pytest
 
 from tests.workers.membership.members import Job, newcomer
 from thinwire.comm.calls import Calls, Place
-from thinwire.workers.membership import Doing
 from thinwire.workers.membership.messages import Beat, from_member
+from thinwire.workers.membership.seats import Doing
 from thinwire.workers.whereabouts import LONGEST_FILE, LONGEST_NAME, OTHER_FRAMES, OWN_FRAMES, Whereabouts, stack_of
 
 

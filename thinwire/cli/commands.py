@@ -37,7 +37,7 @@ WORK = {
     "chaos": "thinwire.tools.drill.chaos:run",
     "plan": "thinwire.workers.plan.run:run",
     "fetch": "thinwire.workers.weights:fetch",
-    "picture": "thinwire.workers.telemetry.report:picture",
+    "picture": "thinwire.workers.telemetry.history:picture",
 }
 """The function that does what a command shows."""
 

@@ -34,18 +34,16 @@ from thinwire.cli.client import (
 from thinwire.cli.dashboard import dashboard
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
-from thinwire.cli.logs import logs
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
-from thinwire.cli.picture import picture, shown_summary
 from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
-from thinwire.cli.screen import complain, complain_of, console, note, print_columns, watch_to_end
+from thinwire.cli.screen import complain, complain_of, console, note, print_columns
 from thinwire.cli.submit import manifest, submit
-from thinwire.cli.summary import SummaryError, summary_table
+from thinwire.cli.summary import SummaryError, picture, shown_summary, summary_rows, summary_table
 from thinwire.cli.up import down, up
-from thinwire.cli.watch import has_wanted_workers, outcome, wait_for_workers
+from thinwire.cli.watch import has_wanted_workers, logs, outcome, wait_for_workers, watch_to_end
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import JobList
 from thinwire.contract.redaction import Redacting
@@ -186,7 +184,11 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     with Client() as client:
         job = client.resolve(job_id)
         resumed = [] if as_json else client.events(job.id, [EventKind.RESUMED])
-        summary = None if as_json else shown_summary(client, job)
+        summary, refused = None, ""
+        try:
+            summary = None if as_json else shown_summary(client, job)
+        except SummaryError as error:  # of another version, or a script's own: the rest of the job is shown
+            refused = str(error)
     if as_json:
         typer.echo(job.model_dump_json(indent=2))
         return
@@ -222,6 +224,9 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         )
     if summary is not None:
         console().print(summary_table(summary, loss_is(job.spec)))
+    elif refused and job.summary is not None:
+        note(f"{refused}. It holds:")
+        print_columns(summary_rows(job.summary) or [("nothing",)])
 
 
 @app.command("watch")

@@ -155,6 +155,10 @@ def queue_text(job: Job) -> str | None:
     needs = f"it needs {queue.needs} places at once, {queue.free} of {queue.total} are free"
     if queue.needs > queue.total:
         needs = f"it needs {queue.needs} places, and the cluster has {queue.total}: add machines, or lower workers.min"
+    elif queue.starts_at is None:
+        needs += "; when it starts is not known"
+    else:
+        needs += f"; it may start at {time_text(queue.starts_at)}, as the steps of those before it go"
     return f"{since}: {needs}" + (f"; held by {', '.join(held)}" if held else "")
 
 

@@ -12,9 +12,6 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from thinwire.cli.client import Client
-from thinwire.cli.watch import outcome, watch
-from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.redaction import redacted_json
 
 
@@ -63,17 +60,3 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def watch_to_end(client: Client, job: Job) -> None:
-    """Watch the job and leave with its exit code. Raises: typer.Exit, ClientError."""
-    try:
-        ended = watch(client, job.id, console())
-    except KeyboardInterrupt:
-        note(f"\nNo longer watching; the job goes on. See `thinwire watch {job.id}`, `thinwire cancel {job.id}`.")
-        raise typer.Exit(130) from None
-    if ended.state is JobState.SUCCEEDED:
-        note(f"{ended.name} SUCCEEDED. Next: `thinwire show {ended.id}`; its files are in {ended.run_dir}.")
-        return
-    complain(f"{ended.name} {outcome(ended)}\nIts log: `thinwire logs {ended.id}`")
-    raise typer.Exit(1)

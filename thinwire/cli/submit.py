@@ -17,7 +17,8 @@ from pydantic import JsonValue
 from thinwire.cli.client import Client, Rejected, Unreachable
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file, read_job_spec
 from thinwire.cli.packing import Unpackable, folder_of, packed_job
-from thinwire.cli.screen import note, watch_to_end
+from thinwire.cli.screen import note
+from thinwire.cli.watch import watch_to_end
 from thinwire.contract.job_names import fitting_name
 from thinwire.contract.spec import ScriptSpec
 

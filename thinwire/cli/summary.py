@@ -1,17 +1,36 @@
-"""The summary of a run, at its end or so far, as the command line shows it: as tables."""
+"""What a run has come to, at its end or so far, as the command line shows it: its figures as tables, and as a picture.
+
+A run that succeeds has left both in its folder. Those of any other are made here, from what the service keeps of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Protocol
 
+import typer
 from pydantic import JsonValue, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from thinwire.cli.client import ApiError, Client
+from thinwire.cli.commands import work
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
+from thinwire.cli.screen import complain, note
+from thinwire.contract import figures
 from thinwire.contract.figures import NATS
+from thinwire.contract.files import write_whole
+from thinwire.contract.jobs import Job
+from thinwire.contract.reports import Sample
 from thinwire.contract.summary import Losses, Seconds, Summary
+
+MOST_ROWS = 100
+"""Of a summary that is shown as it is."""
+LONGEST_CELL = 200
 
 
 class SummaryError(Exception):
@@ -29,6 +48,21 @@ def read_summary(found: Mapping[str, JsonValue]) -> Summary:
             for problem in error.errors()
         ]
         raise SummaryError("summary.json of the run is not complete: " + "; ".join(problems)) from error
+
+
+def summary_rows(found: Mapping[str, JsonValue]) -> list[tuple[str, str]]:
+    """What a summary holds that `read_summary` refuses: a path and its value as JSON each, the first MOST_ROWS."""
+    rows = list(islice(_leaves(found), MOST_ROWS + 1))
+    return [*rows[:MOST_ROWS], ("...", "")] if len(rows) > MOST_ROWS else rows
+
+
+def _leaves(found: Mapping[str, JsonValue], path: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in found.items():
+        where = f"{path}{json.dumps(name)[1:-1]}"  # a terminal is shown nothing that it would obey
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{where}.")
+        else:
+            yield where[:LONGEST_CELL], json.dumps(value)[:LONGEST_CELL]
 
 
 def summary_table(summary: Summary, loss_is: str = NATS) -> RenderableType:
@@ -116,3 +150,66 @@ def _seconds(seconds: Seconds) -> Table:
 
 def _right(name: str) -> Column:
     return Column(name, justify="right")
+
+
+class Drawing(Protocol):
+    """workers.telemetry.history.picture."""
+
+    def __call__(self, samples: list[Sample], summary: Summary, loss_is: str) -> bytes:
+        """A PNG."""
+
+
+def samples_of(client: Client, job: Job) -> list[Sample]:
+    """What the service keeps of its steps; a gap in it is said. Raises ClientError."""
+    samples = client.history(job.id).samples if job.progress else []
+    kept = sum(sample.step > 0 for sample in samples)
+    if samples and kept < samples[-1].step:
+        note(f"The service has {kept:,} of the {samples[-1].step:,} steps of {job.id}: the sums are of these.")
+    return samples
+
+
+def shown_summary(client: Client, job: Job) -> Summary | None:
+    """The summary that its run has left, else one of its steps so far; None without any, and where the service cannot
+    give the samples now. Raises SummaryError.
+    """
+    try:
+        return read_summary(job.summary) if job.summary is not None else figures.so_far(samples_of(client, job))
+    except ApiError as error:
+        note(f"The figures so far are not shown: {error}")
+        return None
+
+
+def _drawn(job: Job, samples: Sequence[Sample]) -> Summary | None:
+    """Of the run's summary where it can be read, else of its steps."""
+    try:
+        return figures.so_far(samples) if job.summary is None else read_summary(job.summary)
+    except SummaryError as error:
+        note(f"{error}. The picture is of its steps.")
+        return figures.so_far(samples)
+
+
+def picture(
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")],
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("loss.png"),
+) -> None:
+    """Draw the losses of a job, and what it sent beside fp32 and bf16, as a PNG.
+
+    Of any job that has made a step: one that goes on, was cancelled or has failed too.
+
+    Example: `thinwire picture quickstart-3f --out loss.png`
+    """
+    with Client() as client:
+        job = client.resolve(job_id)
+        samples = samples_of(client, job)
+    summary = _drawn(job, samples)
+    if summary is None or not samples:
+        complain(f"{job.id} is {job.state} and the service has no step of it: there is nothing to draw yet")
+        raise typer.Exit(1)
+    draw: Drawing = work("picture")
+    drawn = draw(samples, summary, figures.loss_is(job.spec))
+    try:
+        write_whole(out, drawn)
+    except OSError as error:
+        complain(f"--out {out} cannot be written: {error.strerror or error}; name a file in a folder that is there")
+        raise typer.Exit(2) from None
+    typer.echo(out)

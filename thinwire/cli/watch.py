@@ -1,17 +1,24 @@
-"""Watching one job until its end: a live display in a terminal, a line now and then anywhere else.
+"""Following one job until its end: a live display in a terminal, a line now and then anywhere else; and its log.
 
 The display shows only what the API says. A control plane that goes away is waited for: the client finds the new one
 by its server.json, and the job does not depend on it.
+
+Of the log `thinwire logs --rank` shows one worker. Ray puts the process before each line, `(ElasticWorker pid=16469,
+ip=10.0.0.2)`, and a worker's process says once which worker it is: `worker_started number=1 pid=16469`. So nothing else
+has to be asked for or sent, and a worker that replaces another is found too.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -22,6 +29,7 @@ from rich.text import Text
 from thinwire.cli.client import Client, Unreachable
 from thinwire.cli.news import WATCHED_KINDS, News, queue_text, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
+from thinwire.cli.screen import complain, console, note
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
 
@@ -31,6 +39,10 @@ MOST_REPORTED_SHOWN = 9
 """A script's own numbers in the display; the others are in the history."""
 ETA_WINDOW = 30
 """Samples from which the speed is taken for the ETA."""
+HELD_LINES = 1000
+"""Of a process that has not yet said which worker it is, the newest."""
+_PROCESS = re.compile(r"(?:\x1b\[\d+m)*(\([^()]*\bpid=(\d+)[^()]*\))")
+_IS_WORKER = re.compile(r"\bworker_started number=(\d+) pid=(\d+)\b")
 
 
 @dataclass(slots=True)
@@ -161,6 +173,20 @@ def has_wanted_workers(job: Job) -> bool:
     if job.state is not JobState.RUNNING or job.world_size is None or job.waiting_for_workers is not None:
         return False
     return job.wanted_workers.min <= job.world_size <= job.wanted_workers.max
+
+
+def watch_to_end(client: Client, job: Job) -> None:
+    """Watch the job and leave with its exit code. Raises: typer.Exit, ClientError."""
+    try:
+        ended = watch(client, job.id, console())
+    except KeyboardInterrupt:
+        note(f"\nNo longer watching; the job goes on. See `thinwire watch {job.id}`, `thinwire cancel {job.id}`.")
+        raise typer.Exit(130) from None
+    if ended.state is JobState.SUCCEEDED:
+        note(f"{ended.name} SUCCEEDED. Next: `thinwire show {ended.id}`; its files are in {ended.run_dir}.")
+        return
+    complain(f"{ended.name} {outcome(ended)}\nIts log: `thinwire logs {ended.id}`")
+    raise typer.Exit(1)
 
 
 def outcome(job: Job) -> str:
@@ -333,3 +359,90 @@ _STYLES = {
     JobState.CANCELLED: "yellow",
 }
 _PHASE_STYLES = {"warmup": "yellow", "compressed": "green", "dense": "blue"}
+
+
+class WorkerLines:
+    """Takes a log in parts that may end anywhere, and gives the lines of one worker."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._rest = number, ""
+        self._number_of: dict[str, int] = {}
+        self._held: dict[str, deque[str]] = {}
+
+    @property
+    def workers(self) -> list[int]:
+        """Who has said so far that it is a worker."""
+        return sorted(set(self._number_of.values()))
+
+    def of(self, text: str) -> str:
+        """The worker's lines that are whole with this part."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        return "".join(found for line in lines for found in self._take(line + "\n"))
+
+    def end(self) -> str:
+        """A last line that has no end."""
+        rest, self._rest = self._rest, ""
+        return "".join(self._take(rest))
+
+    def _take(self, line: str) -> list[str]:
+        process = _PROCESS.match(line)
+        if process is None:
+            return []
+        name, pid = process.groups()
+        said = _IS_WORKER.search(line)
+        if said is not None and said[2] == pid:
+            self._number_of[name] = int(said[1])
+            return [*self._held.pop(name, ()), line] if int(said[1]) == self._number else []
+        if name not in self._number_of:
+            self._held.setdefault(name, deque(maxlen=HELD_LINES)).append(line)
+            return []
+        return [line] if self._number_of[name] == self._number else []
+
+
+def logs(
+    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Only what this worker wrote, by its number in `thinwire watch`.")
+    ] = None,
+) -> None:
+    """Print what the job's processes wrote.
+
+    Example: `thinwire logs quickstart-3f -f --rank 1`
+    """
+    of_worker = None if rank is None else WorkerLines(rank)
+    with Client() as client:
+        full_id = client.resolve(job_id).id
+        offset, waiting = 0, False
+        while True:
+            try:
+                chunk = client.logs(full_id, offset)
+            except Unreachable as error:
+                if not follow or _over(client, full_id):
+                    raise  # a log that went with its cluster does not come back
+                if not waiting:
+                    complain(f"control plane not reachable, waiting ({error})")
+                waiting = True
+                time.sleep(POLL_S)
+                continue
+            waiting = False
+            typer.echo(chunk.text if of_worker is None else of_worker.of(chunk.text), nl=False)
+            moved, offset = chunk.next_offset > offset, chunk.next_offset
+            if not moved and (chunk.complete or not follow):
+                break
+            if not moved:
+                time.sleep(POLL_S)
+    if of_worker is not None:
+        typer.echo(of_worker.end(), nl=False)
+        if rank not in of_worker.workers:
+            known = ", ".join(map(str, of_worker.workers)) or "none"
+            complain(f"--rank {rank}: no worker of this number has begun in this log; those that have: {known}")
+            raise typer.Exit(1)
+
+
+def _over(client: Client, job_id: str) -> bool:
+    """True where the service answers and says that the job is over."""
+    try:
+        return client.job(job_id).state.terminal
+    except Unreachable:
+        return False

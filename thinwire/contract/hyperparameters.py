@@ -77,8 +77,12 @@ BETA2 = Number("betas[1]", BETAS[1], above=0.0, below=1.0)
 EPS = Number("eps", 1e-8, above=0.0)
 WEIGHT_DECAY = Number("weight_decay", 0.0, at_least=0.0)
 MOMENTUM = Number("momentum", 0.9, at_least=0.0, below=1.0)
+DAMPENING = Number(
+    "dampening", 0.0, "how much less than itself a gradient counts in the momentum", at_least=0.0, below=1.0
+)
 ADAM = (LR, EPS, WEIGHT_DECAY)
 SGD = (LR, MOMENTUM, WEIGHT_DECAY)
+ONEBIT_SGD = (*SGD, DAMPENING)
 MUON_MOMENTUM = Number("momentum", 0.95, at_least=0.0, below=1.0)
 MUON_DECAY = Number("weight_decay", 0.1, at_least=0.0)
 MUON = (LR, MUON_MOMENTUM, MUON_DECAY)

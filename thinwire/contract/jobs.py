@@ -112,6 +112,11 @@ class Queued(BaseModel):
     total: int = Field(description="places of that kind in the cluster")
     holders: list[Holder] = Field(description="jobs of this service that have places, the largest first")
     others: int = Field(0, description="places that are held in the cluster by others than this service")
+    starts_at: datetime | None = Field(
+        None,
+        description="when it may start, if those that hold the places go on as fast as they did, and who waits before "
+        "it starts first; null: that is not known",
+    )
 
 
 class JobItem(BaseModel):

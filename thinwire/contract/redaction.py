@@ -58,6 +58,7 @@ def _redacted(text: str) -> str:
         return text
     text = _URL.sub(_in_url, text)
     text = _MAKERS.sub(HIDDEN, text)
+    text = _HEADER.sub(rf"\1{HIDDEN}", text)
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
     text = _without_quoted(text)
     for pattern in _GIVEN:
@@ -70,7 +71,9 @@ def redacted_json(value: Any, name: str = "") -> Any:
     if isinstance(value, str):
         return redacted(value, name)
     if isinstance(value, Mapping):
-        return {redacted(key): redacted_json(inner, key) for key, inner in value.items()}
+        of = next((value[key] for key in _NAMING if isinstance(value.get(key), str)), "")  # {"name": ..., "value": ...}
+        names = {key: of if key == "value" and names_secret(of) else key for key in value}
+        return {redacted(key): redacted_json(inner, names[key]) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return redacted_words([redacted_json(inner, name) for inner in value])
     return value
@@ -91,7 +94,7 @@ def redacted_words(words: Iterable[Any]) -> list[Any]:
 def hidden_in(value: Any, path: str = "") -> Iterator[str]:
     """Where a JSON value has HIDDEN in the place of a secret: somebody has copied what was shown."""
     if isinstance(value, str):
-        if value == HIDDEN or f"://{HIDDEN}@" in value or f"={HIDDEN}" in value:
+        if value == HIDDEN or _SHOWN.search(value):
             yield path
     elif isinstance(value, Mapping):
         for key, inner in value.items():
@@ -147,8 +150,13 @@ def _sureness(name: str) -> Sureness:
 
 # values
 
-_NO_VALUE = re.compile(r"(?is)(true|false|yes|no|on|off|none|null|nil|required|optional|\*\*\*.*|[=$<\[({%].*)?")
-"""Neither a secret nor a part of one: a truth, a reference to a variable, what is hidden already."""
+_REFERENCE = r"(?:\$(?:[a-z_]\w*|[0-9@*#?]|\{\w+(?::?\?[^}]*|:?[-+=])?\}?)|%\w+%|%\(\w+\)?s?|%[sdr](?!\w))[/:@._-]{0,3}"
+"""To a variable, without a literal such as the default in ${NAME:-default}; several may stand side by side."""
+_NO_VALUE = re.compile(
+    r"(?is)(true|false|yes|no|on|off|none|null|nil|required|optional|missing|\*\*\*.*|[=<\[({].*|\$\(.*|\$\{\{.*|"
+    rf"(?:{_REFERENCE})+)?"
+)
+"""Neither a secret nor a part of one: a truth, references to variables and nothing else, what is hidden already."""
 _NUMBER = re.compile(r"[-+]?[0-9_.,]{1,40}([eE][-+]?[0-9]{1,5})?[kKmMgG%]?")
 _RANDOM = re.compile(r"(?=[^0-9]{0,64}[0-9])(?=[^A-Za-z]{0,64}[A-Za-z])[A-Za-z0-9+/=_.~-]{16,}")
 
@@ -200,6 +208,21 @@ _BEARER = re.compile(r"(?<![A-Za-z])(bearer[ \t]{1,3})(?!\*\*\*)[A-Za-z0-9._~+/=
 _URL = re.compile(r"(?P<before>[A-Za-z0-9+.-]{0,16})://(?P<rest>[^\s\"'<>\\`]+)")
 _PARAMETER = re.compile(r"([?&;#])([^=&;#?]{1,64})=([^&;#]*)")
 _BUCKETS = ("s3", "s3a", "s3n", "gs", "gcs", "az", "abfs", "abfss")
+_NAMING = ("name", "key")
+"""Of an item that has its name in one field, and in `value` the other half: variables of Kubernetes, properties."""
+_SCHEMES = "Basic|Bearer|Token|Negotiate|NTLM|ApiKey|Key|DPoP|GoogleLogin"
+_HEADER = re.compile(
+    r"(?i)(?<![\w-])((?:proxy-)?authorization(?:\\{0,3}[\"'])?[ \t]{0,3}[:=][ \t]{0,3}(?:\\{0,3}[\"'])?"
+    rf"(?=(?:{_SCHEMES}|Digest|Hawk|OAuth|AWS4-[\w-]{{1,40}})[ \t])"
+    r"|(?:set-)?cookie2?(?:\\{0,3}[\"'])?[ \t]{0,3}:[ \t]{0,3}(?:\\{0,3}[\"'])?(?=[^\s=;,\"'\\]{1,64}=))"
+    rf"(?:(?:{_SCHEMES})[ \t]+[^\s\"',;\\]+"
+    r"|(?:Digest|Hawk|OAuth|AWS4-[\w-]{1,40})[ \t][^\r\n]*"
+    r"|[^\s=;,\"'\\]{1,64}=[^\s;\"'\\]*(?:;[ \t]{0,3}[^\s=;,\"'\\]{1,64}(?:=[^\s;\"'\\]*)?)*)"
+)
+"""Of HTTP, wherever they stand: who asks, by a scheme and what proves it; all cookies. A scheme of many parts hides the
+rest of its line."""
+_SHOWN = re.compile(rf"://{re.escape(HIDDEN)}@|[=:>][ \t]{{0,3}}\\{{0,3}}[\"']?{re.escape(HIDDEN)}(?!\w)")
+"""A text in which something has been hidden."""
 _VALUE = r"(?:(?i:Bearer|Basic|Token)[ \t]+)?[^\s\"'&,;]+"
 _QUOTED = re.compile(
     r"(?<![\w.-])(?P<name>[\w.-]{2,64})(?:\\{0,3}[\"'])?\]?[ \t]{0,3}(?::=|=>|[:=])[ \t]{0,3}"
@@ -216,6 +239,16 @@ _GIVEN = (
     re.compile(
         r"(?m)^(?P<name>[ \t]{0,40}[\w.-]{2,64})(?P<between>[ \t]{0,3}:[ \t]{1,3}[\"']?)"
         rf"(?P<value>{_VALUE})(?=[\"']?[ \t]*$)"
+    ),
+    # "name: value", as a header is written
+    re.compile(rf"(?<=[\"'])(?P<name>[\w.-]{{2,64}})(?P<between>:[ \t]{{1,3}})(?P<value>{_VALUE})(?=\\{{0,3}}[\"'])"),
+    # <name>value</name>
+    re.compile(r"(?P<between><(?P<name>[\w.:-]{2,64})(?:[ \t][^<>]{0,200})?>)(?P<value>[^<>]+)(?=</(?P=name)[ \t]*>)"),
+    # name="name" value="value", of an element or as JSON
+    re.compile(
+        r"(?i:(?<![\w-])(?:name|key)(?:\\{0,3}[\"'])?[ \t]{0,3}[:=][ \t]{0,3}(?:\\{0,3}[\"'])?)(?P<name>[\w.-]{2,64})"
+        r"(?P<between>(?:\\{0,3}[\"'])?[ \t,]{1,4}(?:\\{0,3}[\"'])?(?i:value)(?:\\{0,3}[\"'])?[ \t]{0,3}[:=][ \t]{0,3}"
+        r"(?:\\{0,3}[\"'])?)(?P<value>[^\"'\\,}<>\s]+(?:[^\"'\\,}<>\r\n]{0,1000}(?=\\{0,3}[\"']))?)"
     ),
     # --name value
     re.compile(r"(?<![^\s\"'])(?P<name>--[\w.-]{2,64})(?P<between>[ \t]{1,3}[\"']?)(?P<value>[^\s\"'-][^\s\"']*)"),
@@ -242,7 +275,8 @@ def _given(match: re.Match[str]) -> str:
     value = match["value"].rstrip("})]")
     if not _is_secret(sureness(match["name"]), value):
         return match[0]
-    return f"{match['name']}{match['between']}{HIDDEN}{match['value'][len(value) :]}"
+    start = match.start()
+    return f"{match[0][: match.start('value') - start]}{HIDDEN}{match[0][match.start('value') - start + len(value) :]}"
 
 
 def _in_url(match: re.Match[str]) -> str:

@@ -7,42 +7,35 @@ worker's share is derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     TypeAdapter,
     ValidationInfo,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from thinwire.contract import hyperparameters as declared
 from thinwire.contract import script, start, stores
+from thinwire.contract.fields import Fraction, Frozen, Impossible, StepsOrFraction, Whole, refuse
 from thinwire.contract.job_names import LABEL
-from thinwire.contract.redaction import redacted_json
+from thinwire.contract.optimizers import (
+    Freezing,
+    FullExchange,
+    OneBitAdamSpec,
+    OneBitLambSpec,
+    OneBitSgdSpec,
+    Optimizer,
+    TrustRatio,
+    ZeroOneAdamSpec,
+)
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.start import Start
 
-Fraction = Annotated[float, Field(gt=0.0, lt=1.0)]
-Whole = Annotated[int, Field(strict=True)]
-"""A whole number as JSON has it: not true, not "10", not 1.0."""
-StepsOrFraction = Annotated[Whole, Field(ge=1)] | Fraction
-"""A number of steps (an integer >= 1) or a fraction of all steps (a float between 0 and 1, both excluded).
-
-Strict, or 1.0, which says "all steps", would be read as one step.
-"""
-
-
-Auto = Annotated[Literal["auto"], WithJsonSchema({"type": "string", "enum": ["auto"]})]
-"""As an enum of one: of a constant in a union, openapi-python-client makes a reader that takes nothing else."""
 _Channels = Annotated[Whole, Field(ge=1, le=4096)]
 MOST_WORKERS = 4096
 LARGEST_STEP = 10**9
@@ -52,11 +45,7 @@ WorkerCount = Annotated[Whole, Field(ge=1, le=MOST_WORKERS)]
 """A number of workers that a job may ask for, at its submission or later. Not a text, nor true, which would be 1."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class TextRecipe(_Frozen):
+class TextRecipe(Frozen):
     """What every transformer over windows of bytes has."""
 
     name: str
@@ -78,7 +67,7 @@ class BertRecipe(TextRecipe):
     name: Literal["bert"]
 
 
-class ResnetRecipe(_Frozen):
+class ResnetRecipe(Frozen):
     """A small ResNet with group norms: three stages of basic blocks over grey images of 8x8."""
 
     name: Literal["resnet"]
@@ -87,14 +76,14 @@ class ResnetRecipe(_Frozen):
     shift: Whole = Field(1, ge=0, le=3, description="a training image is moved by up to so many pixels, each way")
 
 
-class PythonStdlib(_Frozen):
+class PythonStdlib(Frozen):
     """The source code of the Python standard library of the worker's interpreter: real text on every machine."""
 
     source: Literal["python-stdlib"] = "python-stdlib"
     validation_fraction: Fraction = 0.1
 
 
-class TextFile(_Frozen):
+class TextFile(Frozen):
     """One file of bytes; its tail is the validation part."""
 
     source: Literal["text-file"]
@@ -107,134 +96,14 @@ class TextFile(_Frozen):
         return size - validation, validation
 
 
-class Digits(_Frozen):
+class Digits(Frozen):
     """scikit-learn's handwritten digits: 1797 real grey images of 8x8 in ten classes. Needs `thinwire[vision]`."""
 
     source: Literal["digits"]
     validation_fraction: Fraction = 1 / 3
 
 
-def _field(number: declared.Number, default: Any = None, **otherwise: float | None) -> Any:
-    """A field of a declared number. default: another one. otherwise: bounds that a job file has and the number not."""
-    bounds = {"ge": number.at_least, "gt": number.above, "le": number.at_most, "lt": number.below, **otherwise}
-    given: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
-    if number.about:
-        given["description"] = number.about
-    return Field(number.default if default is None else default, **given)
-
-
-class _FullExchange(_Frozen):
-    full_exchange: Literal["fp32", "bf16", "int8"] | None = Field(
-        None,
-        description="how the mean of the gradients is sent where it is not compressed to one bit: int8 is a quarter of "
-        "fp32, with error feedback; null: bf16 where precision is bfloat16; int8 where a compressed optimizer finds "
-        "the end of its warm-up by itself, with topology = flat; else fp32",
-    )
-
-
-class _AdamHyper(_FullExchange):
-    lr: float = _field(declared.LR, ge=None, gt=0.0)
-    betas: tuple[Annotated[float, _field(declared.BETA1, ...)], Annotated[float, _field(declared.BETA2, ...)]] = (
-        declared.BETAS
-    )
-    eps: float = _field(declared.EPS)
-    weight_decay: float = _field(declared.WEIGHT_DECAY)
-
-
-class _TrustRatio(_Frozen):
-    max_coeff: float = _field(declared.MAX_COEFF)
-    min_coeff: float = _field(declared.MIN_COEFF)
-
-
-class _Freezing(_Frozen):
-    warmup: Auto | StepsOrFraction = Field(
-        "auto", description="uncompressed steps, their fraction of all steps, or auto: until the variance is stable"
-    )
-
-
-class _Compressing(_Frozen):
-    refresh: float | None = _field(declared.REFRESH)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_before(cls, given: Any) -> Any:
-        """Job files of earlier versions may say which norm a scale keeps."""
-        if not isinstance(given, Mapping) or "scale" not in given:
-            return given
-        if given["scale"] != "l2":
-            _refuse([("optimizer.scale", given["scale"], "l2, or left out: scales of another norm are gone")])
-        return {name: value for name, value in given.items() if name != "scale"}
-
-
-class OneBitAdamSpec(_AdamHyper, _Freezing, _Compressing):
-    """1-bit Adam (arXiv 2102.02888): dense Adam for `warmup`, then the momentum is exchanged in one bit."""
-
-    name: Literal["onebit_adam"]
-    variance: Literal["bf16"] | None = Field(
-        None, description="bf16: the frozen variance takes half of the memory; null: fp32"
-    )
-    error_memory: Literal["bf16"] | None = Field(
-        None, description="bf16: what compression leaves out takes half of the memory, rounded at random; null: fp32"
-    )
-
-
-class OneBitLambSpec(_AdamHyper, _TrustRatio, _Freezing, _Compressing):
-    """1-bit LAMB (arXiv 2104.06069): dense LAMB for `warmup`, then the momentum is exchanged in one bit."""
-
-    name: Literal["onebit_lamb"]
-    coeff_beta: float = _field(declared.COEFF_BETA)
-    factor_max: float = _field(declared.FACTOR_MAX)
-    factor_min: float = _field(declared.FACTOR_MIN)
-    factor_threshold: float = _field(declared.FACTOR_THRESHOLD)
-
-
-class ZeroOneAdamSpec(_AdamHyper, _Compressing):
-    """0/1 Adam (arXiv 2202.06009): local steps; at some the sum of updates is exchanged in one bit."""
-
-    name: Literal["zero_one_adam"]
-    var_freeze: Auto | StepsOrFraction = Field(
-        "auto",
-        description="last step that may update the variance, its fraction of all steps, or auto: lr_schedule.warmup "
-        "and dense_steps are over",
-    )
-    dense_steps: Whole | None = _field(declared.DENSE_STEPS)
-    var_update_scaler: Whole = _field(declared.VAR_UPDATE_SCALER)
-    local_step_scaler: Whole | None = _field(declared.LOCAL_STEP_SCALER)
-    local_step_clipper: Whole | None = _field(declared.LOCAL_STEP_CLIPPER)
-
-
-class AdamSpec(_AdamHyper):
-    """Dense Adam with decoupled decay (AdamW), the uncompressed baseline of 1-bit Adam."""
-
-    name: Literal["adam"]
-
-
-class LambSpec(_AdamHyper, _TrustRatio):
-    """Dense LAMB, the uncompressed baseline of 1-bit LAMB."""
-
-    name: Literal["lamb"]
-
-
-class SgdSpec(_FullExchange):
-    """SGD with momentum and coupled decay, as torch.optim.SGD has it."""
-
-    name: Literal["sgd"]
-    lr: float = _field(declared.LR, ge=None, gt=0.0)
-    momentum: float = _field(declared.MOMENTUM)
-    weight_decay: float = _field(declared.WEIGHT_DECAY)
-
-
-class MuonSpec(_FullExchange):
-    """Muon (arXiv 2502.16982): onebit_muon with updates in one bit from the first step on; muon dense, its baseline."""
-
-    name: Literal["onebit_muon", "muon"]
-    lr: float = _field(declared.LR, ge=None, gt=0.0)
-    momentum: float = _field(declared.MUON_MOMENTUM)
-    weight_decay: float = _field(declared.MUON_DECAY)
-    nesterov: bool = True
-
-
-class LrSchedule(_Frozen):
+class LrSchedule(Frozen):
     """Linear warm-up, then cosine to `final_fraction` of the peak (or constant)."""
 
     warmup: StepsOrFraction = Field(0.05)
@@ -251,7 +120,7 @@ def _shadow_of_before(value: object) -> object:
     return {True: "replica", False: "nothing"}[value] if isinstance(value, bool) else value
 
 
-class Workers(_Frozen):
+class Workers(Frozen):
     """How many workers, and on what. One worker a GPU where there are GPUs, else one CPU each."""
 
     min: WorkerCount = 1
@@ -277,7 +146,7 @@ class Workers(_Frozen):
     )
 
 
-class Checkpoint(_Frozen):
+class Checkpoint(Frozen):
     """When the job saves, and how many checkpoints it keeps. It resumes from the newest by default."""
 
     every_steps: Whole = Field(50, ge=1)
@@ -290,7 +159,7 @@ class Checkpoint(_Frozen):
     )
 
 
-class Network(_Frozen):
+class Network(Frozen):
     """Which way the workers of the job speak to each other."""
 
     interface: str | None = Field(
@@ -303,7 +172,7 @@ class Network(_Frozen):
     )
 
 
-class Kueue(_Frozen):
+class Kueue(Frozen):
     """Where Kueue, on Kubernetes, is to admit the job: it waits there for quota, as a whole."""
 
     queue: str = Field(min_length=1, max_length=63, pattern=LABEL, description="name of a LocalQueue")
@@ -317,7 +186,7 @@ class Kueue(_Frozen):
     )
 
 
-class Evaluation(_Frozen):
+class Evaluation(Frozen):
     """When the validation loss is taken, on the same fixed samples each time; always at the start and at the end."""
 
     every_steps: Whole = Field(25, ge=1)
@@ -333,13 +202,9 @@ Recipe = Annotated[
     Annotated[GptRecipe | BertRecipe | ResnetRecipe, Field(discriminator="name")], BeforeValidator(_gpt_unless_named)
 ]
 Data = Annotated[PythonStdlib | TextFile | Digits, Field(discriminator="source")]
-Optimizer = Annotated[
-    OneBitAdamSpec | OneBitLambSpec | ZeroOneAdamSpec | AdamSpec | LambSpec | SgdSpec | MuonSpec,
-    Field(discriminator="name"),
-]
 
 
-class JobSpec(_Frozen):
+class JobSpec(Frozen):
     """What every training job has, with a recipe of ours or a script."""
 
     name: str = Field("job", min_length=1, max_length=63, pattern=LABEL)
@@ -396,7 +261,7 @@ class TrainSpec(JobSpec):
     @property
     def warmup_steps(self) -> int | None:
         """Uncompressed steps before the compressed phase; None where there is no such phase, or it is found (auto)."""
-        if isinstance(self.optimizer, _Freezing) and self.optimizer.warmup != "auto":
+        if isinstance(self.optimizer, Freezing) and self.optimizer.warmup != "auto":
             return steps_of(self.optimizer.warmup, self.steps)
         return None
 
@@ -414,7 +279,7 @@ class TrainSpec(JobSpec):
 
     @model_validator(mode="after")
     def _possible(self, info: ValidationInfo) -> TrainSpec:
-        _refuse([*_impossible(self), *_secrets_in(self, info)])
+        refuse([*_impossible(self), *_secrets_in(self, info)])
         return self
 
 
@@ -429,12 +294,12 @@ class ScriptSpec(JobSpec):
     @classmethod
     def _not_of_ours(cls, given: Any) -> Any:
         if isinstance(given, Mapping):
-            _refuse([(name, given[name], words) for name, words in _OF_THE_SCRIPT.items() if name in given])
+            refuse([(name, given[name], words) for name, words in _OF_THE_SCRIPT.items() if name in given])
         return given
 
     @model_validator(mode="after")
     def _possible(self, info: ValidationInfo) -> ScriptSpec:
-        _refuse([*_impossible_anywhere(self), *script.impossible(self.recipe), *_secrets_in(self, info)])
+        refuse([*_impossible_anywhere(self), *script.impossible(self.recipe), *_secrets_in(self, info)])
         return self
 
 
@@ -479,26 +344,6 @@ def read_accepted(given: object) -> TrainSpec | ScriptSpec:
 
 
 _ACCEPTED = {"accepted": True}
-
-
-Impossible = tuple[str, Any, str]
-"""A field that is in range and cannot stand beside another: its path, its value, what is allowed."""
-
-
-def _refuse(found: Sequence[Impossible]) -> None:
-    if found:
-        shown = [(path, redacted_json(value, path), allowed) for path, value, allowed in found]
-        path, value, allowed = shown[0]
-        raise PydanticCustomError(
-            "impossible",
-            "{path} = {value} is not possible: {allowed}",
-            {
-                "path": path,
-                "value": value,
-                "allowed": allowed,
-                "problems": [{"path": p, "value": v, "allowed": a} for p, v, a in shown],
-            },
-        )
 
 
 def steps_of(amount: int | float, total: int) -> int:
@@ -568,7 +413,7 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
         found.append(
             ("optimizer.var_freeze", freeze, f"fewer than steps = {spec.steps}, or no step would ever be left out")
         )
-    if isinstance(spec.optimizer, _Freezing) and spec.steps < 2:
+    if isinstance(spec.optimizer, Freezing) and spec.steps < 2:
         found.append(
             ("steps", spec.steps, "at least 2 with optimizer.warmup = auto: one uncompressed step and one compressed")
         )
@@ -584,10 +429,14 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
     if isinstance(adam, OneBitAdamSpec) and (adam.error_memory or adam.variance) and spec.topology != "flat":
         name = "variance" if adam.variance else "error_memory"
         found.append(("topology", spec.topology, f"flat with optimizer.{name} = bf16"))
-    if spec.topology == "node_first" and adam.full_exchange == "int8":
+    if spec.topology == "node_first" and isinstance(adam, FullExchange) and adam.full_exchange == "int8":
         found.append(("topology", spec.topology, "flat or auto with optimizer.full_exchange = int8"))
+    sgd = spec.optimizer
+    if isinstance(sgd, OneBitSgdSpec) and sgd.nesterov and (not sgd.momentum or sgd.dampening):
+        allowed = "false, or optimizer.momentum above 0 and optimizer.dampening = 0"
+        found.append(("optimizer.nesterov", sgd.nesterov, allowed))
     bounds = spec.optimizer
-    if isinstance(bounds, _TrustRatio) and bounds.min_coeff > bounds.max_coeff:
+    if isinstance(bounds, TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))
     if isinstance(bounds, OneBitLambSpec) and bounds.factor_min > bounds.factor_max:
         found.append(("optimizer.factor_min", bounds.factor_min, f"at most optimizer.factor_max = {bounds.factor_max}"))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -119,6 +120,15 @@ class SessionStrategy(ClippedInStep, SingleDeviceStrategy):  # type: ignore[misc
         """As Lightning's, of steps that count."""
         if not self.run.step_is_lost:
             super().save_checkpoint(*args, **kwargs)
+
+    def on_validation_end(self) -> None:
+        """A validation in training is one of the run: its loss, and what else the module has logged in it."""
+        super().on_validation_end()
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self.run.step_is_lost:
+            return
+        found = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)["callback"]
+        self.run.report(**{f"validation_{_said_of(name)}": value for name, value in found.items()})
 
     def on_train_end(self) -> None:
         """The run is over where its last step was made."""
@@ -304,6 +314,11 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
         f"the train_dataloader has a {type(loader.sampler).__name__}: in a session the order of the samples follows "
         "from a seed, so that workers may come and go: say shuffle=True or shuffle=False"
     )
+
+
+def _said_of(name: str) -> str:
+    """What a metric of a validation is called, without the word that it is one of a validation."""
+    return re.sub(r"^(validation|valid|val)[_/. -]", "", name) or name
 
 
 def _nothing() -> None:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import TrainerCallback
+import torch
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from thinwire.integrations.accelerate import own_optimizer
@@ -26,6 +28,7 @@ from thinwire.integrations.run import Run
 
 OVERRIDDEN = (
     "_get_collator_with_removed_columns",
+    "_get_num_items_in_batch",
     "_init_training_state",
     "_save_checkpoint",
     "get_batch_samples",
@@ -37,6 +40,8 @@ OVERRIDDEN = (
 
 COUNTED = ("global_step", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step")
 """Of TrainerState: what a step changes."""
+ORDERED_BY = ("get_train_dataloader", "_get_train_sampler")
+"""Methods of Trainer by which a subclass says which samples are a step's."""
 OF_THE_CLOCK = ("epoch", "_runtime", "_per_second", "_time")
 """Ends of the names of what Trainer says of an evaluation beside what it has found."""
 
@@ -47,7 +52,9 @@ class FedBySession:
     args: Any
     control: Any
     train_dataset: Any
+    loss_is_scaled_for_ga: bool | None
     _thinwire_run: Run
+    _thinwire_by_tokens: bool
 
     def get_train_dataloader(self) -> Any:
         """The session's batches."""
@@ -80,6 +87,17 @@ class FedBySession:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self._thinwire_run.report(loss=loss)
         return loss
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer. At least 1: the loss of a share that has no token to be learned is 0, and not 0 / 0."""
+        found = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        return found.clamp(min=1) if isinstance(found, torch.Tensor) else found
+
+    def _weigh(self, batch: Any) -> Any:
+        """How many tokens the loss of this share is a mean over; None where it is one over samples."""
+        if self.loss_is_scaled_for_ga is False:
+            return None
+        return super()._get_num_items_in_batch([batch], torch.device("cpu"))  # type: ignore[misc]
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer. Raises: ValueError where it would go on from a checkpoint of its own."""
@@ -118,6 +136,7 @@ class _Batches:
             optimizer=own_optimizer(trainer.optimizer),
             schedule=trainer.lr_scheduler,
             trainer=_Counted(trainer),
+            **_moved_by_callbacks(trainer),
         )
         loader = {
             "collate_fn": trainer._get_collator_with_removed_columns(trainer.data_collator, "training"),
@@ -129,27 +148,33 @@ class _Batches:
             trainer.train_dataset,
             global_batch=args.per_device_train_batch_size,
             steps=trainer.state.max_steps,
+            shuffle=args.train_sampling_strategy != "sequential",
+            weigh=trainer._weigh if trainer._thinwire_by_tokens else None,
             seed=args.seed if args.data_seed is None else args.data_seed,
             loader={name: value for name, value in loader.items() if value},
         )
 
 
 class _Counted:
-    """What a step changes of a trainer: taken back with a step that is lost, given to workers that come later."""
+    """What a step changes of a trainer: taken back with a step that is lost, given to workers that come later.
+
+    Beside Trainer's state these are the numbers, and lists and dicts of numbers, among its attributes that training has
+    changed, whichever class keeps them there: so does TRL with the metrics that it averages for its log.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._before = _numbers_of(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """For the session."""
         trainer = self._trainer
+        numbers = _numbers_of(trainer)
         return {
             "state": {name: getattr(trainer.state, name) for name in COUNTED},
             "logged": len(trainer.state.log_history),
             "loss": trainer._tr_loss,
-            "loss_before": trainer._total_loss_scalar,
-            "last_logged": trainer._globalstep_last_logged,
-            "flos": trainer.current_flos,
+            "numbers": {name: x for name, x in numbers.items() if self._before.get(name) != x},
             "callbacks": {type(one).__name__: one.state()["attributes"] for one in self._stateful()},
         }
 
@@ -160,14 +185,57 @@ class _Counted:
             setattr(trainer.state, name, value)
         del trainer.state.log_history[given["logged"] :]
         trainer._tr_loss.copy_(given["loss"])
-        trainer._total_loss_scalar, trainer._globalstep_last_logged = given["loss_before"], given["last_logged"]
-        trainer.current_flos = given["flos"]
+        for name, x in {**self._before, **given["numbers"]}.items():
+            setattr(trainer, name, _put_into(getattr(trainer, name, None), x))
         for one in self._stateful():
             for name, value in given["callbacks"].get(type(one).__name__, {}).items():
                 setattr(one, name, value)
 
     def _stateful(self) -> list[Any]:
         return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+def _numbers_of(trainer: Any) -> dict[str, Any]:
+    """Copies of its attributes that are numbers, and dicts and lists of nothing else."""
+    return {name: _copied(value) for name, value in vars(trainer).items() if _is_of_numbers(value)}
+
+
+def _is_of_numbers(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_of_numbers(item) for key, item in value.items())
+    if isinstance(value, list | deque):
+        return all(map(_is_of_numbers, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | deque) else value
+
+
+def _put_into(there: Any, value: Any) -> Any:
+    """The value, in the containers that are there: a defaultdict stays one, and who holds it sees it."""
+    if isinstance(there, dict) and isinstance(value, dict):
+        filled = {key: _put_into(there.get(key), item) for key, item in value.items()}
+        there.clear()
+        there.update(filled)
+        return there
+    if isinstance(there, list | deque) and isinstance(value, list):
+        there.clear()
+        there.extend(value)
+        return there
+    return _copied(value)
+
+
+def _moved_by_callbacks(trainer: Any) -> dict[str, torch.nn.Module]:
+    """Modules that callbacks hold, to move them: an average of the weights, a reference model that follows (TRL)."""
+    return {
+        f"{type(one).__name__} {number}, {name}": value
+        for number, one in enumerate(trainer.callback_handler.callbacks)
+        for name, value in vars(one).items()
+        if isinstance(value, torch.nn.Module) and value is not trainer.model
+    }
 
 
 class _First(TrainerCallback):  # type: ignore[misc]
@@ -227,12 +295,23 @@ def feed(trainer: Any, run: Run) -> None:
         ),
         "load_best_model_at_end": (args.load_best_model_at_end, "the session keeps the checkpoints: leave it out"),
         "eval_strategy": (_word(args.eval_strategy) == "epoch", 'say "steps", and eval_steps'),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy not in ("random", "sequential"),
+            'the session draws the samples: say "random" or "sequential"',
+        ),
         "save_strategy": (_word(args.save_strategy) == "best", "the session keeps the checkpoints: leave it out"),
     }
     for name, (is_wrong, remedy) in wrong.items():
         if is_wrong:
             raise ValueError(f"TrainingArguments({name}={_word(getattr(args, name))!r}) inside of a session: {remedy}")
-    args.average_tokens_across_devices = False  # a collective of Trainer's; the session weighs shares by their samples
+    for name in ORDERED_BY:
+        if getattr(type(trainer), name) is not getattr(Trainer, name):
+            raise ValueError(
+                f"{type(trainer).__name__}.{name} says which samples are a step's, and inside of a session that does: "
+                "leave run= out"
+            )
+    # A collective of Trainer's, that a lost worker would fail: the session weighs each share by its tokens.
+    trainer._thinwire_by_tokens, args.average_tokens_across_devices = args.average_tokens_across_devices, False
     trainer._thinwire_run = run
     trainer.add_callback(_First(trainer))
     trainer.add_callback(_Last(trainer))

@@ -42,7 +42,7 @@ def session(folder: str | os.PathLike[str] | None = None, *, save_every: int = 5
 
 def train(recipe: Recipe, folder: str | os.PathLike[str] | None = None) -> nn.Module:
     """Train it to its last step, and return the model. folder: as of session()."""
-    from thinwire.workers.session import recipe_loop
+    from thinwire.workers.session import job
 
     with session(folder) as run:
-        return recipe_loop.train(recipe, run)
+        return job.train(recipe, run)

@@ -25,7 +25,9 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.worker_side import Lease
-from thinwire.workers.membership import LEASE_END_S, Limits, MembershipEvent, MembershipServer, Timing
+from thinwire.workers.membership.attendance import LEASE_END_S, Timing
+from thinwire.workers.membership.seats import Limits, MembershipEvent
+from thinwire.workers.membership.server import MembershipServer
 from thinwire.workers.nodes import own_address
 
 logger = logging.getLogger(__name__)

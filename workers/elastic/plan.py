@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 
 NAMESPACE = "thinwire"
 """Of all our actors. A driver's own namespace is anonymous, so that the next driver would not find them."""

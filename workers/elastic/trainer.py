@@ -36,7 +36,8 @@ from thinwire.workers.elastic.group import ElasticStatePage, ElasticWorkerGroup
 from thinwire.workers.elastic.membership_actor import ensure_membership
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.worker_side import Failed, Left, with_facts
-from thinwire.workers.membership import Dismissed, Fenced, Limits
+from thinwire.workers.membership.seats import Limits
+from thinwire.workers.membership.state import Dismissed, Fenced
 
 logger = logging.getLogger(__name__)
 

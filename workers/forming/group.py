@@ -37,7 +37,9 @@ from thinwire.comm.groups.distributed import abort_nccl
 from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.protocol import Group
 from thinwire.workers.forming.pairs import Door, Pairs, Patience, Reach, Times
-from thinwire.workers.membership import Change, Fenced, GenerationOver, JoinTimeout, Member, Seat, Standing
+from thinwire.workers.membership.member import Member
+from thinwire.workers.membership.seats import Change, Seat, Standing
+from thinwire.workers.membership.state import Fenced, GenerationOver, JoinTimeout
 from thinwire.workers.ranks import OnWait, RunEnded, only_logged
 from thinwire.workers.whereabouts import Whereabouts
 

@@ -35,8 +35,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.workers.membership import GenerationOver, Seat
-from thinwire.workers.membership.seats import worker_name
+from thinwire.workers.membership.seats import Seat, worker_name
+from thinwire.workers.membership.state import GenerationOver
 
 logger = logging.getLogger(__name__)
 

@@ -30,18 +30,29 @@ DENSE = ("dense_fp32", "dense_bf16")
 LAMB = "onebit_lamb"
 ONE_BIT = ("onebit_adam", LAMB)
 ZERO_ONE = "zero_one_adam"
-MUON = "onebit_muon"
-COMPRESSED = (*ONE_BIT, ZERO_ONE, MUON)
+COMPRESSED = (*ONE_BIT, ZERO_ONE)
+SGD, ONE_BIT_SGD = "sgd", "onebit_sgd"
+MUON, ONE_BIT_MUON = "muon", "onebit_muon"
+FROM_THE_FIRST = (ONE_BIT_SGD, ONE_BIT_MUON)
+"""Those that compress every step."""
 TITLES = {
     "dense_fp32": "dense fp32",
     "dense_bf16": "dense bf16",
     "onebit_adam": "1-bit Adam",
     "onebit_lamb": "1-bit LAMB",
     "zero_one_adam": "0/1 Adam",
+    "onebit_sgd": "1-bit SGD",
     "onebit_muon": "1-bit Muon",
 }
 WORTH = 1.05
 """Less than that is in the noise of a step, and compression is not free: docs/algorithms.md says what it changes."""
+
+
+def compressed_for(method: str) -> tuple[str, ...]:
+    """The compressed methods that can stand in for a job's own: steps of SGD, Muon and Adam are no substitute."""
+    if method in (SGD, ONE_BIT_SGD):
+        return (ONE_BIT_SGD,)
+    return (ONE_BIT_MUON,) if method in (MUON, ONE_BIT_MUON) else COMPRESSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,8 @@ class Busy:
 class Rehearsed:
     """What a worker's processor does in a step of the job's model, in seconds; the slowest of those that rehearsed.
 
-    update_s: of torch's AdamW. cast_s: of the gradient to bfloat16 and back. cores: of one worker; infinite on a GPU.
+    update_s: of torch's AdamW, or SGD. cast_s: of the gradient to bfloat16 and back. cores: of one worker; infinite on
+    a GPU.
     """
 
     elements: int
@@ -112,12 +124,10 @@ def forecast(
     bucket = chosen_bucket(job, network, found.elements, found.cores == inf)
     dense = {name: _dense(name, run, network, found) for name in DENSE}
     runs = {name: one.run_s for name, one in dense.items()}
-    ways = [_Way(name, job, network, found, bucket) for name in COMPRESSED]
+    ways = [_Way(name, job, network, found, bucket) for name in compressed_for(run.method)]
     methods = [_with_gains(one, runs) for one in (*dense.values(), *(way.plan() for way in ways))]
-    # Muon learns otherwise than Adam does: a verdict stays with what the job has.
-    like = [one for one in methods if one.name in DENSE or (one.name == MUON) == _is_muon(run)]
-    best = min(like, key=lambda one: one.run_s)
-    compress = best.name in COMPRESSED and min(runs.values()) >= WORTH * best.run_s
+    best = min(methods, key=lambda one: one.run_s)
+    compress = best.name not in DENSE and min(runs.values()) >= WORTH * best.run_s
     if not compress:
         best = min(methods[: len(DENSE)], key=lambda one: one.run_s)
     return Plan(
@@ -135,13 +145,9 @@ def forecast(
         methods=tuple(methods),
         compress=compress,
         best=best.name,
-        verdict=_verdict(run, network, found, like, best if compress else None),
+        verdict=_verdict(run, network, found, methods, best if compress else None),
         assumed=(*assumed, *_assumed(run, found)),
     )
-
-
-def _is_muon(run: RunSteps) -> bool:
-    return run.method in ("muon", MUON)
 
 
 class _Way:
@@ -150,7 +156,7 @@ class _Way:
     def __init__(self, name: str, job: PlannedJob, network: Network, found: Rehearsed, bucket: int) -> None:
         self._name, self._network, self._found, self._busy = name, network, found, found.busy[name]
         run = job.run
-        self._kinds: Kinds = schedule.kinds_of(run, name)
+        self._kinds = _kinds(name, run)
         refreshes = 0 if name == ZERO_ONE else self._kinds.refreshes  # those of 0/1 Adam are in `both`
         wire = schedule.full_wire(run, run.var_freeze_step if name == ZERO_ONE else run.warmup)
         full = full_exchange(network, found.elements, found.transport, bucket, wire)
@@ -196,6 +202,12 @@ class _Way:
         return steps, seconds, sum(count * sent.payload_bytes for count, _, sent in found)
 
 
+def _kinds(name: str, run: RunSteps) -> Kinds:
+    if name in FROM_THE_FIRST:
+        return Kinds(full=0, compressed=run.steps)
+    return schedule.zero_one(run) if name == ZERO_ONE else schedule.one_bit(run, lamb=name == LAMB)
+
+
 def _dense(name: str, run: RunSteps, network: Network, found: Rehearsed) -> MethodPlan:
     sent, work = dense_step(name, network, found)
     step_s = step_seconds(network, work, sent, found.cores)
@@ -215,7 +227,7 @@ def _dense(name: str, run: RunSteps, network: Network, found: Rehearsed) -> Meth
 
 
 def dense_step(name: str, network: Network, found: Rehearsed) -> tuple[Sent, Work]:
-    """What a step under DistributedDataParallel sends and does, with torch's AdamW."""
+    """What a step under DistributedDataParallel sends and does, with torch's own optimizer."""
     send: Callable[[Network, int, Transport], Sent] = dense_32 if name == "dense_fp32" else dense_16
     cast_s = 0.0 if name == "dense_fp32" or network.ranks == 1 else found.cast_s
     busy_s = found.forward_s + found.backward_s + found.update_s + cast_s
@@ -267,7 +279,8 @@ def _verdict(
 def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
     """What the figures stand on and nobody has measured."""
     notes = []
-    for name in ONE_BIT:
+    methods = compressed_for(run.method)
+    for name in (one for one in ONE_BIT if one in methods):
         counted = schedule.one_bit(run, lamb=name == LAMB)
         if counted.latest_warmup is not None:
             end = counted.full - counted.refreshes
@@ -278,9 +291,9 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
                 when += f"; {counted.refreshes} later steps, which bring the variance up to date, count as warm-up"
             notes.append(f"the automatic warm-up of {TITLES[name]} ends {when}")
     wires = sorted({schedule.full_wire(run, at) for at in (run.warmup, run.var_freeze_step)} - {"fp32"})
-    if wires:
+    if wires and not set(methods) & set(FROM_THE_FIRST):
         notes.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
-    if _is_muon(run):
+    if ONE_BIT_MUON in methods:
         notes.append("the dense ways take torch's AdamW, and not Muon, which every rank would compute for them too")
     if found.cores == inf:
         notes.append("on GPUs the transport costs the processor nothing")

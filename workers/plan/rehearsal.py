@@ -1,8 +1,8 @@
 """Dry steps of the job's own model, by each method: the time that a worker's processor needs for a step.
 
-Forward and backward alone; torch's AdamW; and whole steps of our optimizers over a MirroredGroup, on which a rank runs
-all that a rank of so many runs, and only the wire is missing. Nothing is trained: each method gets a model of its own,
-and the learning rate is as good as zero.
+Forward and backward alone; torch's AdamW, or SGD; and whole steps of our optimizers over a MirroredGroup, on which a
+rank runs all that a rank of so many runs, and only the wire is missing. Nothing is trained: each method gets a model of
+its own, and the learning rate is as good as zero.
 
 All that will share a machine rehearse at once, in processes beside one another (spawn() below), so that they share its
 cores and memory: `together` is called before each step. They meet over the loopback. Where there is one, a second one
@@ -39,7 +39,7 @@ from thinwire.optim import FlatOptimizer, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.plan.children import Children, Parent
-from thinwire.workers.plan.forecast import COMPRESSED, ONE_BIT, ZERO_ONE, Busy, Rehearsed
+from thinwire.workers.plan.forecast import COMPRESSED, FROM_THE_FIRST, ONE_BIT_SGD, ZERO_ONE, Busy, Rehearsed
 from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
 from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
@@ -51,7 +51,7 @@ SETTLING = 2
 """Steps of a kind before it is timed: the first touches memory, the second is the first that goes on from it."""
 ENDLESS = 1 << 20
 """As the longest gap between syncs: no sync comes while local steps are timed."""
-PARTS = 6
+PARTS = 5
 """What rank 0 says: the transport, forward and backward, and each compressed method."""
 ELEMENTS = 1 << 22
 """Of the vector that is sent to time the transport: 16 MB in float32, larger than caches."""
@@ -82,7 +82,10 @@ class DryModel:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How to rehearse. steps: timed, of each kind. cores: of one worker. bucket_elements: as the job would choose."""
+    """How to rehearse. steps: timed, of each kind. cores: of one worker. bucket_elements: as the job would choose.
+
+    methods: the compressed ones.
+    """
 
     workers: int
     bucket_elements: int
@@ -90,6 +93,7 @@ class Setting:
     cores: float
     device: torch.device
     overlap: bool = True
+    methods: tuple[str, ...] = COMPRESSED
 
 
 def rehearse(recipe: Recipe, setting: Setting, together: Together, tell: Tell) -> Rehearsed:
@@ -99,9 +103,9 @@ def rehearse(recipe: Recipe, setting: Setting, together: Together, tell: Tell) -
             compile_all(dtype)
     dry, clock = DryModel(recipe, setting.workers, setting.device), _Clock(setting, together)
     tell("forward and backward")
-    forward_s, backward_s, update_s, elements = _alone(dry, clock)
+    forward_s, backward_s, update_s, elements = _alone(dry, clock, of_sgd=ONE_BIT_SGD in setting.methods)
     busy = {}
-    for name in COMPRESSED:
+    for name in setting.methods:
         tell(f"dry steps of {name}")
         busy[name] = _busy(name, dry, setting, clock)
     return Rehearsed(
@@ -143,13 +147,15 @@ class _Clock:
         return statistics.median(seconds)
 
 
-def _alone(dry: DryModel, clock: _Clock) -> tuple[float, float, float, int]:
-    """Seconds of forward, of backward, and of torch's AdamW; trainable elements."""
+def _alone(dry: DryModel, clock: _Clock, *, of_sgd: bool) -> tuple[float, float, float, int]:
+    """Seconds of forward, of backward, and of torch's AdamW or SGD; trainable elements."""
     model = dry.fresh()
     params = [param for param in model.parameters() if param.requires_grad]
     forwards: list[float] = []
     fused = all(param.dtype in CPU_DTYPES for param in params)
-    optimizer = torch.optim.AdamW(params, lr=RATE, fused=fused)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, lr=RATE, fused=fused)
+    if of_sgd:
+        optimizer = torch.optim.SGD(params, lr=RATE, momentum=0.9, fused=fused)
 
     def both() -> None:
         optimizer.zero_grad()
@@ -165,7 +171,7 @@ def _alone(dry: DryModel, clock: _Clock) -> tuple[float, float, float, int]:
 
 def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
     model, timed = dry.fresh(), SETTLING + setting.steps
-    given: dict[str, Any] = {"warmup": timed} if name in ONE_BIT else {}
+    given: dict[str, Any] = {} if name in FROM_THE_FIRST else {"warmup": timed}
     if name == ZERO_ONE:
         schedule = ZeroOneSchedule(dense_steps=timed, local_step_scaler=1, local_step_clipper=1)
         given = {"var_freeze_step": timed, "schedule": schedule}
@@ -182,7 +188,8 @@ def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
         optimizer.step()
         optimizer.zero_grad()
 
-    full_s, compressed_s, local_s = clock.median_s(step), clock.median_s(step), 0.0
+    full_s = 0.0 if name in FROM_THE_FIRST else clock.median_s(step)
+    compressed_s, local_s = clock.median_s(step), 0.0
     if isinstance(optimizer, ZeroOneAdam):
         optimizer.local_step_clipper = ENDLESS
         local_s = clock.median_s(step)
@@ -201,7 +208,7 @@ def _cast_s(elements: int, clock: _Clock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """workers: of the job; per_machine: of them here; bucket_elements, steps, overlap: as in Setting.
+    """workers: of the job; per_machine: of them here; bucket_elements, steps, overlap, methods: as in Setting.
 
     wanted: as workers.device of the job. recipe: its file, as JSON, where it has a built-in recipe; script: what was
     learned of one, as JSON, where it has not.
@@ -215,6 +222,7 @@ class Orders:
     overlap: bool
     recipe: dict[str, Any] | None = None
     script: dict[str, Any] | None = None
+    methods: tuple[str, ...] = COMPRESSED
 
 
 def devices_for(wanted: str, count: int) -> list[str]:
@@ -282,7 +290,8 @@ def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, te
     devices = devices_for(orders.wanted, orders.per_machine)
     device = torch.device(devices[rank % len(devices)])
     cores = inf if device.type == "cuda" else len(os.sched_getaffinity(0)) / sharing
-    setting = Setting(orders.workers, orders.bucket_elements, orders.steps, cores, device, orders.overlap)
+    sizes = (orders.workers, orders.bucket_elements, orders.steps)
+    setting = Setting(*sizes, cores, device, orders.overlap, tuple(orders.methods))  # a list in JSON
 
     def together() -> None:
         dist.barrier(group=fellows)

@@ -15,7 +15,7 @@ from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
 from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.data.corpus import DataError
-from thinwire.workers.plan.forecast import PlannedJob, chosen_bucket, forecast, network_of
+from thinwire.workers.plan.forecast import PlannedJob, chosen_bucket, compressed_for, forecast, network_of
 from thinwire.workers.plan.rehearsal import PARTS, Orders, devices_for, run_rank, spawn
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps
 from thinwire.workers.recipe import Recipe
@@ -84,6 +84,7 @@ def orders_of(
         job.overlap,
         spec.model_dump(mode="json") if learned is None else None,
         None if learned is None else asdict(learned),
+        compressed_for(job.run.method),
     )
 
 

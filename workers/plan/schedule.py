@@ -4,7 +4,7 @@ Nothing is measured. Plans and sizes of buckets follow from it.
 
     full        the gradient in full: a warm-up step, or any step of a dense optimizer
     both        0/1 Adam: a step that moves the variance sends the gradient in full, and syncs
-    compressed  one bit a value; all steps of 1-bit Muon
+    compressed  one bit a value
     local       0/1 Adam, between two syncs: nothing is sent
 
 With warmup = auto nobody knows when the variance will be stable. The earliest step that the rule allows is assumed, and
@@ -20,7 +20,8 @@ from typing import Any, Self
 
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
-from thinwire.contract.spec import OneBitAdamSpec, OneBitLambSpec, TrainSpec, ZeroOneAdamSpec
+from thinwire.contract.optimizers import OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
+from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, ZeroOneAdam
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.freezing import FreezingOptimizer
@@ -95,7 +96,7 @@ class RunSteps:
             floor=schedule.final_fraction if schedule.decay == "cosine" else 1.0,
             warmup=spec.warmup_steps,
             var_freeze_step=spec.var_freeze_step,
-            full_exchange=given.full_exchange,
+            full_exchange=getattr(given, "full_exchange", None),
             half=spec.precision == "bfloat16",
             flat=spec.topology == "flat",
             **more,
@@ -185,15 +186,6 @@ def dense(run: RunSteps) -> Kinds:
     return Kinds(full=run.steps)
 
 
-def kinds_of(run: RunSteps, method: str) -> Kinds:
-    """Of one method, by its name in job files."""
-    if method == "zero_one_adam":
-        return zero_one(run)
-    if method in ("onebit_adam", "onebit_lamb"):
-        return one_bit(run, lamb=method == "onebit_lamb")
-    return Kinds(full=0, compressed=run.steps) if method == "onebit_muon" else dense(run)
-
-
 def full_wire(run: RunSteps, freeze: int | None) -> FullWire:
     """How full exchanges are sent. freeze: the step of it, where given; who finds it by itself chooses 8 bits."""
     if run.full_exchange is not None:
@@ -209,9 +201,17 @@ def full_steps(run: RunSteps) -> FullSteps:
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
-    freezes = {"zero_one_adam": run.var_freeze_step, "onebit_adam": run.warmup, "onebit_lamb": run.warmup}
-    kinds, wire = kinds_of(run, run.method), full_wire(run, freezes.get(run.method, 0))
-    if wire == "fp32" or not kinds.warmup:
+    if run.method in ("onebit_sgd", "onebit_muon"):
+        return NO_FULL_STEPS
+    freeze = run.warmup
+    if run.method == "zero_one_adam":
+        freeze, kinds = run.var_freeze_step, zero_one(run)
+    elif run.method in ("onebit_adam", "onebit_lamb"):
+        kinds = one_bit(run, lamb=run.method == "onebit_lamb")
+    else:
+        freeze, kinds = 0, dense(run)
+    wire = full_wire(run, freeze)
+    if wire == "fp32":
         return NO_FULL_STEPS
     warmup = max(kinds.warmup, (kinds.latest_warmup or 0) + kinds.refreshes)
     return FullSteps(EXCHANGES[wire], min(warmup / run.steps, 1.0))

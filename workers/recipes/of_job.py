@@ -29,6 +29,7 @@ from thinwire.optim import (
     OneBitAdam,
     OneBitLamb,
     OneBitMuon,
+    OneBitSGD,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
@@ -42,6 +43,7 @@ OPTIMIZERS: dict[str, Any] = {
     "onebit_adam": OneBitAdam,
     "onebit_lamb": OneBitLamb,
     "zero_one_adam": ZeroOneAdam,
+    "onebit_sgd": OneBitSGD,
     "onebit_muon": OneBitMuon,
     "adam": Adam,
     "lamb": Lamb,

@@ -7,20 +7,23 @@ is lost in optimizer.step() is undone there; step() returns, the body ends, and 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from thinwire.comm import CommError
+from thinwire.comm.protocol import Group
 from thinwire.optim import FlatOptimizer
-from thinwire.workers.data.feed import Share
+from thinwire.workers.data.feed import Share, own_part
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.session.training import ScriptError
 
@@ -207,3 +210,27 @@ def once_computed(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any
         return loss
 
     return (this, computed), {}
+
+
+def weighed(
+    share: Share, weigh: Callable[[Any], Any] | None, samples: int, group: Group, device: torch.device
+) -> Share:
+    """The share, whose weight is its part of all that ranks count in this step, such as tokens.
+
+    weigh: counts what the mean loss of a batch is a mean over; None, or gives None on all ranks: samples. Where nothing
+    is counted on any rank the weight is that of the samples too.
+    Collective. Raises: ScriptError for what is no count; PeerLost.
+    """
+    if weigh is None or group.size == 1:
+        return share
+    found = weigh(share.batch)
+    if found is None:
+        return share
+    count = float(found)
+    if not (math.isfinite(count) and count >= 0):
+        raise ScriptError(f"run.batches(weigh=...) counted {count} in its batch of step {share.step}: give one from 0")
+    positions, of_samples = own_part(samples, group.rank, group.size)
+    own = count * of_samples / len(positions)  # a batch that several ranks compute counts once
+    mean = torch.tensor([own], dtype=torch.float64, device=device)
+    group.mean_(mean)
+    return replace(share, weight=own / mean.item()) if mean.item() else share

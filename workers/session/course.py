@@ -32,15 +32,15 @@ from thinwire.optim.kernels.compiled import compile_all
 from thinwire.optim.regroup import hand_over
 from thinwire.workers.data.feed import Share
 from thinwire.workers.error_words import in_words
-from thinwire.workers.membership import Change, Dismissed, MembershipError
-from thinwire.workers.origin import Origin, StartRefused
+from thinwire.workers.membership.seats import Change
+from thinwire.workers.membership.state import Dismissed, MembershipError
 from thinwire.workers.owed import BROKEN_S, LEAVE_S
 from thinwire.workers.ranks import RunEnded
 from thinwire.workers.recipes.of_job import take_settings
 from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.saving import Saving, store_of
-from thinwire.workers.session.body import Bodies, Made
-from thinwire.workers.session.joining import Joined, Progress, join
+from thinwire.workers.session.body import Bodies, Made, weighed
+from thinwire.workers.session.joining import Joined, Origin, Progress, join
 from thinwire.workers.session.training import ScriptError, Surroundings, Training
 from thinwire.workers.signature import signature
 from thinwire.workers.telemetry import history
@@ -50,6 +50,7 @@ from thinwire.workers.telemetry.prediction import Prediction
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog, refuse_non_finite
 from thinwire.workers.telemetry.step_parts import StepClock
 from thinwire.workers.telemetry.trace import Trace
+from thinwire.workers.weights import StartRefused
 
 logger = logging.getLogger(__name__)
 OfRanks = NonFiniteInput | NonFiniteLoss | ReplicasDiffer
@@ -68,7 +69,7 @@ class Course:
 
     step: committed. attended: up to where evaluations, reports and checkpoints are done. last: the last step of the
     run, None while nobody knows it. evaluate_every: 0: never. evaluate: gives this rank's part of the validation loss,
-    or several numbers by name, none where it has no part; weight: how much it is of the mean.
+    or several numbers by name, none where it has no part; weight: how much it is of the mean. weigh: as of batches().
     is_new: it has not joined anybody so far. is_over: its session was left.
     """
 
@@ -80,6 +81,7 @@ class Course:
         self.last, self.evaluate_every = training.feed.last, 0
         self.evaluate: Callable[[], Found] | None = None
         self.weight: Callable[[], float] = lambda: 1.0
+        self.weigh: Callable[[Any], Any] | None = None
         self.is_new, self.is_over = True, False
         self._around, self._run, self._ranks, self._reporter = around, run, ranks, reporter
         ranks.on_wait = lambda step, waits: reporter.waits_for_membership(step, waits=waits)
@@ -139,6 +141,10 @@ class Course:
             assert share.step == step, f"the share of step {share.step} for step {step}"
             if self._trace is not None:
                 self._trace.fed(step, share.batch)
+            with self._meter.part("control"):
+                training = self.training
+                samples = training.feed.samples(step)
+                share = weighed(share, self.weigh, samples, training.group, self._around.device)
             with self._meter.part("forward_backward", bytes_on="optimizer"), self.bodies.open(share):
                 yield share.batch
             self._take(self.bodies.close())

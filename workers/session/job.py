@@ -3,6 +3,8 @@
 A script runs as `python train.py ...` would run it: as __main__, with its folder as the current one and its own folder
 first in sys.path. However it ends, the owner of the job hears of it: what the script itself did comes first, and
 nothing of what called it.
+
+The loop of a recipe is an ordinary script too: thinwire.train.train() runs the same one where there is no job.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from typing import Any, NoReturn, TextIO, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import default_collate
 
 from thinwire.comm import CommError, PeerLost, SoloGroup
 from thinwire.comm.protocol import Group
@@ -28,17 +32,20 @@ from thinwire.contract.script import ScriptRecipe, SecretSource
 from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.workers.data.feed import let_go_of_connections
+from thinwire.workers.data.order import share
 from thinwire.workers.error_words import as_failure, in_words, words_of
-from thinwire.workers.membership import MembershipError
+from thinwire.workers.membership.state import MembershipError
 from thinwire.workers.ranks import Ranks, RunEnded
+from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.session import recipe_loop
 from thinwire.workers.session.session import Session, begin, placed
 from thinwire.workers.session.training import Left, Run, ScriptError, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
 
 logger = logging.getLogger(__name__)
 
+EVALUATION_SAMPLES = 32
+"""Samples evaluated at a time, so that memory does not grow with the validation set."""
 MOST_FRAMES = 20
 """Of a traceback in a failure: the first are the script's own."""
 MOST_WORDS = 2000
@@ -69,7 +76,7 @@ def run_job(
                 run_script(spec.recipe, begun)
             else:
                 with begin() as session:
-                    recipe_loop.train(recipe_of(spec), session)
+                    train(recipe_of(spec), session)
         except Left as left:
             raise left.reason from None
         except BaseException as error:
@@ -81,6 +88,70 @@ def run_job(
                 raise PeerLost(f"the script's own collective failed: {error}") from error
             raise
     return begun[0].summary
+
+
+def train(recipe: Recipe, run: Session) -> nn.Module:
+    """Train it to its last step, and return the model."""
+    dataset, samples = recipe.dataset(), recipe.validation()
+    model = recipe.model().to(run.device)
+    params = model.named_parameters() if recipe.takes_names else model.parameters()
+    optimizer = recipe.optimizer(params, run.group)
+    run.register(model=model, optimizer=optimizer)
+    if samples is not None:
+        run.evaluate_every(
+            recipe.evaluate_every,
+            lambda: part_of_validation(recipe, model, samples, run.group, run.device, run.look),
+        )
+    batches = run.batches(dataset, global_batch=recipe.global_batch, steps=recipe.steps, seed=recipe.seed)
+    recipe.rehearse(model, optimizer, run.device)
+    for batch in batches:
+        # Before backward: what 0/1 Adam sends in it has the rate in it.
+        set_rate(optimizer, recipe.lr(run.step_number + 1))
+        run.step(recipe.loss(model, moved(batch, run.device)))
+    return model
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float | None) -> None:
+    """Of all parameter groups. None: they keep theirs."""
+    if rate is not None:
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = rate
+
+
+def _no_look() -> None:
+    pass
+
+
+@torch.no_grad()
+def part_of_validation(
+    recipe: Recipe,
+    model: nn.Module,
+    samples: Sequence[Any],
+    group: Group,
+    device: torch.device,
+    look: Callable[[], None] = _no_look,
+) -> float:
+    """Of a rank, computed over its share of the samples: the mean over ranks is the mean loss over the samples. Local.
+
+    look: called now and then on the way. Raises: what `look` raises.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    model.eval()
+    try:
+        for number, batch in shared_out(samples, group):
+            look()
+            total += recipe.loss(model, moved(batch, device)).double() * number
+    finally:
+        model.train()
+    return float(total * (group.size / len(samples)))
+
+
+def shared_out(samples: Sequence[Any], group: Group) -> Iterator[tuple[int, Any]]:
+    """This rank's samples, some at a time: how many, and their batch."""
+    mine = share(len(samples), group.rank, group.size)
+    for at in range(mine.start, mine.stop, EVALUATION_SAMPLES):
+        some = range(at, min(at + EVALUATION_SAMPLES, mine.stop))
+        yield len(some), default_collate([samples[i] for i in some])
 
 
 def run_script(recipe: ScriptRecipe, begun: list[Session]) -> None:

@@ -37,7 +37,7 @@ from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, StreamFeed, feed_of
 from thinwire.workers.data.order import share
 from thinwire.workers.error_words import in_words
-from thinwire.workers.membership import MembershipError
+from thinwire.workers.membership.state import MembershipError
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import FixedRanks, RunEnded
 from thinwire.workers.replicas import ReplicasDiffer
@@ -307,12 +307,14 @@ class Session:
         shuffle: bool = True,
         seed: int | None = None,
         loader: Mapping[str, Any] | None = None,
+        weigh: Callable[[Any], float | Tensor | None] | None = None,
     ) -> Iterator[Any]:
         """This rank's share of the step that is next, again and again, until all steps are made.
 
         global_batch: samples of a step over all ranks. steps: how many are made; epochs: how often the dataset is gone
         through, once where neither is given. In a job its file may say global_batch, steps and seed instead.
-        loader: arguments of torch's DataLoader, such as num_workers and collate_fn.
+        loader: arguments of torch's DataLoader, such as num_workers and collate_fn. weigh: counts in a batch what its
+        mean loss is a mean over, such as tokens; None: samples.
         Raises: ScriptError, TypeError, ValueError for what cannot be trained with; where other ranks are lost and this
         one cannot go on without them: PeerLost; NonFiniteInput.
         """
@@ -342,6 +344,7 @@ class Session:
         refuses_nan = isinstance(spec, TrainSpec)
         training = Training(around.group, around.device, optimizer, registered, feed, refuses_nan=refuses_nan)
         self._course = course = Course(around, training, Bodies(optimizer, registered))
+        course.weigh = weigh
         if self._evaluation is not None:
             course.evaluate_every, course.evaluate, course.weight = self._evaluation
         self._batches = self._loop(course)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from thinwire.comm.protocol import Group
 from thinwire.contract.figures import NAMED
-from thinwire.workers.membership import Seat
+from thinwire.workers.membership.seats import Seat
 
 RECENT = 200
 """Steps that a share is of."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.error_words import in_words
-from thinwire.workers.membership import Seat
+from thinwire.workers.membership.seats import Seat
 
 FOLDER = "trace"
 

@@ -5,7 +5,9 @@ import torch
 
 from tests.comm.exchange.test_plain import LAYOUT
 from thinwire.comm import NonFiniteInput, SoloGroup, default_reducer
+from thinwire.comm.exchange import alone
 from thinwire.comm.exchange.reducer import Reducer
+from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.kernels.peak import witness
 from thinwire.comm.layout import VectorLayout
 
@@ -68,6 +70,24 @@ def test_a_lerp_goes_on_from_the_last_result_and_reads_gradients_where_they_are(
     reducer.commit()
     reducer.last(memory).decode_(out := torch.empty_like(x))
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("piece", [8, 24, 80])
+def test_a_scaled_lerp_has_the_factor_of_each_run_however_it_is_cut(piece, monkeypatch):
+    """Where a piece lies in one run its factor is one number."""
+    monkeypatch.setattr(alone, "PIECE", piece)
+    reducer, memory = made(torch.float32, ALONE)
+    x, g = (filled(seed, ALONE).float() for seed in (1, 2))
+    factor = torch.tensor([0.3, 1.7, 2.9, 0.7])
+    reducer.compressed_(x, memory)
+    reducer.begin(memory)
+    reducer.launch_lerp(0, g, 0.125, (), None, factor)
+    reducer.finish()
+    reducer.commit()
+    reducer.last(memory).decode_(out := torch.empty_like(x))
+    factors = spread(factor, ALONE)
+    m = x / factors
+    assert torch.equal(out, (g - m).mul_(0.125).add_(m).mul_(factors))
 
 
 def test_a_value_that_is_not_finite_is_refused_and_changes_nothing():

@@ -25,7 +25,7 @@ class When(StrEnum):
     COMPRESSED = "in the compressed phase"
 
 
-OPTIMIZERS = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam")
+OPTIMIZERS = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "onebit_sgd", "zero_one_adam")
 Do = Callable[[Loop], object]
 
 

@@ -17,7 +17,7 @@ from tests.optim.reference.written_out import make
 from thinwire.comm.protocol import Group
 
 WARMUP, BLOCK, BUCKET, BATCH = 4, 64, 512, 16
-RATES = {"sgd": 0.03, "lamb": 0.02, "onebit_lamb": 0.04, "zero_one_adam": 0.02}
+RATES = {"sgd": 0.03, "onebit_sgd": 0.03, "lamb": 0.02, "onebit_lamb": 0.04, "zero_one_adam": 0.02}
 ADAM = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.05}
 
 
@@ -151,7 +151,7 @@ def ours(name: str, params: Iterable[Any], group: Group, *, overlap: bool) -> An
 def theirs(name: str, params: Iterable[Any], group: Group, *, none_is_zero: bool) -> Any:
     """What the optimizer of this name is held against."""
     optimizer: Any
-    if name == "sgd":
+    if name.endswith("sgd"):
         optimizer = MeanSGD(params, lr=RATES["sgd"], momentum=0.9, weight_decay=ADAM["weight_decay"])
     else:
         optimizer = MeanAdamW(params, **ADAM)

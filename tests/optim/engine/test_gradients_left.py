@@ -6,8 +6,14 @@ import torch
 from tests.covering import every_value
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
-from thinwire.comm import run_threads
-from thinwire.optim import Adam, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
+from thinwire.comm import WireMismatch, run_threads
+from thinwire.optim import (
+    Adam,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitMuon,
+    ZeroOneAdam,
+)
 
 MAKE = {
     "adam": Adam,
@@ -63,6 +69,37 @@ def test_the_mean_is_left_on_every_rank_and_nothing_else_changes(make, ranks, dt
             if make != "zero_one_adam" or bound is None:  # where each rank shortens its own, before the mean
                 torch.testing.assert_close(own, mean, **close)
         assert torch.equal(ends, ends_plain)
+
+
+@every_value({"make": MAKE, "ranks": [2, 3], "step": [1, 4, 7, 8, 9], "back": [False, True]})
+def test_a_parameter_that_one_rank_alone_has_frozen_is_named_on_all(make, ranks, step, back):
+    """As without it: in a warm-up, in a compressed step, and in a local one of 0/1 Adam."""
+
+    def work(group):
+        net = seeded(0, lambda: torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 2)))
+        optimizer = MAKE[make](net.parameters(), group=group)
+        optimizer.gradients = "mean"
+        if back:
+            net[1].bias.requires_grad_(False)
+        for number in range(1, step + 1):
+            if number == step and group.rank == ranks - 1:
+                net[1].bias.requires_grad_(back)
+            optimizer.zero_grad()
+            net(torch.ones(4, 6) * (group.rank + 1)).square().mean().backward()
+            if number < step:
+                optimizer.step()
+        with pytest.raises(WireMismatch, match="freeze and unfreeze the same parameters"):
+            optimizer.step()
+        assert optimizer.num_steps == step - 1
+        net[1].bias.requires_grad_(not back)
+        optimizer.zero_grad()
+        net(torch.ones(4, 6) * (group.rank + 1)).square().mean().backward()
+        optimizer.step()
+        return torch.cat([param.detach().flatten() for param in net.parameters()])
+
+    found = run_threads(ranks, work)
+    if make != "zero_one_adam":  # between two syncs ranks hold others
+        assert all(torch.equal(one, found[0]) for one in found)
 
 
 def test_without_it_a_compressed_step_leaves_each_rank_its_own():

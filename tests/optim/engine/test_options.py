@@ -17,6 +17,7 @@ from thinwire.optim import (
     OneBitAdam,
     OneBitLamb,
     OneBitMuon,
+    OneBitSGD,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
@@ -34,6 +35,7 @@ ALL = {
     "full_exchange": "bf16",
     "topology": "flat",
 }
+IN_ONE_BIT = {k: v for k, v in ALL.items() if k != "full_exchange"}
 COMPRESSED = ALL | {"total_steps": 100, "lr_warmup_steps": 5, "refresh": 0.5}
 BOUNDS = {"bounds": LambBounds(max_coeff=2.0, min_coeff=0.5)}
 TAKES = {
@@ -42,9 +44,10 @@ TAKES = {
     Lamb: ALL | BOUNDS,
     OneBitAdam: COMPRESSED | {"warmup": 3, "narrow": ["variance"]},
     OneBitLamb: COMPRESSED | BOUNDS | {"warmup": 3},
-    ZeroOneAdam: COMPRESSED | {"var_freeze_step": 3, "schedule": ZeroOneSchedule(local_step_scaler=8)},
+    OneBitSGD: IN_ONE_BIT | {"dampening": 0.1, "maximize": True},
+    OneBitMuon: IN_ONE_BIT | {"nesterov": False, "narrow": ["momentum"]},
     Muon: ALL | {"nesterov": False},
-    OneBitMuon: ALL | {"nesterov": False, "narrow": ["momentum"]},
+    ZeroOneAdam: COMPRESSED | {"var_freeze_step": 3, "schedule": ZeroOneSchedule(local_step_scaler=8)},
 }
 
 

@@ -10,7 +10,17 @@ from tests.optim.constructing import construct
 from thinwire.comm import run_threads
 from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.kernels import choose
-from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
+from thinwire.optim import (
+    SGD,
+    Adam,
+    Lamb,
+    Muon,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitMuon,
+    OneBitSGD,
+    ZeroOneAdam,
+)
 from thinwire.optim.engine.health import health
 from thinwire.optim.engine.state import replicated
 from thinwire.optim.regroup import hand_over, regroup
@@ -21,6 +31,7 @@ KINDS = {
     "adam in float64": lambda p, **k: Adam(p, lr=1e-2, **k),
     "lamb": lambda p, **k: Lamb(p, lr=1e-2, max_grad_norm=1.0, **k),
     "sgd in 16 bits": lambda p, **k: SGD(p, lr=1e-2, full_exchange="bf16", **k),
+    "onebit_sgd": lambda p, **k: OneBitSGD(p, lr=1e-2, nesterov=True, weight_decay=0.1, **k),
     "onebit_adam": lambda p, **k: OneBitAdam(p, lr=1e-2, warmup=FREEZE, refresh=0.4, **k),
     "onebit_adam by itself": lambda p, **k: OneBitAdam(p, lr=1e-2, total_steps=40, **k),
     "onebit_adam in 16 bits": lambda p, **k: OneBitAdam(

@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
                 param.sub_(u @ vh, alpha=group["lr"])
 
 
-def trained(ours, theirs, ranks=3, steps=4, with_model=True, before_step=lambda model, group: None):
+def trained(ours, theirs, ranks=3, steps=4, with_model=True, before_step=lambda model, group: None, first=False):
     """A net whose matrix has an optimizer of its own, theirs(params); the rest is trained by ours."""
 
     def work(group):
@@ -53,8 +53,8 @@ def trained(ours, theirs, ranks=3, steps=4, with_model=True, before_step=lambda 
             x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + group.rank))
             model(x).square().mean().backward()
             before_step(model, group)
-            mine.step()
-            other.step()
+            for one in (other, mine) if first else (mine, other):
+                one.step()
 
     run_threads(ranks, work)
 
@@ -71,6 +71,15 @@ def test_a_second_optimizers_parameters_that_drift_apart_are_said_in_the_second_
     assert f"step=1: {theirs.__name__} (1) steps parameters that ranks do not hold alike" in line
     assert f"1 of 1, the first is {name} on ranks [1, 2]" in line
     assert "as a parameter group of its own" in line
+
+
+@every_value({"ours": OURS, "steps": [1, 3], "with_model": [True, False]})
+def test_of_one_that_steps_before_ours_it_is_said_in_the_first_step(ours, steps, with_model, caplog):
+    trained(OURS[ours], torch.optim.AdamW, with_model=with_model, steps=steps, first=True)
+    (line,) = lines(caplog)
+    assert "step=0: AdamW (1) steps parameters that ranks do not hold alike" in line
+    trained(Adam, torch.optim.AdamW, before_step=averaged, first=True, ranks=1)
+    assert len(lines(caplog)) == 1
 
 
 def averaged(model, group):

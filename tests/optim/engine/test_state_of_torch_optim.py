@@ -10,7 +10,17 @@ import torch
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
-from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
+from thinwire.optim import (
+    SGD,
+    Adam,
+    Lamb,
+    Muon,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitMuon,
+    OneBitSGD,
+    ZeroOneAdam,
+)
 from thinwire.optim.regroup import regroup
 from thinwire.workers.replicas import replicas_bit_equal
 
@@ -18,6 +28,7 @@ MAKE = {
     "adam": lambda p, **k: construct(Adam, p, lr=1e-2, **k),
     "lamb": lambda p, **k: construct(Lamb, p, lr=1e-2, **k),
     "sgd": lambda p, **k: construct(SGD, p, lr=1e-2, **k),
+    "onebit_sgd": lambda p, **k: construct(OneBitSGD, p, lr=1e-2, **k),
     "onebit_adam": lambda p, **k: construct(OneBitAdam, p, lr=1e-2, warmup=3, **k),
     "onebit_adam_auto": lambda p, **k: construct(OneBitAdam, p, lr=1e-2, **k),
     "onebit_lamb": lambda p, **k: construct(OneBitLamb, p, lr=1e-2, warmup=3, **k),
@@ -41,10 +52,12 @@ def descend(net, optimizer, steps, rank=0):
         optimizer.step()
 
 
-@pytest.mark.parametrize(("name", "theirs"), [("adam", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+@pytest.mark.parametrize(
+    ("name", "theirs"), [("adam", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("onebit_sgd", torch.optim.SGD)]
+)
 def test_state_has_the_values_that_torch_has(name, theirs):
     net, twin = network(), network()
-    settings = {"momentum": 0.9} if name == "sgd" else {"weight_decay": 0.0}
+    settings = {"momentum": 0.9} if name.endswith(("sgd", "muon")) else {"weight_decay": 0.0}
     ours, reference = MAKE[name](net.parameters()), theirs(twin.parameters(), lr=1e-2, **settings)
     descend(net, ours, range(5))
     descend(twin, reference, range(5))
@@ -68,9 +81,7 @@ def test_state_shows_the_flat_vectors_in_the_parameters_shapes_also_after_steps_
         fields = {"exp_avg": "m_N", "exp_avg_sq": "v_N", "momentum_buffer": "m_N"}
         for p, q in zip(net.parameters(), other.parameters(), strict=True):
             assert set(early[p]) == (
-                {"step", "momentum_buffer"}
-                if name in ("sgd", "muon", "onebit_muon")
-                else {"step", "exp_avg", "exp_avg_sq"}
+                {"step", "momentum_buffer"} if name.endswith("sgd") else {"step", "exp_avg", "exp_avg_sq"}
             )
             assert isinstance(early[p]["step"], torch.Tensor)
             assert early[p]["step"] == shown[q]["step"] == optimizer.num_steps == 6

@@ -1,4 +1,7 @@
-"""1-bit LAMB's loops: what rows say gives what floats give, bit for bit, and both what the chain of torch gives."""
+"""1-bit LAMB's loops: what rows say gives what floats give, bit for bit, and both what the chain of torch gives.
+
+LAMB's loops on the mean gradient give what its chain gives.
+"""
 
 from dataclasses import replace
 
@@ -8,9 +11,10 @@ import torch
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.comm.layout import VectorLayout
+from thinwire.optim import lamb_math
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
-from thinwire.optim.kernels.lamb import TILE, Bounds, Descent, Heard, Tiles
+from thinwire.optim.kernels.lamb import TILE, Bounds, Descent, Heard, Step, Tiles
 from thinwire.optim.lamb_math import LambBounds, TensorSegments
 from thinwire.optim.onebit_lamb import LONGEST_STEP, OneBitLambState, _factors, _measured
 
@@ -174,3 +178,48 @@ def test_what_is_written_has_a_new_version():
     descent.done()
     after = [x._version for x in (*written, *read)]
     assert [b > a for a, b in zip(before, after, strict=True)] == [True] * 3 + [False] * 3
+
+
+def dense_step(problem, monkeypatch, room, bias_step):
+    """p, m, v and c of one step of LAMB by its loops with so much room; None: by the chain."""
+    live, random = problem.layout.live, torch.Generator().manual_seed(9)
+    starts = [start for start, _ in live]
+    lengths_t = torch.tensor([*starts[1:], problem.layout.numel]) - torch.tensor(starts)
+    part = TensorSegments(problem.h.span, slice(0, len(live)), live, lengths_t, Tiles(live, problem.p))
+    g, m = (torch.randn(len(problem.p), generator=random, dtype=problem.dtype) for _ in range(2))
+    p, v = problem.p.clone(), problem.v.clone()
+    p[slice(*live[-1])] = 0  # a norm of 0
+    for x in (g, m):
+        x[problem.layout.dead(0, len(x))] = 0
+    with monkeypatch.context() as patch:
+        if room is None:
+            patch.setattr(lamb_math, "has_loops", lambda vector: False)
+        else:
+            patch.setattr(lamb_math, "Step", lambda *given: Step(*given, room=room))
+        c = lamb_math.step_(p, g, m, v, problem.h, [part], LIMITS, bias_step)
+    return p, m, v, c
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("decay", "bias_step"), [(0.0, 3), (0.1, 3), (0.1, None)])
+def test_lamb_in_two_passes_gives_what_its_chain_gives(monkeypatch, dtype, lengths, decay, bias_step):
+    problem = Problem(lengths, dtype, decay)
+    due = dense_step(problem, monkeypatch, None, bias_step)
+    dead = problem.layout.dead(0, problem.layout.numel)
+    for room in (0, 1 << 20):
+        found = dense_step(problem, monkeypatch, room, bias_step)
+        for ours, theirs in zip(found, due, strict=True):
+            ulp = torch.finfo(dtype).eps * theirs.abs().clamp(min=1.0)
+            assert ((ours - theirs).abs() <= 64 * ulp).all()
+        assert not any(x[dead].any() for x in found[:3])
+    assert due[3][-1] == 1  # of a norm of 0
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_the_number_of_threads_changes_no_bit_of_lamb(monkeypatch, room):
+    problem, found = Problem(LENGTHS[-1] * 8, torch.float32, 0.1), []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        found.append(dense_step(problem, monkeypatch, room, 3))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

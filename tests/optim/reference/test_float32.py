@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.covering import every_value
 from tests.optim import test_properties
-from tests.optim.reference.written_out import COMPRESSED, buckets_of, in_pieces, parameters_of, reference_of
+from tests.optim.reference.written_out import FREEZING, buckets_of, in_pieces, parameters_of, reference_of
 from tests.optim.test_properties import problems
 from tests.reference.exchange import Errors, TwoPhase, laid_end_to_end, split_like
 from thinwire.comm import run_threads
@@ -115,7 +115,7 @@ def watch(reference, states, optimizer):
 
 SINCE_FREEZE = (-6, -2, -1, 0, 1, 4, 5, 6, 7)
 """Steps before the one that is compared. 0/1 Adam is between two syncs at 5 and 7, so that step 6 and 8 end a round."""
-COUNTS = {name: [0, 0] for name in COMPRESSED}
+COUNTS = {name: [0, 0] for name in FREEZING}
 """Elements left out and elements seen, over all examples."""
 
 
@@ -164,7 +164,7 @@ def examples(count):
     return settings(usual, max_examples=max(40, usual.max_examples))
 
 
-@every_value({"name": COMPRESSED}, only=(0,))
+@every_value({"name": FREEZING}, only=(0,))
 def test_one_step_in_float32_is_that_of_the_reference_but_for_signs_of_rounding_size(name):
     @examples(80)
     @given(problems(dtypes=(torch.float32,)), st.sampled_from(SINCE_FREEZE))

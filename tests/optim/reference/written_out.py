@@ -15,10 +15,21 @@ from tests.reference.papers import (
     ReferenceLamb,
     ReferenceOneBitAdam,
     ReferenceOneBitLamb,
+    ReferenceOneBitSgd,
     ReferenceSgd,
     ReferenceZeroOneAdam,
 )
-from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
+from thinwire.optim import (
+    SGD,
+    Adam,
+    Lamb,
+    Muon,
+    OneBitAdam,
+    OneBitLamb,
+    OneBitMuon,
+    OneBitSGD,
+    ZeroOneAdam,
+)
 from thinwire.optim.engine.schedule import is_variance_step
 from thinwire.optim.onebit_lamb import LONGEST_STEP
 
@@ -29,11 +40,12 @@ CLASSES = {
     "onebit_adam": OneBitAdam,
     "onebit_lamb": OneBitLamb,
     "zero_one_adam": ZeroOneAdam,
+    "onebit_sgd": OneBitSGD,
     "muon": Muon,
     "onebit_muon": OneBitMuon,
 }
 FREEZING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-COMPRESSED = (*FREEZING, "onebit_muon")
+COMPRESSED = (*FREEZING, "onebit_sgd", "onebit_muon")
 VAR_UPDATE_SCALER, LOCAL_STEP_SCALER, LOCAL_STEP_CLIPPER = 2, 4, 4
 
 
@@ -42,7 +54,11 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
     if name in ("sgd", "muon", "onebit_muon"):
         param_groups = [{k: v for k, v in g.items() if k not in ("betas", "eps")} for g in param_groups]
     if name in ("muon", "onebit_muon"):
-        param_groups = with_rules(param_groups)
+        param_groups = _with_rules(param_groups)
+    if name == "onebit_sgd":
+        param_groups = [_with_momentum(g) for g in param_groups]
+    if name in ("onebit_sgd", "onebit_muon"):
+        more.pop("full_exchange", None)  # they have none
     given = {"block": block}
     if name in ("onebit_adam", "onebit_lamb"):
         given["warmup"] = warmup
@@ -57,12 +73,18 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
     return construct(CLASSES[name], param_groups, group=group, **given, **more)
 
 
-def with_rules(param_groups):
+def _with_rules(param_groups):
     """Groups of vectors alone say so, for else a model without a matrix is refused."""
     listed = [{**group, "params": list(group["params"])} for group in param_groups]
     is_vector = lambda p: p.numel() == 1 or (p.dim() != 2 and max(p.shape) == p.numel())  # noqa: E731
     alone = [all(map(is_vector, group["params"])) for group in listed]
     return [{**group, "rule": "vector"} if is_alone else group for group, is_alone in zip(listed, alone, strict=True)]
+
+
+def _with_momentum(group):
+    """A group of Adam's as one of SGD."""
+    own = {} if "betas" not in group else {"momentum": group["betas"][0]}
+    return {**{k: v for k, v in group.items() if k not in ("betas", "eps")}, **own}
 
 
 def sync_steps(warmup, steps):
@@ -96,6 +118,12 @@ def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=10
     if name == "sgd":
         group = optimizer.param_groups[0]
         return ReferenceSgd(start, group["lr"], group["momentum"], group["weight_decay"])
+    layout = optimizer.space.layout
+    units = block_units(layout, size, block, buckets_of(optimizer))
+    exchange = TwoPhase(units) if size > 1 else exact_mean
+    if name == "onebit_sgd":
+        hyper = per_tensor(optimizer, lambda g: (g["lr"], g["momentum"], g["weight_decay"]))
+        return ReferenceOneBitSgd(start, hyper, exchange=exchange)
     if name in ("muon", "onebit_muon"):
         groups = per_tensor(optimizer, lambda g: g)
         rules = [optimizer.rules[tensor.param] for tensor in optimizer.space.tensors]
@@ -103,18 +131,14 @@ def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=10
             MuonHyper(g["lr"], g["momentum"], g["weight_decay"], g["nesterov"], rule)
             for g, rule in zip(groups, rules, strict=True)
         ]
-        units = block_units(optimizer.space.layout, size, block, buckets_of(optimizer))
-        exchange = None if name == "muon" else TwoPhase(units) if size > 1 else exact_mean
-        return ReferenceMuon(start, size, of_each, exchange)
+        return ReferenceMuon(start, size, of_each, None if name == "muon" else exchange)
     hyper = per_tensor(optimizer, lambda g: Hyper(g["lr"], g["betas"], g["eps"], g["weight_decay"]))
-    layout = optimizer.space.layout
     if name == "adam":
         return ReferenceAdam(start, hyper)
     if name == "lamb":
         return ReferenceLamb(start, hyper, min_coeff=0.01, max_coeff=10.0)
-    units = block_units(layout, size, block, buckets_of(optimizer))
     ours = {
-        "exchange": TwoPhase(units) if size > 1 else exact_mean,
+        "exchange": exchange,
         "bias_correction": True,
         "floor": floor_of(block_units(layout, 1, block)),
     }

@@ -83,9 +83,9 @@ def largest(all_n):
 @every_value(
     {
         "size, dead": [(2, (0,)), (3, (1,)), (4, (3,)), (4, (0, 2)), (8, (1, 2, 6))],
-        "name": ["onebit_adam", "onebit_lamb", "zero_one_adam"],
+        "name": ["onebit_adam", "onebit_lamb", "onebit_sgd", "zero_one_adam"],
     },
-    only=(1, 4),
+    only=(1, 2, 4),
 )
 @pytest.mark.law
 def test_what_the_dead_held_is_rebuilt_as_the_formula_says(name, size, dead):

@@ -135,7 +135,7 @@ def test_the_shares_of_all_ranks_are_the_state_dict_of_all_for_any_number_of_the
         "new": [3, 2, 1],
         "dtype": [torch.float32, torch.bfloat16],
     },
-    only=(0, 2),
+    only=(0, 2, -1),
 )
 @pytest.mark.law
 def test_the_share_of_rank_0_alone_is_whole_but_for_r_and_says_so_once(name, saved_at, new, dtype, caplog):

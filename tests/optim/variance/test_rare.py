@@ -1,6 +1,7 @@
 """Rows that few gradients touch: what their variance is frozen as, and how it is brought up to date."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -156,3 +157,23 @@ def test_a_tensor_of_few_zeros_or_of_nothing_else_is_left_as_it_is():
     assert [at for at, _ in rare_tensors(g, live)] == [slice(0, 10)]
     seen = seen_at_refresh(v, g, live)
     assert torch.equal(seen[10:], g[10:])
+
+
+@every_value({"name": CLASSES, "falls": [True, False]})
+def test_the_freeze_names_the_tensors_of_rare_rows_and_warns_where_the_rate_does_not_fall(name, falls, caplog):
+    def work(group):
+        optimizer, parameters = made(name, group)
+        for _ in range(FREEZE):
+            optimizer.param_groups[0]["lr"] *= 0.99 if falls else 1.0
+            go_on(optimizer, parameters, group)
+        assert optimizer.frozen_at == FREEZE
+        (label,) = (t.label for t in optimizer.space.tensors if t.param.dim() == 2)
+        (said,) = optimizer.stats()["rare_rows"]
+        assert said in (f"{label} (89%)", f"{label} (90%)", f"{label} (91%)")  # 0.95^2
+        return said
+
+    with caplog.at_level(logging.INFO, "thinwire"):
+        said = run_threads(2, work)
+    (record,) = (r for r in caplog.records if "rare_rows" in r.getMessage())
+    assert record.levelno == (logging.INFO if falls else logging.WARNING)
+    assert f"rare_rows step={FREEZE} tensors=1: {said[0]}: " in record.getMessage()

@@ -80,6 +80,6 @@ def assert_errors_undone(optimizer, before):
 
 def snapshot(optimizer, *, with_errors=True):
     s = optimizer.vectors
-    tensors = [optimizer.space.p_N, s.m_N, s.v_N, s.used, *([] if optimizer.at_sync else [s.u_N, s.x_s_N])]
+    tensors = [optimizer.space.p_N, s.m_N, s.v_N, s.used, *(() if optimizer.at_sync else s.of_round())]
     tensors += [errors(optimizer)] if with_errors else []
     return bits(*tensors), copy.deepcopy(optimizer.saved), optimizer.num_steps, optimizer.frozen_at

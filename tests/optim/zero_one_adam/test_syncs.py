@@ -6,7 +6,8 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.zero_one_adam.problem import HYPER, bits, make, synced, train
-from thinwire.comm import run_threads
+from thinwire.comm import SoloGroup, run_threads
+from thinwire.optim import ZeroOneAdam
 from thinwire.optim.engine.replicas import Replicas
 
 
@@ -116,3 +117,36 @@ def test_rounds_skipped_are_the_steps_that_sent_nothing_idle_syncs_among_them(mo
         return stats["rounds_skipped"] - silent, silent > 20
 
     assert run_threads(2, work) == [(0, True)] * 2
+
+
+@every_value({"weight_decay": [0.0, 0.1], "dtype": [torch.float32, torch.float64]})
+def test_one_rank_alone_keeps_no_x_s_and_trains_as_one_that_does(monkeypatch, weight_decay, dtype):
+    """Over rounds of one, two and four steps, groups of different rates, one of them 0, a save in a round and R."""
+
+    def trained(keeps):
+        monkeypatch.setattr(ZeroOneAdam, "_keeps_start", keeps)
+        two = lambda model: [{"params": list(part.parameters())} for part in (model[0], model[2])]  # noqa: E731
+        model, optimizer = make(SoloGroup(), dtype, params=two, weight_decay=weight_decay)
+        found, between = [], 0
+        for step in range(1, 41):
+            optimizer.param_groups[1]["lr"] = 0.0 if step in (14, 21, 22) else HYPER["lr"] / step
+            if step == 30:  # what a larger group has left
+                residual_N = torch.full_like(optimizer.space.p_N, 1e-3)
+                residual_N[optimizer.space.layout.dead(0, len(residual_N))] = 0
+                optimizer.vectors.update_error.restore(residual_N)
+            train(model, optimizer, 1, 0)
+            between += not optimizer.at_sync
+            assert optimizer.at_sync or (optimizer.vectors.x_s_N is not None) == keeps
+            if step == 35:
+                assert not optimizer.at_sync
+                optimizer.prepare_to_save()
+            found.append(
+                (optimizer.space.p_N.clone(), optimizer.vectors.m_N.clone(), optimizer.common_parameters.clone())
+            )
+        assert between > 10
+        return found
+
+    rounding = 100 * torch.finfo(dtype).eps
+    for ours, theirs in zip(trained(False), trained(True), strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)

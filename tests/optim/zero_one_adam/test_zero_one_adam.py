@@ -28,7 +28,7 @@ def test_what_a_sync_gives_out_moves_no_element_further_than_the_longest_step(lo
         optimizer.longest_step = longest
         s, cut = optimizer.vectors, 0
         for step in range(1, 39):  # ends with a sync
-            start = optimizer.space.p_N.clone() if optimizer.at_sync else s.x_s_N.clone()
+            start = optimizer.common_parameters.clone()
             backward(model, optimizer, step, group.rank)
             weight = weight_of(optimizer)
             optimizer.step()

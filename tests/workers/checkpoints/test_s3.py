@@ -16,8 +16,7 @@ from tests.workers.small_job import run_small, small_spec
 from thinwire.contract.weights import FetchFailed
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 from thinwire.workers.checkpoints.storage import RemoteStorage, StoreRefused, open_storage
-from thinwire.workers.origin import StartRefused, opened
-from thinwire.workers.weights import fetch
+from thinwire.workers.weights import StartRefused, fetch, opened
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ def toy(config):
     import ray.util
 
     from thinwire.workers.elastic.worker_side import Failed, Left, lease_expired, resolve, slot_of
-    from thinwire.workers.membership import Identity, Member, Standing
+    from thinwire.workers.membership.member import Member
+    from thinwire.workers.membership.seats import Identity, Standing
 
     run_dir, slot = Path(config["run_dir"]), slot_of(config)
     if (run_dir / f"die-{slot}").exists():
@@ -72,7 +73,7 @@ def main():
     from ray.train import FailureConfig, RunConfig
 
     from thinwire.workers.elastic.trainer import ElasticTrainer
-    from thinwire.workers.membership import Limits
+    from thinwire.workers.membership.seats import Limits
 
     ray.init(address=options["address"], log_to_driver=True)
     result = ElasticTrainer(

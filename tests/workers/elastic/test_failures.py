@@ -8,7 +8,7 @@ import pytest
 from thinwire.workers.elastic.failures import Failure, Failures, JobFailed, Others
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.worker_side import Failed
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 
 PLAN = Plan(job="j", secret="x" * 16, limits=Limits(1, 4))
 

@@ -7,7 +7,7 @@ import pytest
 
 from thinwire.workers.elastic import worker_side
 from thinwire.workers.elastic.plan import Plan
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 
 
 def plan(job="job-1", **fields):

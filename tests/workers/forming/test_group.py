@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.workers.loop.elastic_job import FORKSERVER
-from thinwire.workers.membership import GenerationOver
+from thinwire.workers.membership.state import GenerationOver
 
 
 def _rank(rank, port, attempts, told):

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from thinwire.workers.forming.pairs import Door, Pairs, Patience
-from thinwire.workers.membership import GenerationOver, Identity, Seat, Seated, Standing
+from thinwire.workers.membership.seats import Identity, Seat, Seated, Standing
+from thinwire.workers.membership.state import GenerationOver
 
 SECRET = "sixteen-characters-or-more"
 PORT = 4711

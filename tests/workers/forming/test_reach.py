@@ -8,8 +8,7 @@ import time
 import pytest
 
 from thinwire.workers.forming.pairs import CAN_ASK, Reach, Times, _Way
-from thinwire.workers.membership import Identity, Seat, Standing
-from thinwire.workers.membership.seats import Seated
+from thinwire.workers.membership.seats import Identity, Seat, Seated, Standing
 
 pytestmark = pytest.mark.skipif(not CAN_ASK, reason="asks by what Linux has")
 HERE = "127.0.0.1"

@@ -23,8 +23,12 @@ from tests.tools.lab.inside import enter, inside
 from tests.workers.small_job import SMALL, Recording
 from thinwire.contract.spec import read_spec
 from thinwire.workers.forming import pairs
-from thinwire.workers.membership import LEASE_END_S, Dismissed, Identity, Limits, Member, MembershipServer, Timing
+from thinwire.workers.membership.attendance import LEASE_END_S, Timing
 from thinwire.workers.membership.commit_lease import LEASE_S
+from thinwire.workers.membership.member import Member
+from thinwire.workers.membership.seats import Identity, Limits
+from thinwire.workers.membership.server import MembershipServer
+from thinwire.workers.membership.state import Dismissed
 
 SECRET = "sixteen-characters-or-more"
 
@@ -111,7 +115,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     from thinwire.workers.session.course import Course
     from thinwire.workers.session.job import run_job
     from thinwire.workers.session.training import Run
-    from thinwire.workers.telemetry.report import write_report
+    from thinwire.workers.telemetry.history import write_report
     from thinwire.workers.worker import pass_on
 
     thinwire.__version__ = version or thinwire.__version__

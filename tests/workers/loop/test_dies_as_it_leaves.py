@@ -5,7 +5,7 @@ import pytest
 from tests.workers.loop.elastic_job import ElasticJob
 from tests.workers.loop.test_elastic_loop import ADAM
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 from thinwire.workers.telemetry import history
 
 STEPS, BEFORE = 60, 5

@@ -12,7 +12,7 @@ from tests.workers.loop.elastic_job import ElasticJob
 from tests.workers.small_job import SMALL
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.checkpoints import CheckpointStore
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 from thinwire.workers.telemetry import history
 
 ADAM = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99], "warmup": 6}

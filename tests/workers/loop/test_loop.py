@@ -21,7 +21,7 @@ from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.job import run_job
 from thinwire.workers.session.training import Run
 from thinwire.workers.telemetry import history
-from thinwire.workers.telemetry.report import write_report
+from thinwire.workers.telemetry.history import write_report
 from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
 from thinwire.workers.telemetry.step_log import NonFiniteLoss, refuse_non_finite
 

@@ -17,7 +17,7 @@ import pytest
 from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
 from tests.workers.loop.elastic_job import ElasticJob, Times
 from thinwire.tools.lab import Lab, LabSpec
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 SERVER = "S"

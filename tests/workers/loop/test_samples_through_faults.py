@@ -15,9 +15,9 @@ from tests.workers.loop.threads_job import Plan, ThreadsJob, retained
 from tests.workers.small_job import small_spec
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.membership import Fenced
+from thinwire.workers.membership.state import Fenced
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.session import recipe_loop
+from thinwire.workers.session import job as loop
 from thinwire.workers.telemetry import history
 
 STEPS = 64
@@ -34,8 +34,14 @@ OPTIMIZERS = {
         "local_step_clipper": 4,
         **ADAM,
     },
+    "onebit_sgd": {"name": "onebit_sgd", "lr": 0.05},
 }
-COLLECTIVES = {"sgd": ["sum"], "onebit_adam": ["all_to_all", "all_gather"], "zero_one_adam": ["all_to_all"]}
+COLLECTIVES = {
+    "sgd": ["sum"],
+    "onebit_adam": ["all_to_all", "all_gather"],
+    "onebit_sgd": ["all_to_all", "all_gather"],
+    "zero_one_adam": ["all_to_all"],
+}
 
 
 def plan(seed, collectives):
@@ -72,7 +78,7 @@ def spec(tmp_path, name):
     )
 
 
-@parametrize("name", OPTIMIZERS, usual=[1])
+@parametrize("name", OPTIMIZERS, usual=[1, 3])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed):
     made = plan(seed, COLLECTIVES[name])
@@ -111,7 +117,7 @@ def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed
 @parametrize("victim", [0, 1], usual=[0])
 def test_the_state_before_training_is_told_though_a_peer_is_lost_in_its_evaluation(tmp_path, monkeypatch, victim):
     job = ThreadsJob(tmp_path, None, 3, Plan(), spec=small_spec(steps=8))
-    plain = recipe_loop.part_of_validation
+    plain = loop.part_of_validation
 
     def evaluate(*given):
         worker = job.here
@@ -122,7 +128,7 @@ def test_the_state_before_training_is_told_though_a_peer_is_lost_in_its_evaluati
             raise Fenced("dead")
         return plain(*given)
 
-    monkeypatch.setattr(recipe_loop, "part_of_validation", evaluate)
+    monkeypatch.setattr(loop, "part_of_validation", evaluate)
     job.run(monkeypatch)
     samples = history.read(RunFolder(tmp_path).history)
     assert [sample.step for sample in samples] == list(range(9))

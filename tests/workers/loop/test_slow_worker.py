@@ -7,7 +7,7 @@ import pytest
 
 from tests.workers.loop.elastic_job import LATE_S, ElasticJob
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 from thinwire.workers.telemetry import history
 
 STEPS = 55

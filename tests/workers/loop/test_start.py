@@ -20,14 +20,14 @@ from thinwire.optim import OneBitAdam
 from thinwire.workers.checkpoints import CheckpointStore
 from thinwire.workers.checkpoints.manifest import folder_of
 from thinwire.workers.data.feed import MapFeed
-from thinwire.workers.origin import Origin, StartRefused, fill, opened
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipes.gpt import GptOverText
 from thinwire.workers.session.job import run_job
+from thinwire.workers.session.joining import Origin
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.session.training import Run, Training
 from thinwire.workers.telemetry import history
-from thinwire.workers.weights import fetch
+from thinwire.workers.weights import StartRefused, fetch, fill, opened
 
 CPU = torch.device("cpu")
 KEPT = {"checkpoint": {"every_steps": 8, "keep": 10}}

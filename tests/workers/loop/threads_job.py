@@ -21,10 +21,11 @@ from thinwire.contract.spec import Checkpoint, TrainSpec
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.train import session
 from thinwire.workers.data.feed import own_part
-from thinwire.workers.membership import Change, Fenced, Identity
+from thinwire.workers.membership.seats import Change, Identity
+from thinwire.workers.membership.state import Fenced
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.session import recipe_loop
 from thinwire.workers.session.body import Bodies
+from thinwire.workers.session.job import train
 from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Left, Run, Surroundings
 from thinwire.workers.whereabouts import Whereabouts
@@ -244,7 +245,7 @@ class Worker:
 def trained(job: ThreadsJob, worker: Worker) -> torch.Tensor:
     """What a worker of a job with a built-in recipe runs: the parameters at its end."""
     with session() as run:
-        recipe_loop.train(recipe_of(job.spec), run)
+        train(recipe_of(job.spec), run)
         return run._optimizer.space.p_N
 
 

@@ -10,11 +10,11 @@ import dataclasses
 import math
 from collections import deque
 
-from thinwire.workers.membership import Identity, Limits, Seat, Standing
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.attendance import Close, Happened, Keep, Send, Timing
 from thinwire.workers.membership.commit_lease import CommitLease
 from thinwire.workers.membership.rules import Rules
+from thinwire.workers.membership.seats import Identity, Limits, Seat, Standing
 from thinwire.workers.membership.state import Ended, State
 
 TICK_S = 0.25

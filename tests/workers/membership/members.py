@@ -15,7 +15,10 @@ from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from thinwire.workers.membership import Identity, Limits, Member, MembershipServer, Seat, Standing, Timing
+from thinwire.workers.membership.attendance import Timing
+from thinwire.workers.membership.member import Member
+from thinwire.workers.membership.seats import Identity, Limits, Seat, Standing
+from thinwire.workers.membership.server import MembershipServer
 
 T = TypeVar("T")
 SECRET = "a secret of the tests only"

@@ -4,9 +4,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.workers.membership.cuts import TICK_S, Net, Node
-from thinwire.workers.membership import Limits
 from thinwire.workers.membership.attendance import Timing
 from thinwire.workers.membership.messages import Notice
+from thinwire.workers.membership.seats import Limits
 
 TIMING = Timing(
     start_wait_s=2.0,

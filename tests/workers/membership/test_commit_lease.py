@@ -7,8 +7,9 @@ import time
 import pytest
 
 from tests.workers.membership.members import SECRET, Job, eventually, identity
-from thinwire.workers.membership import Fenced, Member
 from thinwire.workers.membership.commit_lease import CommitLease
+from thinwire.workers.membership.member import Member
+from thinwire.workers.membership.state import Fenced
 
 
 def test_a_lease_runs_from_the_sending_of_the_beat_that_was_heard():

@@ -10,15 +10,8 @@ import pytest
 
 from tests.covering import parametrize
 from tests.workers.membership.members import Job, eventually, identity, later, newcomer, standing
-from thinwire.workers.membership import (
-    Dismissed,
-    Fenced,
-    JoinTimeout,
-    Limits,
-    NotSeated,
-    Refused,
-    Standing,
-)
+from thinwire.workers.membership.seats import Limits, Standing
+from thinwire.workers.membership.state import Dismissed, Fenced, JoinTimeout, NotSeated, Refused
 
 
 def step_until_change(member, step, pause_s=0.001):

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.workers.membership.cuts import Net
-from thinwire.workers.membership import Standing
 from thinwire.workers.membership.commit_lease import LEASE_S
 from thinwire.workers.membership.messages import Join, Unreachable
+from thinwire.workers.membership.seats import Standing
 from thinwire.workers.membership.state import Fenced, Refused
 
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from thinwire.workers.membership import Doing, Identity, Limits, Seat, Seated, Standing
 from thinwire.workers.membership.attendance import Happened, Send, Timing
 from thinwire.workers.membership.messages import (
     Answer,
@@ -17,6 +16,7 @@ from thinwire.workers.membership.messages import (
     Seating,
 )
 from thinwire.workers.membership.rules import Rules
+from thinwire.workers.membership.seats import Doing, Identity, Limits, Seat, Seated, Standing
 
 TIMING = Timing(start_wait_s=0.2)
 

@@ -3,7 +3,7 @@
 import threading
 
 from tests.workers.membership.members import BEAT_S, SECRET, Job, eventually, identity, later, newcomer, standing
-from thinwire.workers.membership import Member
+from thinwire.workers.membership.member import Member
 
 
 def test_members_come_back_to_an_empty_server_with_the_same_generation(job: Job):

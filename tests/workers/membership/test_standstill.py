@@ -7,9 +7,9 @@ import pytest
 
 from tests.workers.membership.test_rules import Told
 from thinwire.service.jobs.worker_reports import LARGEST_FIELDS
-from thinwire.workers.membership import Doing, Identity, Limits
 from thinwire.workers.membership.attendance import Timing
 from thinwire.workers.membership.messages import Formed
+from thinwire.workers.membership.seats import Doing, Identity, Limits
 from thinwire.workers.membership.stuck import LONGEST, MOST_PLACES, NEWCOMER_S, PATIENT
 
 TIMING = Timing(start_wait_s=0.2)

@@ -9,8 +9,11 @@ import threading
 import pytest
 
 from tests.workers.membership.members import SECRET, Job, eventually, later, newcomer, standing
-from thinwire.workers.membership import Limits, MembershipServer, Refused, server
+from thinwire.workers.membership import server
 from thinwire.workers.membership.messages import LONGEST_KEY_BYTES, LONGEST_LINE_BYTES
+from thinwire.workers.membership.seats import Limits
+from thinwire.workers.membership.server import MembershipServer
+from thinwire.workers.membership.state import Refused
 
 
 def key() -> bytes:

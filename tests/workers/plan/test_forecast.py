@@ -43,17 +43,20 @@ def test_a_run_by_hand():
     assert found.verdict.startswith("Compress, with ")
 
 
-def test_1_bit_muon_has_no_warm_up_and_is_advised_where_the_job_trains_by_muon():
+@pytest.mark.parametrize("kind", ["sgd", "muon"])
+@pytest.mark.parametrize("prefix", ["", "onebit_"])
+def test_a_job_of_sgd_or_muon_is_planned_beside_the_same_at_one_bit_which_has_no_warm_up(prefix, kind):
     given = SPEC.model_dump(exclude={"optimizer"})
-    found = plan(small_spec(**given | {"optimizer": {"name": "muon"}}))
-    muon, adam = found.method("onebit_muon"), found.method("onebit_adam")
-    assert muon.warmup == 0
-    assert muon.step_bytes == adam.step_bytes
-    assert muon.run_bytes == 1000 * muon.step_bytes
-    assert muon.step_s == pytest.approx(adam.step_s + 0.3 - 0.23)
-    assert found.best == "onebit_muon"
-    assert any("AdamW" in one for one in found.assumed)
-    assert plan(SPEC).best != "onebit_muon"
+    spec = small_spec(**given | {"optimizer": {"name": f"{prefix}{kind}", "lr": 0.1}})
+    found = plan(spec, busy={f"onebit_{kind}": Busy(0.0, 0.23)})
+    assert [one.name for one in found.methods] == ["dense_fp32", "dense_bf16", f"onebit_{kind}"]
+    ours = found.method(f"onebit_{kind}")
+    assert any("AdamW" in note for note in found.assumed) == (kind == "muon")
+    assert (ours.warmup, ours.warmup_step_s) == (0, None)
+    assert ours.run_bytes == pytest.approx(spec.steps * (3_125_000 + 4 * 6104))
+    assert found.best == f"onebit_{kind}"
+    assert {"sgd": "1-bit SGD", "muon": "1-bit Muon"}[kind] in found.verdict
+    assert not [note for note in found.assumed if "warm-up" in note or "full exchanges" in note]
 
 
 def test_local_steps_of_zero_one_adam_send_nothing():

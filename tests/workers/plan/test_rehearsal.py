@@ -18,7 +18,7 @@ from thinwire.comm.wire.network import Network
 from thinwire.comm.wire.step_time import Transport, dense_32, one_bit
 from thinwire.contract.plan import Link, PlanFailed, PlanRequest
 from thinwire.workers.plan import children, rehearsal
-from thinwire.workers.plan.forecast import COMPRESSED
+from thinwire.workers.plan.forecast import COMPRESSED, compressed_for
 from thinwire.workers.plan.rehearsal import Orders, Setting, as_rehearsed, rehearse, slowest, spawn
 from thinwire.workers.plan.run import orders_of, run
 from thinwire.workers.recipes import recipe_of
@@ -71,6 +71,27 @@ def test_each_kind_of_step_sends_what_the_forecast_says_it_sends(sent):
     assert found.busy["zero_one_adam"].local > 0
     assert found.forward_s > 0
     assert found.backward_s > 0
+
+
+def test_a_job_of_sgd_rehearses_1_bit_sgd_and_nothing_of_adam(sent):
+    def together():
+        for group, steps in sent[-1:]:
+            steps.append(group.stats.sent_bytes)
+
+    bucket, methods = 1 << 16, compressed_for("sgd")
+    setting = Setting(2, bucket, 1, 1.0, torch.device("cpu"), methods=methods)
+    found = rehearse(recipe_of(SPEC), setting, together, quiet)
+    assert tuple(found.busy) == methods == compressed_for("onebit_sgd") == ("onebit_sgd",)
+    ((group, marks),) = sent
+    bits = one_bit(Network(2, 0.0, 1.0), found.elements, Transport(), bucket).payload_bytes
+    steps = [after - before for before, after in pairwise([*marks, group.stats.sent_bytes])]
+    assert steps[:3] == pytest.approx([bits] * 3, rel=0.06)
+
+
+def test_orders_name_the_methods_that_can_stand_in_for_the_job_s_own():
+    for name, methods in (("sgd", ["onebit_sgd"]), ("adam", [*COMPRESSED])):
+        orders = orders_of(PlanRequest(small_spec(optimizer={"name": name}), GIGABIT), GIGABIT, 2)[1]
+        assert list(orders.methods) == methods
 
 
 def test_nothing_is_trained():

@@ -9,7 +9,7 @@ import torch
 from tests.workers.by_hand import build
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup
-from thinwire.contract.spec import Optimizer
+from thinwire.contract.optimizers import Optimizer
 from thinwire.optim import LambBounds, ZeroOneSchedule
 from thinwire.optim.engine.options import CheckedOptions
 from thinwire.workers.recipes.of_job import OPTIMIZERS, learning_rate

@@ -26,7 +26,7 @@ from thinwire.workers.session.job import run_job
 from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Run, ScriptError, Surroundings
 from thinwire.workers.telemetry import history
-from thinwire.workers.telemetry.report import write_report
+from thinwire.workers.telemetry.history import write_report
 from thinwire.workers.telemetry.reporter import Reporter
 
 STEPS, LOST = 18, 75

@@ -9,7 +9,7 @@ import torch
 from tests.conftest import missing
 from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.run_folder import RunFolder
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 from thinwire.workers.telemetry import history
 
 STEPS = 16

@@ -12,12 +12,11 @@ from thinwire.contract.spec import Checkpoint
 from thinwire.contract.start import Start
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import session
-from thinwire.workers.origin import StartRefused
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.session import placed
 from thinwire.workers.session.training import Run, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
-from thinwire.workers.weights import fetch
+from thinwire.workers.weights import StartRefused, fetch
 
 CPU, STEPS = torch.device("cpu"), 20
 

@@ -7,7 +7,7 @@ from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.main import MembershipWatch
-from thinwire.workers.membership import Limits
+from thinwire.workers.membership.seats import Limits
 from thinwire.workers.run_place import Place
 
 SERVER = {"stuck_s": 4.0, "still_s": 8.0}

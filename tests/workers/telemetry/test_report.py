@@ -11,9 +11,8 @@ from tests.covering import parametrize
 from thinwire.contract.figures import NATS, ring_bytes, so_far, summarise
 from thinwire.contract.reports import Health, Sample
 from thinwire.contract.summary import Summary
-from thinwire.workers.telemetry import report
-from thinwire.workers.telemetry.history import HistoryError, RunFiles
-from thinwire.workers.telemetry.report import write_report
+from thinwire.workers.telemetry import history
+from thinwire.workers.telemetry.history import HistoryError, RunFiles, write_report
 
 PARAMETERS = 1_000_000
 
@@ -128,8 +127,8 @@ def test_a_run_without_a_summary_has_its_picture() -> None:
     for samples in (run(), run(world_sizes=(1,)), run(num_steps=1)):
         summary = so_far(samples)
         assert summary is not None
-        assert report.picture(samples, summary, "loss").startswith(b"\x89PNG")
-    title = report._title(made(run()).model_copy(update={"state": None}))
+        assert history.picture(samples, summary, "loss").startswith(b"\x89PNG")
+    title = history._title(made(run()).model_copy(update={"state": None}))
     assert "20 steps so far" in title
 
 
@@ -181,7 +180,7 @@ def test_report_writes_the_summary_and_a_picture(
 
 def test_picture_shows_losses_bytes_and_the_warmup() -> None:
     samples = run()
-    upper, lower = report._draw(samples, made(samples), NATS).axes
+    upper, lower = history._draw(samples, made(samples), NATS).axes
     train, validation, *_ = upper.lines
     assert list(train.get_xdata()) == list(range(1, 21))
     assert list(validation.get_xdata()) == [0, 5, 10, 15, 20]
@@ -224,7 +223,7 @@ def test_drawing_uses_no_pyplot(tmp_path: Path) -> None:
     """pyplot keeps every figure of the process and picks a window system; and matplotlib is loaded to draw only."""
     write(tmp_path, run())
     program = (
-        "import sys, pathlib; from thinwire.workers.telemetry.report import write_report; "
+        "import sys, pathlib; from thinwire.workers.telemetry.history import write_report; "
         "from thinwire.contract.summary import Summary; "
         "assert 'matplotlib' not in sys.modules; folder = pathlib.Path(sys.argv[1]); "
         "write_report(folder, Summary.model_validate_json((folder / 'summary.json').read_text())); "
