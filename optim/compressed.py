@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "sparseadam": (_VARIANCE, "SparseAdam"),
     "lamb": (_VARIANCE, "OneBitLamb"),
     **dict.fromkeys(("rprop", "lion", "signsgd", "signum"), (_SIGN, "OneBitAdam")),
-    "muon": ("orthogonalises what it receives, and error feedback is exact only behind that", ""),
+    "muon": ("orthogonalises what it receives, and error feedback is exact only behind that", "OneBitMuon"),
     "lbfgs": ("compares gradients and losses with one another, and what one bit leaves out would be in each", ""),
     "asgd": (
         "keeps an average of parameters beside its step",

@@ -13,7 +13,7 @@ from tests.reference.exchange import TwoPhase, block_units
 from tests.reference.muon import MuonHyper, ReferenceMuon
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.comm.groups.faults import Fault, What, When
-from thinwire.optim import Muon, OneBitMuon, muon_math
+from thinwire.optim import Muon, OneBitMuon, compressed, muon_math
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.regroup import hand_over
 
@@ -269,6 +269,11 @@ def test_the_dense_one_is_torchs_muon_on_matrices():
             optimizer.step()
     moved = (theirs[0] - torch.linspace(-1, 1, 63).view(9, 7)).norm()
     assert (ours[0] - theirs[0]).norm() < 0.02 * moved
+
+
+def test_who_would_compress_torchs_is_told_of_ours():
+    with pytest.raises(TypeError, match="use OneBitMuon of thinwire.optim"):
+        compressed(torch.optim.Muon(torch.nn.Linear(3, 4, bias=False).parameters()))
 
 
 @pytest.mark.parametrize("narrow", [(), ("momentum", "error_memory")], ids=["float32", "bfloat16"])
