@@ -21,18 +21,36 @@ from thinwire.contract.spec import TrainSpec
 from thinwire.optim import Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from thinwire.workers.telemetry.meter import Meter
 
-RANKS = 2
 CURVE = 10
 """Values of the metric in a run, at equal distances."""
+DECAY = 0.1
+"""The weight decay that people train with AdamW and Muon at, and OneBitMuon's default."""
 MAKE: dict[str, Any] = {
     "adam": Adam,
+    "adamw": Adam,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,
     "lamb": Lamb,
     "onebit_lamb": OneBitLamb,
 }
-BASELINES = {"onebit_adam": "adam", "zero_one_adam": "adam", "onebit_lamb": "lamb"}
-"""Of each compressed method, what it is compared with."""
+MUONS = ("adamw", "muon", "onebit_muon")
+"""Muon, and what it is compared with."""
+SETTINGS = {name: {"weight_decay": DECAY} for name in MUONS}
+"""What is not left at its default."""
+JOBS = {"adamw": "adam"}
+"""The name in a job file, where it is another."""
+BASELINES = {
+    "onebit_adam": "adam",
+    "zero_one_adam": "adam",
+    "onebit_lamb": "lamb",
+    "muon": "adamw",
+    "onebit_muon": "adamw",
+}
+"""What each method is compared with."""
+UNCOMPRESSED = {"onebit_muon": "muon"}
+"""Of methods whose baseline is another algorithm, the same one without compression."""
+FREEZING = ("onebit_adam", "zero_one_adam", "onebit_lamb")
+"""Those that are told how long the run is."""
 IN_FULL = ("mean", "sum")
 """Kinds of collectives that send values in full; all others send rows of signs, or next to nothing."""
 
@@ -87,8 +105,9 @@ def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None
     steps = steps or task.steps
     began = time.process_time()
     if task.problem is None:
-        spec = task.spec({"name": method, "lr": lr}, seed, steps, RANKS)
-        seen = run_in_turns(RANKS, lambda group: train_job(spec, group, steps, task.metric))[0]
+        optimizer = {"name": JOBS.get(method, method), "lr": lr, **SETTINGS.get(method, {})}
+        spec = task.spec(optimizer, seed, steps, task.ranks)
+        seen = run_in_turns(task.ranks, lambda group: train_job(spec, group, steps, task.metric))[0]
     else:
         seen = _of_problem(task, task.problem, method, seed, lr, steps)
     return Run(
@@ -101,7 +120,7 @@ def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None
         seen.diverged,
         sum(seen.sent.values()),
         sum(seen.sent[kind] for kind in IN_FULL),
-        seen.fp32_bytes(RANKS, steps),
+        seen.fp32_bytes(task.ranks, steps),
         seen.frozen_at,
         seen.evidence or {},
         round(time.process_time() - began, 1),
@@ -131,13 +150,15 @@ def train_job(spec: TrainSpec, group: Turns, every: int, metric: Metric = Metric
 
 def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr: float, steps: int) -> Seen:
     torch.manual_seed(seed)
-    models = [problem.make() for _ in range(RANKS)]
+    models = [problem.make() for _ in range(task.ranks)]
     if task.start is not None:
         for model in models:
             model.load_state_dict(task.start())
     validation = problem.validation_batch()
-    told = {"total_steps": steps} if method in BASELINES else {}
-    if told and task.schedule is not steady:
+    told = dict(SETTINGS.get(method, {}))
+    if method in FREEZING:
+        told["total_steps"] = steps
+    if method in FREEZING and task.schedule is not steady:
         told["lr_warmup_steps"] = round(RISE * steps)
 
     def work(group: Turns) -> Seen:
@@ -168,4 +189,4 @@ def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr
         seen.end(optimizer)
         return seen
 
-    return run_in_turns(RANKS, work)[0]
+    return run_in_turns(task.ranks, work)[0]
