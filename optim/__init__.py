@@ -11,6 +11,7 @@ from thinwire.optim.dense import SGD, Adam, Lamb
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import ZeroOneSchedule
 from thinwire.optim.lamb_math import LambBounds
+from thinwire.optim.muon import Muon, OneBitMuon
 from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
 from thinwire.optim.zero_one_adam import ZeroOneAdam
@@ -21,8 +22,10 @@ __all__ = [
     "FlatOptimizer",
     "Lamb",
     "LambBounds",
+    "Muon",
     "OneBitAdam",
     "OneBitLamb",
+    "OneBitMuon",
     "ZeroOneAdam",
     "ZeroOneSchedule",
 ]

@@ -4,7 +4,8 @@
     optimizer.load_state_dict(together(shares))          # on every rank, however many there are now
 
 What all ranks hold alike is taken once; R is the sum of what each brings of it (comm.exchange.held). Between syncs of
-0/1 Adam the round ends as in state_dict(): parameters and momentum are the means of those that the ranks hold.
+0/1 Adam the round ends as in state_dict(): parameters and momentum are the means of those that the ranks hold; so is
+the momentum of 1-bit Muon.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if in_round:
         state["vectors"] = {**first["vectors"], "m_N": _mean([found["vectors"]["m_N"] for _, found in parts])}
         state["saved"] = {**first["saved"], "last_sync": first["num_steps"]}
-        state["parameters"] = _mean([share.own["parameters"] for share, _ in parts])
-        if "master" in first:
-            state["master"] = _mean([found["master"] for _, found in parts])
+        if "parameters" in first_share.own:
+            state["parameters"] = _mean([share.own["parameters"] for share, _ in parts])
+            if "master" in first:
+                state["master"] = _mean([found["master"] for _, found in parts])
         lost = [share.rank for share, _ in parts if share.own.get("lost")]
         if lost:
             logger.warning("gradient_left_out step=%d ranks=%s reason=not finite", first["num_steps"], lost)
@@ -83,7 +85,7 @@ def _by_rank(shares: Sequence[dict[str, Any]]) -> list[tuple[Share, dict[str, An
 def _refuse_other_saves(parts: Sequence[tuple[Share, dict[str, Any]]]) -> None:
     """What all ranks hold alike is alike. Raises: ValueError."""
     first_share, first = parts[0]
-    own = {"m_N", "master"} if first_share.own else set()
+    own = {"m_N", "master"} if "parameters" in first_share.own else {"m_N"} if first_share.own else set()
     for share, found in parts:
         for key in filter(lambda key: _is_plain(first[key]) and key not in OF_RANK, first):
             if found.get(key) != first[key]:
@@ -101,7 +103,7 @@ def _refuse_other_saves(parts: Sequence[tuple[Share, dict[str, Any]]]) -> None:
         sizes = {name: held.numel for name, held in share.errors.items()}
         if sizes != {name: held.numel for name, held in first_share.errors.items()}:
             raise ValueError(f"rank {share.rank} has saved errors of {sizes} elements: not of one save")
-        if first_share.own:
+        if "parameters" in first_share.own:
             x, first_x = share.own.get("parameters"), first_share.own.get("parameters")
             if not (isinstance(x, Tensor) and isinstance(first_x, Tensor) and x.shape == first_x.shape):
                 raise ValueError(f"rank {share.rank} lacks parameters of its own between two syncs: it is not whole")

@@ -76,6 +76,11 @@ class Algorithm(Generic[State]):
     fresh: ClassVar[Mapping[str, float]] = {}
     """What a tensor that was never trained begins with, by field, where that is not 0."""
 
+    lost_of_others: ClassVar[str] = (
+        "what the other ranks moved their parameters since the last sync is missing; rank 0's move counts"
+    )
+    """What is said of their own_state() where the share of rank 0 alone is loaded."""
+
     undone: Callable[[CommError], None] | None = None
     """Called with the error of a lost step, which step() and zero_grad() then do not raise (workers/session)."""
 

@@ -54,9 +54,11 @@ def health(optimizer: FlatOptimizer[Any]) -> dict[str, float]:
 def _max_step(optimizer: FlatOptimizer[Any]) -> float | None:
     """max |m_hat / d| over all elements, d as the next step would divide; None before the first step.
 
+    None too where the momentum is each rank's own (1-bit Muon).
+
     Of an optimizer without a variance the largest |m|; of one that says itself what it divides by, that d.
     """
-    if optimizer.num_steps == 0:
+    if optimizer.num_steps == 0 or "m_N" not in optimizer.common_vectors():
         return None
     s, plan = optimizer.vectors, optimizer.plan(optimizer.num_steps)
     v_N, divisor = getattr(s, "v_N", None), getattr(optimizer, "divisor", None)

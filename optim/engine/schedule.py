@@ -94,6 +94,11 @@ def dense_plan(step: int) -> StepPlan:
     return StepPlan(Phase.DENSE, Wire.FULL, Wire.LOCAL, update_variance=True, bias_step=step)
 
 
+def muon_plan() -> StepPlan:
+    """1-bit Muon: every step sends an update of this rank's own momentum in one bit; nothing is warmed up."""
+    return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=False, bias_step=None)
+
+
 def onebit_adam_plan(step: int, warmup: int | None, frozen_at: int | None, *, refresh: bool = False) -> StepPlan:
     """1-bit Adam: steps 1..warmup are dense, later ones exchange the momentum in one bit.  [Tang et al. 2021, Alg. 1]
 

@@ -186,7 +186,7 @@ def _missing(optimizer: Algorithm[Any], share: Share) -> str | None:
             f"{missing:.3g}, beside {held:.3g} that is here): updates that were held back, and are not sent later"
         )
     if share.own:
-        lost.append("what the other ranks moved their parameters since the last sync is missing; rank 0's move counts")
+        lost.append(optimizer.lost_of_others)
     if not lost:
         return None
     step, now = optimizer.num_steps, optimizer.group.size

@@ -117,7 +117,7 @@ def examples(count):
 
 def agreed(optimizer):
     """What all ranks must hold alike."""
-    return bits(optimizer.space.p_N, *replicated(optimizer.vectors).values())
+    return bits(*optimizer.common_vectors().values())
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -7,6 +7,7 @@ import torch
 
 from tests.optim.constructing import construct
 from tests.reference.exchange import TwoPhase, block_units, exact_mean, floor_of
+from tests.reference.muon import MuonHyper, ReferenceMuon
 from tests.reference.papers import (
     Fresh,
     Hyper,
@@ -17,7 +18,7 @@ from tests.reference.papers import (
     ReferenceSgd,
     ReferenceZeroOneAdam,
 )
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.optim.engine.schedule import is_variance_step
 from thinwire.optim.onebit_lamb import LONGEST_STEP
 
@@ -28,15 +29,20 @@ CLASSES = {
     "onebit_adam": OneBitAdam,
     "onebit_lamb": OneBitLamb,
     "zero_one_adam": ZeroOneAdam,
+    "muon": Muon,
+    "onebit_muon": OneBitMuon,
 }
-COMPRESSED = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+FREEZING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+COMPRESSED = (*FREEZING, "onebit_muon")
 VAR_UPDATE_SCALER, LOCAL_STEP_SCALER, LOCAL_STEP_CLIPPER = 2, 4, 4
 
 
 def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
     """Our optimizer; warmup: the steps until the freeze, block: values that share a scale, both where it has them."""
-    if name == "sgd":
+    if name in ("sgd", "muon", "onebit_muon"):
         param_groups = [{k: v for k, v in g.items() if k not in ("betas", "eps")} for g in param_groups]
+    if name in ("muon", "onebit_muon"):
+        param_groups = with_rules(param_groups)
     given = {"block": block}
     if name in ("onebit_adam", "onebit_lamb"):
         given["warmup"] = warmup
@@ -49,6 +55,14 @@ def make(name, param_groups, group=None, *, warmup=5, block=4096, **more):
             local_step_clipper=LOCAL_STEP_CLIPPER,
         )
     return construct(CLASSES[name], param_groups, group=group, **given, **more)
+
+
+def with_rules(param_groups):
+    """Groups of vectors alone say so, for else a model without a matrix is refused."""
+    listed = [{**group, "params": list(group["params"])} for group in param_groups]
+    is_vector = lambda p: p.numel() == 1 or (p.dim() != 2 and max(p.shape) == p.numel())  # noqa: E731
+    alone = [all(map(is_vector, group["params"])) for group in listed]
+    return [{**group, "rule": "vector"} if is_alone else group for group, is_alone in zip(listed, alone, strict=True)]
 
 
 def sync_steps(warmup, steps):
@@ -82,6 +96,16 @@ def reference_of(name, optimizer, start, *, size, warmup=5, block=4096, steps=10
     if name == "sgd":
         group = optimizer.param_groups[0]
         return ReferenceSgd(start, group["lr"], group["momentum"], group["weight_decay"])
+    if name in ("muon", "onebit_muon"):
+        groups = per_tensor(optimizer, lambda g: g)
+        rules = [optimizer.rules[tensor.param] for tensor in optimizer.space.tensors]
+        of_each = [
+            MuonHyper(g["lr"], g["momentum"], g["weight_decay"], g["nesterov"], rule)
+            for g, rule in zip(groups, rules, strict=True)
+        ]
+        units = block_units(optimizer.space.layout, size, block, buckets_of(optimizer))
+        exchange = None if name == "muon" else TwoPhase(units) if size > 1 else exact_mean
+        return ReferenceMuon(start, size, of_each, exchange)
     hyper = per_tensor(optimizer, lambda g: Hyper(g["lr"], g["betas"], g["eps"], g["weight_decay"]))
     layout = optimizer.space.layout
     if name == "adam":

@@ -1,0 +1,389 @@
+"""Muon, whose update crosses the wire in one bit a value from the first step on.
+
+    rank i   m_i <- beta m_i + (1 - beta) g_i;   w_i = beta m_i + (1 - beta) g_i (Nesterov), or m_i
+             u_i = the update that the rule of its tensor makes of w_i (muon_math): orthogonalised, for a matrix
+    all      U <- compressed_mean_i(u_i);        x <- x - lr (U + wd x)
+
+Orthogonalising is not linear. What is compressed before it comes out as another matrix, whatever error memory adds
+later; behind it the step is linear in what crosses, so that nothing is lost: applied + R' = mean of u_i + R. There is
+no variance, so nothing has to be warmed up. m_i is a rank's own at all times, and parameters are common at every step.
+A save pulls the momenta to their mean. The dense Muon beside it makes u of the momentum of the mean gradient.
+
+[Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982]
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from thinwire.comm.errors import NonFiniteInput, Refused
+from thinwire.comm.exchange.alone import Results
+from thinwire.comm.exchange.exchange import gather_flags
+from thinwire.comm.keeps import Keeps
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.fused_reference import decoded
+from thinwire.comm.kernels.peak import witness
+from thinwire.comm.protocol import Group
+from thinwire.contract import hyperparameters
+from thinwire.contract.hyperparameters import LR, MUON_DECAY, MUON_MOMENTUM
+from thinwire.optim.dense import DenseOptimizer
+from thinwire.optim.engine.ages import Age
+from thinwire.optim.engine.algorithm import Algorithm, State
+from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum
+from thinwire.optim.engine.hyperparameters import check_group
+from thinwire.optim.engine.optimizer import SAVE_EVERYWHERE, FlatOptimizer
+from thinwire.optim.engine.options import Options
+from thinwire.optim.engine.schedule import StepPlan, muon_plan
+from thinwire.optim.engine.state import Replicated, Residual
+from thinwire.optim.muon_math import RULES
+from thinwire.optim.muon_rules import check_rule, refuse_vectors, rules_of
+
+logger = logging.getLogger(__name__)
+
+PIECE = 1 << 20
+"""Elements for which there is scratch where a result is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuonHyper:
+    """The hyperparameters of one parameter group, or of a run in it, and the slice of the flat vectors that it owns."""
+
+    span: slice
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+
+
+@dataclass(slots=True)
+class MuonState:
+    """Momentum, and with full_exchange="int8" what 8 bits have left out of gradients."""
+
+    m_N: Replicated
+    gradient_error: Residual | None = None
+
+
+@dataclass(slots=True)
+class OneBitMuonState:
+    """m: of this rank; of all after a save. update_error: what signs have left out of updates.
+
+    An element in fp32 takes 8 bytes as parameter and gradient, 4 as m, 4 + 4 / ranks of error memory, and half a byte
+    as rows of signs. While a step sends, the update of a tensor that spans buckets is there too, until its last bucket.
+    """
+
+    m_N: Replicated
+    update_error: Residual
+
+
+class Orthogonalising(Algorithm[State]):
+    """What both have: groups with a rule, and a tensor's update out of its momentum."""
+
+    shown: ClassVar = {"m_N": "momentum_buffer"}
+
+    rules: dict[Tensor, str]
+    """By parameter the name of its rule, as it was said or found."""
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters out of range, and groups that hold nothing but vectors. Raises: ValueError."""
+        check_group(group, hyperparameters.MUON)
+        check_rule(group["rule"])
+        refuse_vectors(self.param_groups, rules_of(self.param_groups, self.model))
+
+    def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> MuonHyper:
+        """The hyperparameters of a group, for this step. Its momentum takes no correction: no rule asks its size."""
+        return MuonHyper(span, float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"])
+
+    def gradient_weight(self, group: dict[str, Any]) -> float:
+        """What a gradient counts in the momentum."""
+        return 1 - float(group["momentum"])
+
+    def set_ages(self, ages: Sequence[Age]) -> None:
+        """As FlatOptimizer.set_ages; and find the rules of what is laid out."""
+        super().set_ages(ages)
+        found = rules_of(self.param_groups, self.model)
+        if found != getattr(self, "rules", None):
+            self.rules = found
+            if self.group.rank == 0:
+                logger.info("rules %s", " ".join(f"{rule}={count}" for rule, count in self.count_rules().items()))
+
+    def count_rules(self) -> dict[str, int]:
+        """Elements that each rule moves."""
+        counts = dict.fromkeys(RULES, 0)
+        for param, rule in self.rules.items():
+            counts[rule] += param.numel()
+        return {rule: count for rule, count in counts.items() if count}
+
+    def update_of(self, i: int, m: Tensor, g: Tensor, h: MuonHyper) -> Tensor:
+        """u of the i-th tensor, new, of its momentum as it is with this gradient. All are float[elements]."""
+        param = self.space.tensors[i].param
+        w = torch.lerp(g, m, h.momentum) if h.nesterov else m
+        return RULES[self.rules[param]](w.view(param.shape)).reshape(-1)
+
+
+def defaults(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> dict[str, Any]:
+    """The per-group hyperparameters, under the names of torch.optim.Muon; rule: None where it is found."""
+    return {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "rule": None}
+
+
+class Muon(DenseOptimizer[MuonState], Orthogonalising[MuonState]):
+    """Muon on the mean gradient, with Moonlight's scale; embeddings, output heads and vectors by rules of their own.
+
+    params: parameters or groups, as torch.optim takes them, all of a model: which are which is found from model=, the
+    names that they were given with and their shapes (optim.muon_rules), shown as `rules`, and can be said by a group's
+    `rule`: {"params": ..., "rule": "matrix"}. momentum, nesterov, weight_decay (decoupled): as in torch.optim.Muon with
+    adjust_lr_fn="match_rms_adamw", so that AdamW's rates carry over.
+    group, model, max_grad_norm, non_finite, overlap, full_exchange, topology: as in CheckedOptions.
+    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = LR.default,
+        momentum: float = MUON_MOMENTUM.default,
+        weight_decay: float = MUON_DECAY.default,
+        *,
+        nesterov: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, defaults(lr, momentum, weight_decay, nesterov), **options)
+
+    def make_state(self) -> MuonState:
+        """An empty vector."""
+        return MuonState(self.new_vector(), self.new_gradient_memory())
+
+    def update(self, plan: StepPlan, groups: Sequence[MuonHyper]) -> None:
+        """Average the gradients, then Muon."""
+        space, m_N = self.space, self.vectors.m_N
+        self.mean_gradient_()
+        for h in groups:
+            for i, at in tensors_in(self, h.span):
+                m = m_N[at].lerp_(space.g_N[at], 1 - h.momentum)
+                u = self.update_of(i, m, space.g_N[at], h)
+                space.p_N[at].mul_(1 - h.lr * h.weight_decay).sub_(u, alpha=h.lr)
+
+    def stats(self) -> dict[str, Any]:
+        """As for all optimizers; rules: elements that each moves."""
+        return {**super().stats(), "rules": self.count_rules()}
+
+
+class Step:
+    """x <- x - lr (U + wd x), as U is read. A Reader. p: float[N], modified."""
+
+    def __init__(self, p_N: Tensor, h: MuonHyper) -> None:
+        self._p_N, self._lr, self._keep = p_N, h.lr, 1 - h.lr * h.weight_decay
+
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
+        """U as rows of signs."""
+        u = decoded(rows, table)
+        u[table.dead] = 0
+        self.values(at, u)
+
+    def values(self, at: slice, values: Tensor) -> None:
+        """U as floats, 0 where dead."""
+        self._p_N[at].mul_(self._keep).sub_(values, alpha=self._lr)
+
+
+class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState]):
+    """Muon as a torch.optim.Optimizer whose updates are exchanged in one bit a value, from the first step on.
+
+    params, lr, momentum, weight_decay, nesterov, and which parameters get which rule: as in Muon. Every rank makes the
+    updates of its own momentum, and their mean is what moves the parameters.
+    max_grad_norm: each rank shortens its own gradient before the momentum takes it in. An update has one size however
+    long the gradient is, so that this bounds what one bad batch counts among those before it, not the step.
+    group, model, non_finite, overlap, topology: as in CheckedOptions; full_exchange is for gradients = "mean" alone.
+    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
+    """
+
+    results: ClassVar[Results] = "read"
+    lost_of_others: ClassVar[str] = "the momenta of the other ranks are missing; all begin with rank 0's"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = LR.default,
+        momentum: float = MUON_MOMENTUM.default,
+        weight_decay: float = MUON_DECAY.default,
+        *,
+        nesterov: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(params, defaults(lr, momentum, weight_decay, nesterov), **options)
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with."""
+        self.saved["last_sync"] = 0
+        self._sent: dict[int, tuple[Tensor, int]] = {}
+        """Updates of tensors that span buckets, and how many of their elements are still to be sent."""
+        self._where: LeftInPlace | None = None
+
+    def make_state(self) -> OneBitMuonState:
+        """An empty vector and error memory."""
+        return OneBitMuonState(self.new_vector(), self.reduce.new_memory())
+
+    def plan(self, step: int) -> StepPlan:
+        """Every step is compressed."""
+        return muon_plan()
+
+    @property
+    def kept_of_others(self) -> Keeps:
+        """What is asked for: the error memory is of what is compressed."""
+        return self.keeps
+
+    @property
+    def has_one_momentum(self) -> bool:
+        """Do all ranks hold the same momentum? As after a save, until the next step; and one rank always does."""
+        return self.group.size == 1 or self.saved["last_sync"] == self.num_steps
+
+    def prepare_to_save(self) -> None:
+        """The momenta become their mean, exchanged in full, so that a run that is loaded equals this one. Collective.
+
+        Raises: PeerLost; RuntimeError where one is not finite. Then nothing has changed.
+        """
+        super().prepare_to_save()
+        self._agree_on_momentum("prepare_to_save()", torch.empty_like(self.vectors.m_N))
+
+    def prepare_to_hand_over(self) -> None:
+        """As prepare_to_save(), in the gradient's memory."""
+        super().prepare_to_save()
+        self._agree_on_momentum("hand_over()", self.space.g_N)
+        self.space.g_N.zero_()
+
+    def _agree_on_momentum(self, call: str, room_N: Tensor) -> None:
+        if self.has_one_momentum:
+            return
+        with self.calling(f"{call} after step {self.num_steps}", SAVE_EVERYWHERE):
+            self.refuse_to_be_alone()
+            try:
+                self.reduce.full_(room_N.copy_(self.vectors.m_N))
+            except NonFiniteInput as error:
+                self._refuse_broken_momentum(error)
+                raise
+            self.vectors.m_N.copy_(room_N)
+            self.saved["last_sync"] = self.num_steps
+
+    def own_state(self) -> dict[str, Any]:
+        """Which of the vectors is this rank's own."""
+        return {} if self.has_one_momentum else {"vectors": ["m_N"]}
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Refuse what own_state() cannot have given. Raises: ValueError."""
+        if own not in ({}, {"vectors": ["m_N"]}):
+            raise ValueError(f"state_dict has own = {own!r}: it is damaged, or of another optimizer; load another file")
+
+    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
+        """Hold what own_state() gave: the momentum is there. Not in_round: as if all ranks had this one."""
+        if not in_round:
+            self.saved["last_sync"] = self.num_steps
+
+    def end_round_as(self, src: int) -> None:
+        """m <- that of rank `src`. Collective. Raises: PeerLost."""
+        self.reduce.broadcast_(self.vectors.m_N, src)
+        self.saved["last_sync"] = self.num_steps
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """As FlatOptimizer.common_vectors, without a momentum that is a rank's own."""
+        found = super().common_vectors()
+        return found if self.has_one_momentum else {name: x for name, x in found.items() if name != "m_N"}
+
+    def plain_state(self) -> dict[str, Any]:
+        """As FlatOptimizer.plain_state, of ranks with one momentum."""
+        found = super().plain_state()
+        found["saved"]["last_sync"] = self.num_steps
+        return found
+
+    def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
+        """As FlatOptimizer.synced_vectors: the mean of the momenta of those that take part."""
+        found = super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
+        m_N = self.vectors.m_N / num_ranks if taking_part else torch.zeros_like(self.vectors.m_N)
+        group.start_sum_(m_N).wait()
+        return {**found, "m_N": m_N} if taking_part and not self.has_one_momentum else found
+
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """This rank's update, made tensor by tensor when a bucket has the first elements of it."""
+        self._sent.clear()
+        m_N, g_N = self.vectors.m_N, self.space.g_N
+        self._where = LeftInPlace(self.reduce.buckets.layout, g_N)
+        # One rank looks at the gradient alone, where the momentum is known to be finite: else updates are made twice.
+        known = g_N if self.group.size == 1 and bool(torch.isfinite(witness(m_N))) else None
+        return formed_sum(self.reduce, self.vectors.update_error, self._formed, self._where, known)
+
+    def _formed(self, at: slice, runs: LeftGradients) -> Tensor:
+        """These elements of this rank's update, new."""
+        u_b = self.space.g_N.new_zeros(at.stop - at.start)
+        for h in self.hypers(self.num_steps + 1):
+            for i, own in tensors_in(self, slice(max(at.start, h.span.start), min(at.stop, h.span.stop))):
+                tensor = self.space.tensors[i]
+                low, high = max(at.start, tensor.start), min(at.stop, tensor.stop)
+                made = self._sent.pop(i, None)
+                if made is None:
+                    m, g = self.vectors.m_N[own], self._gradient(i, own, runs)
+                    made = self.update_of(i, torch.lerp(m, g, 1 - h.momentum), g, h), own.stop - own.start
+                u, left = made[0], made[1] - (high - low)
+                u_b[low - at.start : high - at.start] = u[low - own.start : high - own.start]
+                if left > 0:
+                    self._sent[i] = u, left
+        return u_b
+
+    def _gradient(self, i: int, at: slice, runs: LeftGradients) -> Tensor:
+        """Of the i-th tensor, where it is."""
+        run = runs[i] if runs else None
+        return self.space.g_N[at] if run is None else run
+
+    def update(self, plan: StepPlan, groups: Sequence[MuonHyper]) -> None:
+        """One step on this rank.
+
+        Raises: NonFiniteInput; RuntimeError, alike on every rank, where it is the momentum of some rank that is not
+        finite, for no later step would be.
+        """
+        try:
+            self.exchange_(plan)
+        except NonFiniteInput as error:
+            if not isinstance(error, Refused):
+                self._refuse_broken_momentum(error)
+            raise
+        result, runs = self.reduce.result, () if self._where is None else self._where.runs
+        self.reduce.commit()  # first: where it is interrupted, nothing has moved
+        for h in groups:
+            reader = Step(self.space.p_N, h)
+            for low in range(h.span.start, h.span.stop, PIECE):
+                result.read(reader, low, min(low + PIECE, h.span.stop))
+        for h in groups:
+            for i, at in tensors_in(self, h.span):
+                self.vectors.m_N[at].lerp_(self._gradient(i, at, runs), 1 - h.momentum)
+        self._sent.clear()
+        self._where = None
+
+    def _refuse_broken_momentum(self, error: NonFiniteInput) -> None:
+        finite = torch.isfinite(witness(self.vectors.m_N))
+        broken = [rank for rank, flag in enumerate(gather_flags(self.group, finite).tolist()) if not flag]
+        if broken:
+            raise RuntimeError(
+                f"after step {self.num_steps} the momentum of rank {', '.join(map(str, broken))} holds NaN or "
+                "infinity, so that no step of it can be sent, and no state saved; nothing was changed. Load a "
+                "checkpoint of before on every rank, or begin that momentum anew: "
+                "for s in optimizer.state.values(): s['momentum_buffer'].zero_()"
+            ) from error
+
+    def stats(self) -> dict[str, Any]:
+        """As for all optimizers; rules: elements that each moves."""
+        return {**super().stats(), "rules": self.count_rules()}
+
+
+def tensors_in(optimizer: Algorithm[Any], span: slice) -> Iterator[tuple[int, slice]]:
+    """The tensors that have elements in a span of the flat vectors: number and place of each, whole."""
+    tensors = optimizer.space.tensors
+    first = bisect_left(tensors, span.start + 1, key=attrgetter("stop"))
+    for i in range(first, len(tensors)):
+        if tensors[i].start >= span.stop:
+            return
+        yield i, slice(tensors[i].start, tensors[i].stop)

@@ -1,0 +1,83 @@
+"""Muon's update of one tensor, made of its momentum alone; nothing is remembered, nothing communicates.
+
+    matrix   u = 0.2 sqrt(max(rows, columns)) NS(m)      NS: near U V^T of m = U S V^T       weights, convolutions
+    rows     u_r = 0.2 m_r / max(rms(m_r), rms(m))       each row by itself                  embeddings, output heads
+    vector   u = 0.2 m / rms(m)                                                              biases, norms
+
+All have entries of about 0.2, the size of AdamW's, so that its learning rates and weight decay carry over, and a sign
+with one scale says most of what there is.  [Jordan et al. 2024, kellerjordan.github.io/posts/muon; the scale: Liu et
+al. 2025, arXiv 2502.16982, eq. 4]
+
+A value that is not finite reaches the update, whatever the rule. A tensor of zeros has an update of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+SIZE = 0.2
+"""Root mean square of an update's entries, about that of AdamW's.  [Liu et al. 2025, sec. 2.2]"""
+STEPS = 5
+A, B, C = 3.4445, -4.7750, 2.0315
+"""The quintic that takes singular values from (0, 1] to about 0.7 to 1.2 in STEPS steps.  [Jordan et al. 2024]"""
+
+
+def orthogonalised(x: Tensor) -> Tensor:
+    """Near U V^T of x = U S V^T, whatever the size of x. x: float[..., rows, columns], not modified. New.
+
+    Products are formed on the short side; on a GPU in bfloat16, of whose rounding the iteration makes little, elsewhere
+    in the type of x. Zeros stay zeros.  Source: Jordan et al. 2024, Newton-Schulz.
+    """
+    tall = x.shape[-2] > x.shape[-1]
+    y = x.mT if tall else x
+    y = unit(y, (-2, -1)).to(torch.bfloat16 if x.device.type == "cuda" else x.dtype)
+    for _ in range(STEPS):
+        gram = y @ y.mT
+        y = A * y + (B * gram + C * (gram @ gram)) @ y
+    return (y.mT if tall else y).to(x.dtype)
+
+
+def unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """x over its 2-norm along these dimensions, also where squares of it would not fit into its type. New."""
+    tiny = torch.finfo(x.dtype).tiny
+    y = x / x.abs().amax(dims, keepdim=True).clamp_(min=tiny)
+    return y.div_(torch.linalg.vector_norm(y, dim=dims, keepdim=True).clamp_(min=tiny))
+
+
+def matrix(m: Tensor) -> Tensor:
+    """float[rows, ...]: all dimensions but the first are columns, as a convolution's are. New, in that shape."""
+    x = m.reshape(m.shape[0], -1)
+    return orthogonalised(x).mul_(SIZE * sqrt(max(x.shape))).reshape(m.shape)
+
+
+def matrices(m: Tensor) -> Tensor:
+    """float[..., rows, columns]: each of the last two dimensions a matrix by itself, as of stacked experts."""
+    return orthogonalised(m).mul_(SIZE * sqrt(max(m.shape[-2:])))
+
+
+def rows(m: Tensor) -> Tensor:
+    """float[rows, ...]: each row brought to SIZE, those below the whole's size by as much less. New, in that shape."""
+    x = m.reshape(m.shape[0], -1)
+    tiny = torch.finfo(x.dtype).tiny
+    y = x / x.abs().amax().clamp_(min=tiny)
+    each = y.square().mean(1, keepdim=True).sqrt_()
+    return y.mul_(SIZE / torch.maximum(each, each.square().mean().sqrt_()).clamp_(min=tiny)).reshape(m.shape)
+
+
+def vector(m: Tensor) -> Tensor:
+    """All of it brought to SIZE. New, in its shape."""
+    x = m.reshape(-1)
+    return unit(x, (0,)).mul_(SIZE * sqrt(x.numel())).reshape(m.shape)
+
+
+RULES: dict[str, Callable[[Tensor], Tensor]] = {
+    "matrix": matrix,
+    "matrices": matrices,
+    "rows": rows,
+    "vector": vector,
+}
+"""By the name that a parameter group may have as its `rule`: a tensor's momentum -> its update, new."""

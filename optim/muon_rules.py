@@ -1,0 +1,85 @@
+"""Which rule of muon_math each parameter gets: as its group says, else by what it is in the model, else by its shape.
+
+    fewer than two dimensions, or one that is not 1     vector
+    a table of nn.Embedding or nn.EmbeddingBag          rows        also where a head is tied to it
+    the last linear layer, and heads by name            rows
+    more than two dimensions, of no convolution         matrices    where model= is given
+    all else                                            matrix
+
+Without model= tables and heads are known by the names that parameters were given with, and by their shapes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from thinwire.optim.engine.parameters import names_of
+from thinwire.optim.muon_math import RULES
+
+TABLES = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "shared", "position")
+HEADS = ("head", "lm_head", "classifier", "score", "decoder", "embed_out")
+"""How names of tables begin, and what output heads are called: the last two parts of a parameter's name."""
+TALL, MANY = 6, 8192
+"""A matrix of so many rows, and so many times as many as columns, is taken for a table where nothing else is known."""
+
+
+def check_rule(rule: object) -> None:
+    """Raises: ValueError for a group's rule that is none. None: it is found."""
+    if rule is not None and rule not in RULES:
+        raise ValueError(f"rule = {rule!r}: must be one of {', '.join(RULES)}, or None, by which it is found")
+
+
+def rules_of(param_groups: Sequence[dict[str, Any]], model: nn.Module | None) -> dict[Tensor, str]:
+    """The name of the rule of each parameter."""
+    found: dict[Tensor, str] = {}
+    known = {} if model is None else _of_modules(model)
+    names = iter(names_of(param_groups, model))
+    for group in param_groups:
+        for param in group["params"]:
+            name = next(names)
+            found[param] = group.get("rule") or _found(param, name, known)
+    return found
+
+
+def refuse_vectors(param_groups: Sequence[dict[str, Any]], rules: dict[Tensor, str]) -> None:
+    """Raises: ValueError where there is no matrix, and no group says that this is meant."""
+    is_said = any(group.get("rule") for group in param_groups)
+    if not is_said and all(rule == "vector" for rule in rules.values()):
+        shapes = Counter(tuple(param.shape) for param in rules)
+        raise ValueError(
+            f"none of the {len(rules)} parameters is a matrix, which is what Muon is for; their shapes are "
+            f"{', '.join(map(str, list(shapes)[:5]))}: give it all of model.parameters(), train these by "
+            "OneBitAdam(params, lr=...), or say so: [{'params': params, 'rule': 'vector'}]"
+        )
+
+
+def _found(param: Tensor, name: str | None, known: dict[int, str]) -> str:
+    if sum(size > 1 for size in param.shape) < 2 and not (param.dim() == 2 and param.numel() > 1):
+        return "vector"
+    if id(param) in known:
+        return known[id(param)]
+    parts = [] if name is None else name.split(".")[-2:]
+    if any(part in HEADS or part.startswith(TABLES) for part in parts):
+        return "rows"
+    is_table = param.dim() == 2 and param.shape[0] >= max(MANY, TALL * param.shape[1])
+    return "rows" if is_table and not known else "matrix"
+
+
+def _of_modules(model: nn.Module) -> dict[int, str]:
+    """Of parameters that belong to a module which says what they are, by id."""
+    found: dict[int, str] = {}
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
+    linear = [one for one in model.modules() if isinstance(one, nn.Linear)]
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            if param.dim() > 2 and not isinstance(module, _ConvNd):
+                found[id(param)] = "matrices"
+    heads = [one for one in linear if one.out_features in {table.num_embeddings for table in tables}]
+    for one in (*tables, *heads, *(linear[-1:] if len(linear) > 1 else ())):
+        found[id(one.weight)] = "rows"
+    return found
