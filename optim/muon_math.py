@@ -1,7 +1,7 @@
 """Muon's update of one tensor, made of its momentum alone; nothing is remembered, nothing communicates.
 
     matrix   u = 0.2 sqrt(max(rows, columns)) NS(m)      NS: near U V^T of m = U S V^T       weights, convolutions
-    rows     u_r = 0.2 m_r / max(rms(m_r), rms(m))       each row by itself                  embeddings, output heads
+    rows     u_r = 0.2 m_r / max(rms(m_r), 0.1 rms(m))   each row by itself                  embeddings, output heads
     vector   u = 0.2 m / rms(m)                                                              biases, norms
 
 All have entries of about 0.2, the size of AdamW's, so that its learning rates and weight decay carry over, and a sign
@@ -21,6 +21,8 @@ from torch import Tensor
 
 SIZE = 0.2
 """Root mean square of an update's entries, about that of AdamW's.  [Liu et al. 2025, sec. 2.2]"""
+FLOOR = 0.1
+"""Of the whole's size: a row below it is hardly touched, and moves by as much less."""
 STEPS = 5
 A, B, C = 3.4445, -4.7750, 2.0315
 """The quintic that takes singular values from (0, 1] to about 0.7 to 1.2 in STEPS steps.  [Jordan et al. 2024]"""
@@ -60,12 +62,13 @@ def matrices(m: Tensor) -> Tensor:
 
 
 def rows(m: Tensor) -> Tensor:
-    """float[rows, ...]: each row brought to SIZE, those below the whole's size by as much less. New, in that shape."""
+    """float[rows, ...]: each row brought to SIZE, those below FLOOR of the whole's size by as much less. New, in that shape."""
     x = m.reshape(m.shape[0], -1)
     tiny = torch.finfo(x.dtype).tiny
     y = x / x.abs().amax().clamp_(min=tiny)
     each = y.square().mean(1, keepdim=True).sqrt_()
-    return y.mul_(SIZE / torch.maximum(each, each.square().mean().sqrt_()).clamp_(min=tiny)).reshape(m.shape)
+    floor = FLOOR * each.square().mean().sqrt_()
+    return y.mul_(SIZE / torch.maximum(each, floor).clamp_(min=tiny)).reshape(m.shape)
 
 
 def vector(m: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from benchmarks.turns import Turns, run_in_turns
 from tests.workers.by_hand import accuracy, build, evaluate, train_step
 from thinwire.comm import NonFiniteInput
 from thinwire.contract.spec import TrainSpec
-from thinwire.optim import Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import Adam, FlatOptimizer, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.workers.telemetry.meter import Meter
 
 CURVE = 10
@@ -32,13 +34,15 @@ MAKE: dict[str, Any] = {
     "zero_one_adam": ZeroOneAdam,
     "lamb": Lamb,
     "onebit_lamb": OneBitLamb,
+    "muon": Muon,
+    "onebit_muon": OneBitMuon,
 }
 MUONS = ("adamw", "muon", "onebit_muon")
 """Muon, and what it is compared with."""
 SETTINGS = {name: {"weight_decay": DECAY} for name in MUONS}
 """What is not left at its default."""
-JOBS = {"adamw": "adam"}
-"""The name in a job file, where it is another."""
+JOBS = {name: name for name in ("adam", "onebit_adam", "zero_one_adam", "lamb", "onebit_lamb")} | {"adamw": "adam"}
+"""Their names in a job file; the others are made in the place of Adam, of a job's model."""
 BASELINES = {
     "onebit_adam": "adam",
     "zero_one_adam": "adam",
@@ -103,11 +107,11 @@ def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None
     """Train it. steps: in place of the task's, to see that it runs. Sets torch's threads to one."""
     torch.set_num_threads(1)
     steps = steps or task.steps
-    began = time.process_time()
+    began, told = time.process_time(), SETTINGS.get(method, {})
     if task.problem is None:
-        optimizer = {"name": JOBS.get(method, method), "lr": lr, **SETTINGS.get(method, {})}
-        spec = task.spec(optimizer, seed, steps, task.ranks)
-        seen = run_in_turns(task.ranks, lambda group: train_job(spec, group, steps, task.metric))[0]
+        spec = task.spec({"name": JOBS.get(method, "adam"), "lr": lr, **told}, seed, steps, task.ranks)
+        make = None if method in JOBS else partial(MAKE[method], lr=lr, **told)
+        seen = run_in_turns(task.ranks, lambda group: train_job(spec, group, steps, task.metric, make))[0]
     else:
         seen = _of_problem(task, task.problem, method, seed, lr, steps)
     return Run(
@@ -127,10 +131,22 @@ def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None
     )
 
 
-def train_job(spec: TrainSpec, group: Turns, every: int, metric: Metric = Metric.LOSS) -> Seen:
-    """Train a job from its first step to its last. every: steps from one value of the curve to the next."""
+def train_job(
+    spec: TrainSpec,
+    group: Turns,
+    every: int,
+    metric: Metric = Metric.LOSS,
+    make: Callable[..., Any] | None = None,
+) -> Seen:
+    """Train a job from its first step to its last. every: steps from one value of the curve to the next.
+
+    make: of (parameters, group, model) the optimizer, where it is not the job's.
+    """
     meter = Meter(group.stats)
     training = build(spec, group, torch.device("cpu"))
+    if make is not None:
+        model = training.model
+        training = replace(training, optimizer=make(model.parameters(), group=group, model=model))
     seen = Seen([], Counter())
     try:
         for step in range(1, spec.steps + 1):
@@ -163,7 +179,7 @@ def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr
 
     def work(group: Turns) -> Seen:
         model, seen = models[group.rank], Seen([], Counter())
-        optimizer = MAKE[method](model.parameters(), lr=lr, group=group, **told)
+        optimizer = MAKE[method](model.parameters(), lr=lr, group=group, model=model, **told)
 
         def validate() -> None:
             with torch.no_grad():
