@@ -62,7 +62,7 @@ def matrices(m: Tensor) -> Tensor:
 
 
 def rows(m: Tensor) -> Tensor:
-    """float[rows, ...]: each row brought to SIZE, those below FLOOR of the whole's size by as much less. New, in that shape."""
+    """float[rows, ...]: each row brought to SIZE, those below FLOOR of the whole by as much less. New, in its shape."""
     x = m.reshape(m.shape[0], -1)
     tiny = torch.finfo(x.dtype).tiny
     y = x / x.abs().amax().clamp_(min=tiny)
