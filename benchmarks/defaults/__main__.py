@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.defaults.others import OTHERS
 from benchmarks.defaults.runs import BASELINES, MAKE, MUONS, Run, run
 from benchmarks.defaults.table import markdown
 from benchmarks.defaults.tasks import DEFAULTS_TASKS, MUON_TASKS, DefaultsTask
@@ -37,6 +38,7 @@ PILOT_RATES = {
     "adamw": (2e-3, 4e-3, 8e-3),
     "muon": (6e-3, 1.2e-2, 2.4e-2),
     "onebit_muon": (6e-3, 1.2e-2, 2.4e-2),
+    **dict.fromkeys(OTHERS, (6e-3, 1.2e-2, 2.4e-2)),
 }
 """To begin with. A method that is not here has the rate of its baseline."""
 
@@ -48,10 +50,12 @@ class Study(StrEnum):
     MUON = "muon"
 
 
+ON_GPT = "gpt"
+"""The only task of methods of other papers."""
 TITLES = {Study.DEFAULTS: "Defaults only", Study.MUON: "Muon at one bit"}
 METHODS = {
-    Study.DEFAULTS: [name for name in MAKE if name not in MUONS],
-    Study.MUON: list(MUONS),
+    Study.DEFAULTS: [name for name in MAKE if name not in (*MUONS, *OTHERS)],
+    Study.MUON: [*MUONS, *OTHERS],
 }
 TASKS = {
     Study.DEFAULTS: [name for name in DEFAULTS_TASKS if name not in MUON_TASKS],
@@ -82,7 +86,7 @@ def main(
     asked = methods.split(",") if methods else METHODS[study]
     for seed in range(first, first + seeds):
         for task in chosen:
-            for method in asked:
+            for method in (name for name in asked if task.name == ON_GPT or name not in OTHERS):
                 for name, lr, at in _needed(task, method, seed, out):
                     if time.monotonic() < until and not _path(out, task.name, name, at, lr).exists():
                         _write(out, run(task, name, at, lr, steps), made_by)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.defaults.others import OTHERS
 from benchmarks.defaults.problems import Problem
 from benchmarks.defaults.tasks import RISE, DefaultsTask, Metric, steady
 from benchmarks.turns import Turns, run_in_turns
@@ -36,10 +37,11 @@ MAKE: dict[str, Any] = {
     "onebit_lamb": OneBitLamb,
     "muon": Muon,
     "onebit_muon": OneBitMuon,
+    **OTHERS,
 }
 MUONS = ("adamw", "muon", "onebit_muon")
 """Muon, and what it is compared with."""
-SETTINGS = {name: {"weight_decay": DECAY} for name in MUONS}
+SETTINGS = {name: {"weight_decay": DECAY} for name in (*MUONS, *OTHERS)}
 """What is not left at its default."""
 JOBS = {name: name for name in ("adam", "onebit_adam", "zero_one_adam", "lamb", "onebit_lamb")} | {"adamw": "adam"}
 """Their names in a job file; the others are made in the place of Adam, of a job's model."""
@@ -49,9 +51,10 @@ BASELINES = {
     "onebit_lamb": "lamb",
     "muon": "adamw",
     "onebit_muon": "adamw",
+    **dict.fromkeys(OTHERS, "adamw"),
 }
 """What each method is compared with."""
-UNCOMPRESSED = {"onebit_muon": "muon"}
+UNCOMPRESSED = {"onebit_muon": "muon", **dict.fromkeys(OTHERS, "muon")}
 """Of methods whose baseline is another algorithm, the same one without compression."""
 FREEZING = ("onebit_adam", "zero_one_adam", "onebit_lamb")
 """Those that are told how long the run is."""
@@ -161,6 +164,8 @@ def train_job(
     except NonFiniteInput as error:  # alike on every rank
         seen.diverged = f"step {training.optimizer.num_steps + 1}: {error}"
     seen.end(training.optimizer)
+    if (counted := getattr(training.optimizer, "sent_bytes", None)) is not None:
+        seen.sent = Counter(counted=round(counted))
     return seen
 
 
