@@ -242,7 +242,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
     @property
     def has_one_momentum(self) -> bool:
         """Do all ranks hold the same momentum? As after a save, until the next step; and one rank always does."""
-        return self.group.size == 1 or self.saved["last_sync"] == self.num_steps
+        return bool(self.saved["last_sync"] == self.num_steps)
 
     def prepare_to_save(self) -> None:
         """The momenta become their mean, exchanged in full, so that a run that is loaded equals this one. Collective.
@@ -362,6 +362,8 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
                 self.vectors.m_N[at].lerp_(self._gradient(i, at, runs), 1 - h.momentum)
         self._sent.clear()
         self._where = None
+        if self.group.size == 1:
+            self.saved["last_sync"] = self.num_steps + 1
 
     def _refuse_broken_momentum(self, error: NonFiniteInput) -> None:
         finite = torch.isfinite(witness(self.vectors.m_N))

@@ -1,8 +1,8 @@
 """Muon's update of one tensor, made of its momentum alone; nothing is remembered, nothing communicates.
 
     matrix   u = 0.2 sqrt(max(rows, columns)) NS(m)      NS: near U V^T of m = U S V^T       weights, convolutions
-    rows     u_r = 0.2 m_r / max(rms(m_r), 0.1 rms(m))   each row by itself                  embeddings, output heads
-    vector   u = 0.2 m / rms(m)                                                              biases, norms
+    rows     u_r = 0.2 m_r / max(rms(m_r), rms(m) / 10)  each row by itself                  embeddings, output heads
+    vector   u = 0.2 sign(m)                                                                 biases, norms
 
 All have entries of about 0.2, the size of AdamW's, so that its learning rates and weight decay carry over, and a sign
 with one scale says most of what there is.  [Jordan et al. 2024, kellerjordan.github.io/posts/muon; the scale: Liu et
@@ -22,7 +22,8 @@ from torch import Tensor
 SIZE = 0.2
 """Root mean square of an update's entries, about that of AdamW's.  [Liu et al. 2025, sec. 2.2]"""
 FLOOR = 0.1
-"""Of the whole's size: a row below it is hardly touched, and moves by as much less."""
+"""Of the root mean square of a whole table: a row below that has an update as much smaller, so that one which was
+touched once does not go on at full size for good."""
 STEPS = 5
 A, B, C = 3.4445, -4.7750, 2.0315
 """The quintic that takes singular values from (0, 1] to about 0.7 to 1.2 in STEPS steps.  [Jordan et al. 2024]"""
@@ -62,19 +63,18 @@ def matrices(m: Tensor) -> Tensor:
 
 
 def rows(m: Tensor) -> Tensor:
-    """float[rows, ...]: each row brought to SIZE, those below FLOOR of the whole by as much less. New, in its shape."""
+    """float[rows, ...]: each row brought to SIZE, those below FLOOR by as much less. New, in that shape."""
     x = m.reshape(m.shape[0], -1)
     tiny = torch.finfo(x.dtype).tiny
     y = x / x.abs().amax().clamp_(min=tiny)
     each = y.square().mean(1, keepdim=True).sqrt_()
-    floor = FLOOR * each.square().mean().sqrt_()
-    return y.mul_(SIZE / torch.maximum(each, floor).clamp_(min=tiny)).reshape(m.shape)
+    least = each.square().mean().sqrt_().mul_(FLOOR)
+    return y.mul_(SIZE / torch.maximum(each, least).clamp_(min=tiny)).reshape(m.shape)
 
 
 def vector(m: Tensor) -> Tensor:
-    """All of it brought to SIZE. New, in its shape."""
-    x = m.reshape(-1)
-    return unit(x, (0,)).mul_(SIZE * sqrt(x.numel())).reshape(m.shape)
+    """Each element by itself; a few large ones would hold the size of all. New, in its shape."""
+    return torch.sign(m).add_(m * 0).mul_(SIZE)  # the sign of infinity is finite
 
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -8,14 +8,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.covering import every_value
 from tests.optim.constructing import construct
-from tests.optim.reference.written_out import CLASSES, bits
+from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.optim.engine.state import replicated
 
 WARMUP, STEPS, BUCKET = 4, 10, 40
-MERGED = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam")
+MERGED = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam", "onebit_muon")
 
 
 class Net(torch.nn.Module):
@@ -48,7 +48,7 @@ def groups_of(net):
 
 
 def make(name, net, group, **more):
-    if name in ("onebit_adam", "onebit_lamb", "zero_one_adam"):
+    if name in COMPRESSED:
         more = {"block": 64, **more}
     if name == "zero_one_adam":
         more = {"dense_steps": WARMUP, "var_freeze_step": WARMUP, "local_step_scaler": 100, **more}

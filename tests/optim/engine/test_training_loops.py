@@ -128,7 +128,8 @@ def test_two_backward_passes_before_a_step_are_one_of_the_sum_and_send_nothing(n
             ends.append([p.detach().clone() for p in net.parameters()])
         return ends
 
-    for whole, halves in run_threads(SIZE, work):
+    # Three ranks: the mean of two signs of one scale, as updates of a vector have, is a zero of either sign.
+    for whole, halves in run_threads(3, work):
         for a, b in zip(whole, halves, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
@@ -239,7 +240,8 @@ def gradients_of_both_uses(net, rank):
 def test_tied_weights_stay_one_parameter_that_takes_both_gradients(name):
     def work(group):
         net = seeded(0, Tied)
-        optimizer = make(name, [{"params": list(net.parameters()), **ADAM}], group, warmup=FREEZE)
+        rate = {"lr": 0.2} if "muon" in name else {}  # an update has a fifth of the size
+        optimizer = make(name, [{"params": list(net.parameters()), **ADAM, **rate}], group, warmup=FREEZE)
         assert len(optimizer.space.tensors) == 2
         before, losses = net.table.weight.detach().clone(), []
         for step in range(1, 30):

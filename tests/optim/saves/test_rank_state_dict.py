@@ -160,7 +160,7 @@ def test_the_share_of_rank_0_alone_is_whole_but_for_r_and_says_so_once(name, sav
         train(net, optimizer, 10, group.rank)
         while not optimizer.at_sync:
             train(net, optimizer, 1, group.rank)
-        return at_start, bits(optimizer.space.p_N, *replicated(optimizer.vectors).values())
+        return at_start, bits(*optimizer.common_vectors().values())
 
     with caplog.at_level(logging.WARNING):
         ranks = run_threads(new, load)
