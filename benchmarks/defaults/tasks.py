@@ -219,7 +219,7 @@ DEFAULTS_TASKS = {
         DefaultsTask("contrast", CONTRAST.title, CONTRAST, CONTRAST.steps, once),
         DefaultsTask("vit", VIT.title, VIT, VIT.steps, once),
         DefaultsTask("steadylstm", "the LSTM at a constant rate", LSTM, LSTM.steps, steady),
-        DefaultsTask("gpt8", "GPT, bytes, eight ranks of 4 windows", None, 1000, once, _GPT, ranks=8),
+        DefaultsTask("gpt8", "GPT, bytes, eight ranks of 4 windows", None, 400, once, _GPT, ranks=8),
     )
 }
 """In the order in which they are run: first the task on which the automatic freeze is known to lose."""
