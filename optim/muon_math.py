@@ -2,7 +2,7 @@
 
     matrix   u = 0.2 sqrt(max(rows, columns)) NS(m)      NS: near U V^T of m = U S V^T       weights, convolutions
     rows     u_r = 0.2 m_r / max(rms(m_r), rms(m) / 10)  each row by itself                  embeddings, output heads
-    vector   u = 0.2 sign(m)                                                                 biases, norms
+    vector   u = 0.2 sgn(m)                              a few entries hold most of its size biases, norms
 
 All have entries of about 0.2, the size of AdamW's, so that its learning rates and weight decay carry over, and a sign
 with one scale says most of what there is.  [Jordan et al. 2024, kellerjordan.github.io/posts/muon; the scale: Liu et
@@ -73,8 +73,11 @@ def rows(m: Tensor) -> Tensor:
 
 
 def vector(m: Tensor) -> Tensor:
-    """Each element by itself; a few large ones would hold the size of all. New, in its shape."""
-    return torch.sign(m).add_(m * 0).mul_(SIZE)  # the sign of infinity is finite
+    """Each entry brought to SIZE; 0 stays. New, in its shape.
+
+    Of one size as a whole most entries of a bias would hardly move, for a few are much larger than all others.
+    """
+    return m.sign().mul_(SIZE).add_(m, alpha=0.0)  # what is not finite has a sign, too, and must be seen
 
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -79,7 +79,6 @@ def _of_modules(model: nn.Module) -> dict[int, str]:
         for param in module.parameters(recurse=False):
             if param.dim() > 2 and not isinstance(module, _ConvNd):
                 found[id(param)] = "matrices"
-    heads = [one for one in linear if one.out_features in {table.num_embeddings for table in tables}]
-    for one in (*tables, *heads, *(linear[-1:] if len(linear) > 1 else ())):
+    for one in (*tables, *(linear[-1:] if len(linear) > 1 else ())):
         found[id(one.weight)] = "rows"
     return found

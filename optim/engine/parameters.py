@@ -148,7 +148,8 @@ def _refuse_unfit(param: Tensor, label: str) -> None:
             "training, or train adapters beside it), and freeze this one with requires_grad_(False)"
         )
     if param.dtype not in SUPPORTED:
-        raise ValueError(f"{label}: dtype {param.dtype}; supported are {', '.join(map(str, SUPPORTED))}")
+        what_to_do = ": train torch.view_as_real(x) in its place" if param.is_complex() else ""
+        raise ValueError(f"{label}: dtype {param.dtype}; supported are {', '.join(map(str, SUPPORTED))}{what_to_do}")
     if param.is_inference():
         raise ValueError(
             f"{label}: was made under torch.inference_mode(), so that no gradient can be taken of it: make or load the "

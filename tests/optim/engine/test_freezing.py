@@ -13,7 +13,7 @@ from tests.optim.constructing import construct
 from tests.optim.reference.written_out import bits
 from tests.optim.seeded import seeded
 from thinwire.comm import WireMismatch, run_threads
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.optim.engine import changing, tensor_states
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.state import error_memories, replicated
@@ -29,11 +29,14 @@ MAKE = {
     "onebit_adam": lambda p, **k: construct(OneBitAdam, p, warmup=WARMUP, **COMMON, **k),
     "onebit_adam_auto": lambda p, **k: construct(OneBitAdam, p, total_steps=40, full_exchange="fp32", **COMMON, **k),
     "onebit_lamb": lambda p, **k: construct(OneBitLamb, p, warmup=WARMUP, **COMMON, **k),
+    "muon": lambda p, **k: construct(Muon, p, lr=1e-2, **k),
+    "onebit_muon": lambda p, **k: construct(OneBitMuon, p, lr=1e-2, **k),
     "zero_one_adam": lambda p, **k: construct(
         ZeroOneAdam, p, var_freeze_step=WARMUP, dense_steps=2, local_step_scaler=4, **COMMON, **k
     ),
 }
-COMPRESSED = [name for name in MAKE if name not in ("adam", "lamb", "sgd")]
+COMPRESSED = [name for name in MAKE if name not in ("adam", "lamb", "sgd", "muon")]
+FREEZING = [name for name in COMPRESSED if name != "onebit_muon"]
 
 
 def network(seed=3):
@@ -104,7 +107,7 @@ def test_frozen_parameters_stay_bit_equal_and_cost_no_byte(name, overlap, size, 
 
     results = run_threads(size, work)
     assert all(torch.equal(one, results[0][0]) for one, _ in results)
-    assert (results[0][1] is not None) == (name in COMPRESSED)
+    assert (results[0][1] is not None) == (name in FREEZING)
 
 
 def averaged(net, optimizer, step, size):
@@ -235,11 +238,11 @@ def test_a_group_added_in_mid_run_joins_and_the_others_keep_what_they_have(name,
         return phases, optimizer.stats()
 
     for phases, told in run_threads(2, work):
-        if name in COMPRESSED:
+        if name in FREEZING:
             assert phases[0] == "warmup"
             assert phases[-1] == "compressed"
             assert told["rearmed_for_late_tensors"] == [[13, 2]]
-    assert ("warmup_rearmed step=13 late_tensors=2 of=6" in caplog.text) == (name in COMPRESSED)
+    assert ("warmup_rearmed step=13 late_tensors=2 of=6" in caplog.text) == (name in FREEZING)
 
 
 @every_value(

@@ -9,12 +9,13 @@ import torch
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
-from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam
+from thinwire.optim import Adam, OneBitAdam, OneBitMuon, ZeroOneAdam
 from thinwire.workers.replicas import replicas_bit_equal
 
 STEPS = 16
 MAKE = {
     "onebit_adam": lambda p, **k: construct(OneBitAdam, p, lr=1e-2, warmup=4, **k),
+    "onebit_muon": lambda p, **k: construct(OneBitMuon, p, lr=1e-2, **k),
     "zero_one_adam": lambda p, **k: construct(
         ZeroOneAdam, p, lr=1e-2, var_freeze_step=4, local_step_scaler=2, local_step_clipper=4, **k
     ),

@@ -13,7 +13,7 @@ import torch
 from tests.comm.gloo_ranks import said, start
 from tests.optim.constructing import construct
 from thinwire.comm import PeerLost, SoloGroup, ThreadGroup
-from thinwire.optim import Adam, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import Adam, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.optim.engine.state import error_memories
 
 MAKERS = {
@@ -21,6 +21,9 @@ MAKERS = {
     "onebit_lamb": lambda params, group, **more: construct(OneBitLamb, params, warmup=2, group=group, **more),
     "zero_one_adam": lambda params, group, **more: construct(
         ZeroOneAdam, params, var_freeze_step=2, group=group, **more
+    ),
+    "onebit_muon": lambda params, group, **more: construct(
+        OneBitMuon, [{"params": params, "rule": "vector"}], group=group, **more
     ),
     "adam": lambda params, group, **more: construct(Adam, params, group=group, **more),
 }
@@ -30,6 +33,8 @@ INTERRUPTED = [
     ("onebit_lamb", "commit"),
     ("zero_one_adam", "finish"),
     ("zero_one_adam", "commit"),
+    ("onebit_muon", "finish"),
+    ("onebit_muon", "commit"),
 ]
 
 

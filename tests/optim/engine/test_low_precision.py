@@ -8,13 +8,14 @@ import torch
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
-from thinwire.optim import SGD, Adam, FlatOptimizer, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, FlatOptimizer, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.optim.regroup import regroup
 
 MAKE = {
     "onebit_adam": lambda p, **k: construct(OneBitAdam, p, lr=1e-3, warmup=3, **k),
     "onebit_lamb": lambda p, **k: construct(OneBitLamb, p, lr=1e-3, warmup=3, **k),
     "zero_one_adam": lambda p, **k: construct(ZeroOneAdam, p, lr=1e-3, var_freeze_step=3, local_step_scaler=2, **k),
+    "onebit_muon": lambda p, **k: construct(OneBitMuon, p, lr=1e-2, **k),
 }
 
 

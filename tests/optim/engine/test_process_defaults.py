@@ -10,7 +10,7 @@ from tests.optim.constructing import construct
 from thinwire.comm import run_threads
 from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.kernels import choose
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.optim.engine.health import health
 from thinwire.optim.engine.state import replicated
 from thinwire.optim.regroup import hand_over, regroup
@@ -27,6 +27,8 @@ KINDS = {
         p, lr=1e-2, warmup=FREEZE, narrow=("variance", "error_memory"), **k
     ),
     "onebit_lamb": lambda p, **k: OneBitLamb(p, lr=1e-2, warmup=FREEZE, **k),
+    "muon in 8 bits": lambda p, **k: Muon(p, lr=1e-2, full_exchange="int8", **k),
+    "onebit_muon": lambda p, **k: OneBitMuon(p, lr=1e-2, **k),
     "zero_one_adam": lambda p, **k: construct(
         ZeroOneAdam, p, lr=1e-2, var_freeze_step=FREEZE, local_step_scaler=2, **k
     ),

@@ -31,12 +31,12 @@ class Story:
 
     def _builder(self):
         draw, more = self.draw, {}
-        name = draw.choice(["onebit_adam", "onebit_adam", "onebit_lamb", "zero_one_adam"])
+        name = draw.choice(["onebit_adam", "onebit_adam", "onebit_lamb", "zero_one_adam", "onebit_muon"])
         if draw.random() < 0.4:
             more["full_exchange"] = draw.choice(["fp32", "bf16", "int8"])
         if name == "onebit_adam":
             more["narrow"] = [one for one in ("variance", "error_memory") if draw.random() < 0.35]
-        if name != "zero_one_adam" and draw.random() < 0.3:
+        if name not in ("zero_one_adam", "onebit_muon") and draw.random() < 0.3:
             more["refresh"] = 0.4
         more |= {"overlap": draw.random() < 0.3, "max_grad_norm": draw.choice([None, None, 0.1])}
         more |= {"warmup": draw.choice([3, 5]), "bucket_elements": draw.choice([8, 64, 64, 1000])}
@@ -119,7 +119,8 @@ class Story:
         """Some steps, or what the event is, over one more group; who comes and goes after it."""
         self.said.append(event)
         if event == "look":  # and keep what is seen
-            self.views += [rank.optimizer.state[next(rank.net.parameters())]["exp_avg"] for rank in self.ranks[::2]]
+            shown = [rank.optimizer.state[next(rank.net.parameters())] for rank in self.ranks[::2]]
+            self.views += [one["exp_avg" if "exp_avg" in one else "momentum_buffer"] for one in shown]
             return
         steps, in_step = self.draw.randrange(1, 5), self.fault(most=40)
         in_hand_over = self.fault(("sum", "all_gather"), most=4)
@@ -158,7 +159,7 @@ def _seen(rank):
     return {
         "p": optimizer.space.p_N.clone(),
         "m": state.momentum.part(slice(0, numel)).clone() if in_rows else state.m_N.clone(),
-        "v": state.v_N.clone(),
+        "v": state.v_N.clone() if hasattr(state, "v_N") else torch.zeros(0),
         "steps": (optimizer.num_steps, optimizer.common_steps),
         "group": optimizer.group,
     }
