@@ -25,7 +25,7 @@ import typer
 from benchmarks.defaults.others import OTHERS
 from benchmarks.defaults.runs import BASELINES, MAKE, MUONS, Run, run
 from benchmarks.defaults.table import markdown
-from benchmarks.defaults.tasks import DEFAULTS_TASKS, MUON_TASKS, DefaultsTask
+from benchmarks.defaults.tasks import DEFAULTS_TASKS, MUON_TASKS, DefaultsTask, Metric
 from benchmarks.provenance import ROOT, Provenance, provenance
 from thinwire.contract.files import write_whole
 
@@ -112,7 +112,7 @@ def _needed(task: DefaultsTask, method: str, seed: int, out: Path) -> Iterator[t
         if not path.exists():
             return  # no time was left for it
         found = json.loads(path.read_text())
-        tried[lr] = inf if found["diverged"] else found["curve"][-1]
+        tried[lr] = inf if found["diverged"] else found["curve"][-1] * (-1 if task.metric is Metric.ACCURACY else 1)
     yield method, min(tried, key=tried.__getitem__), seed
 
 

@@ -14,6 +14,7 @@ rate of their own (BESIDE), and their bytes are counted too. What crosses is for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +70,8 @@ class OfPaper(torch.optim.Optimizer):
     def momentum(self, g: Tensor, state: dict[str, Any], beta: float) -> Tensor:
         """m <- beta m + (1 - beta) g of this rank."""
         m: Tensor = state.setdefault("m", torch.zeros_like(g))
-        return m.lerp_(g, 1 - beta)
+        m.lerp_(g, 1 - beta)
+        return m
 
     def mean(self, x: Tensor, bits: float = 8.0 * FLOAT, *, gathered: bool = False) -> Tensor:
         """The mean over ranks, new; as many bits of each value are counted, as of a ring or of rows to everybody."""
@@ -81,7 +83,7 @@ class OfPaper(torch.optim.Optimizer):
     def _adam(self, g: Tensor, state: dict[str, Any]) -> Tensor:
         m = self.momentum(g, state, 0.9)
         v = state.setdefault("v", torch.zeros_like(g)).lerp_(g * g, 1e-2)
-        root = v.div(1 - 0.99**self.num_steps).sqrt_().add_(1e-8)
+        root: Tensor = v.div(1 - 0.99**self.num_steps).sqrt_().add_(1e-8)
         return m.div(1 - 0.9**self.num_steps) / root
 
 
@@ -128,7 +130,8 @@ class Dion(OfPaper):
         w = self.mean(m.mT @ p)
         m -= (1 - 0.95) * p @ w.mT
         state["q"] = w / (w.norm(dim=0, keepdim=True) + 1e-8)
-        return SIZE * max(rows, columns) ** 0.5 * p @ state["q"].mT
+        u: Tensor = p @ state["q"].mT
+        return SIZE * math.sqrt(max(rows, columns)) * u
 
 
 class Dion16(Dion):

@@ -1,5 +1,6 @@
 """benchmarks.defaults: a task has the dense method's best rate, between worse ones; its runs; the verdict of a pair."""
 
+import json
 import threading
 from math import log2
 
@@ -51,6 +52,18 @@ def test_muon_has_a_rate_of_its_own_and_1_bit_adam_its_baselines(tmp_path):
     lstm = DEFAULTS_TASKS["lstm"]
     assert next(_needed(lstm, "onebit_muon", 0, tmp_path))[::2] == ("onebit_muon", PILOT_SEED)
     assert next(_needed(lstm, "onebit_adam", 0, tmp_path))[::2] == ("adam", PILOT_SEED)
+
+
+def test_the_best_rate_of_a_task_with_accuracies_is_that_of_the_highest(tmp_path):
+    resnet, accuracies = DEFAULTS_TASKS["resnet"], {2e-3: 0.97, 4e-3: 0.99, 8e-3: 0.98}
+    (tmp_path / "resnet").mkdir()
+    for method, lr, seed in _needed(resnet, "adamw", 0, tmp_path):
+        if seed == 0:
+            assert (method, lr) == ("adamw", 4e-3)
+            return
+        found = {"diverged": None, "curve": [accuracies.get(lr, 0.5)]}
+        (tmp_path / "resnet" / f"{method}-lr{lr:g}-{seed}.json").write_text(json.dumps(found))
+    raise AssertionError("no run behind the pilot")
 
 
 def test_the_gain_that_compression_leaves_is_of_seeds_that_all_three_methods_have():
