@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum
 from thinwire.optim.engine.hyperparameters import check_group
 from thinwire.optim.engine.optimizer import SAVE_EVERYWHERE, FlatOptimizer
-from thinwire.optim.engine.options import Options
+from thinwire.optim.engine.options import Options, checked_narrow
 from thinwire.optim.engine.schedule import StepPlan, muon_plan
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.muon_math import RULES
@@ -49,6 +49,8 @@ from thinwire.optim.muon_rules import check_rule, refuse_vectors, rules_of
 
 logger = logging.getLogger(__name__)
 
+Narrow = Literal["momentum", "error_memory"]
+"""What may be kept in bfloat16."""
 PIECE = 1 << 20
 """Elements for which there is scratch where a result is read."""
 
@@ -77,7 +79,8 @@ class OneBitMuonState:
     """m: of this rank; of all after a save. update_error: what signs have left out of updates.
 
     An element in fp32 takes 8 bytes as parameter and gradient, 4 as m, 4 + 4 / ranks of error memory, and half a byte
-    as rows of signs. While a step sends, the update of a tensor that spans buckets is there too, until its last bucket.
+    as rows of signs; in bfloat16 m and error memory take half of that. While a step sends, the update of a tensor that
+    spans buckets is there too, until its last bucket.
     """
 
     m_N: Replicated
@@ -200,6 +203,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
     updates of its own momentum, and their mean is what moves the parameters.
     max_grad_norm: each rank shortens its own gradient before the momentum takes it in. An update has one size however
     long the gradient is, so that this bounds what one bad batch counts among those before it, not the step.
+    narrow: which of "momentum" and "error_memory" take half of float32's memory, in bfloat16; with topology "flat".
     group, model, non_finite, overlap, topology: as in CheckedOptions; full_exchange is for gradients = "mean" alone.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
@@ -215,9 +219,16 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         weight_decay: float = MUON_DECAY.default,
         *,
         nesterov: bool = True,
+        narrow: Collection[Narrow] = (),
         **options: Unpack[Options],
     ) -> None:
+        self.narrow = checked_narrow(narrow, get_args(Narrow))
         super().__init__(params, defaults(lr, momentum, weight_decay, nesterov), **options)
+
+    def dtype_of(self, name: str, frozen_at: int | None) -> torch.dtype:
+        """As FlatOptimizer.dtype_of: a momentum in bfloat16 where that was asked for."""
+        narrow = name == "m_N" and "momentum" in self.narrow
+        return torch.bfloat16 if narrow else super().dtype_of(name, frozen_at)
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
@@ -228,7 +239,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
 
     def make_state(self) -> OneBitMuonState:
         """An empty vector and error memory."""
-        return OneBitMuonState(self.new_vector(), self.reduce.new_memory())
+        return OneBitMuonState(self.new_vector(self.dtype_of("m_N", None)), self.reduce.new_memory())
 
     def plan(self, step: int) -> StepPlan:
         """Every step is compressed."""
@@ -250,7 +261,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         Raises: PeerLost; RuntimeError where one is not finite. Then nothing has changed.
         """
         super().prepare_to_save()
-        self._agree_on_momentum("prepare_to_save()", torch.empty_like(self.vectors.m_N))
+        self._agree_on_momentum("prepare_to_save()", torch.empty_like(self.space.p_N))
 
     def prepare_to_hand_over(self) -> None:
         """As prepare_to_save(), in the gradient's memory."""
@@ -287,7 +298,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
 
     def end_round_as(self, src: int) -> None:
         """m <- that of rank `src`. Collective. Raises: PeerLost."""
-        self.reduce.broadcast_(self.vectors.m_N, src)
+        self.reduce.broadcast_(self.vectors.m_N.view(torch.uint8), src)
         self.saved["last_sync"] = self.num_steps
 
     def common_vectors(self) -> dict[str, Tensor]:
@@ -304,9 +315,11 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
     def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
         """As FlatOptimizer.synced_vectors: the mean of the momenta of those that take part."""
         found = super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
-        m_N = self.vectors.m_N / num_ranks if taking_part else torch.zeros_like(self.vectors.m_N)
+        m_N = torch.zeros_like(self.space.p_N)
+        if taking_part:
+            m_N.add_(self.vectors.m_N, alpha=1 / num_ranks)
         group.start_sum_(m_N).wait()
-        return {**found, "m_N": m_N} if taking_part and not self.has_one_momentum else found
+        return {**found, "m_N": m_N.to(self.vectors.m_N.dtype)} if taking_part and not self.has_one_momentum else found
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """This rank's update, made tensor by tensor when a bucket has the first elements of it."""
@@ -326,13 +339,21 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
                 low, high = max(at.start, tensor.start), min(at.stop, tensor.stop)
                 made = self._sent.pop(i, None)
                 if made is None:
-                    m, g = self.vectors.m_N[own], self._gradient(i, own, runs)
-                    made = self.update_of(i, torch.lerp(m, g, 1 - h.momentum), g, h), own.stop - own.start
+                    g = self._gradient(i, own, runs)
+                    made = self.update_of(i, self._taken_in(own, g, h), g, h), own.stop - own.start
                 u, left = made[0], made[1] - (high - low)
                 u_b[low - at.start : high - at.start] = u[low - own.start : high - own.start]
                 if left > 0:
                     self._sent[i] = u, left
         return u_b
+
+    def _taken_in(self, at: slice, g: Tensor, h: MuonHyper) -> Tensor:
+        """The momentum of a tensor with this gradient in it, in the type of the gradient. New.
+
+        In bfloat16 it is rounded to the nearest: a step moves it by a twentieth of g - m, and not by less than it has
+        digits for unless g is m to a few hundredths.
+        """
+        return torch.lerp(self.vectors.m_N[at].to(g.dtype), g, 1 - h.momentum)
 
     def _gradient(self, i: int, at: slice, runs: LeftGradients) -> Tensor:
         """Of the i-th tensor, where it is."""
@@ -359,7 +380,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
                 result.read(reader, low, min(low + PIECE, h.span.stop))
         for h in groups:
             for i, at in tensors_in(self, h.span):
-                self.vectors.m_N[at].lerp_(self._gradient(i, at, runs), 1 - h.momentum)
+                self.vectors.m_N[at] = self._taken_in(at, self._gradient(i, at, runs), h)
         self._sent.clear()
         self._where = None
         if self.group.size == 1:

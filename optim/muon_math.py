@@ -63,8 +63,8 @@ def matrices(m: Tensor) -> Tensor:
 
 
 def rows(m: Tensor) -> Tensor:
-    """float[rows, ...]: each row brought to SIZE, those below FLOOR by as much less. New, in that shape."""
-    x = m.reshape(m.shape[0], -1)
+    """float[..., rows, columns]: each row brought to SIZE, those below FLOOR by as much less. New, in that shape."""
+    x = m.reshape(-1, m.shape[-1])
     tiny = torch.finfo(x.dtype).tiny
     y = x / x.abs().amax().clamp_(min=tiny)
     each = y.square().mean(1, keepdim=True).sqrt_()

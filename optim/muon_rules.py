@@ -1,12 +1,13 @@
 """Which rule of muon_math each parameter gets: as its group says, else by what it is in the model, else by its shape.
 
-    fewer than two dimensions, or one that is not 1     vector
-    a table of nn.Embedding or nn.EmbeddingBag          rows        also where a head is tied to it
-    the last linear layer, and heads by name            rows
-    more than two dimensions, of no convolution         matrices    where model= is given
-    all else                                            matrix
+    fewer than two dimensions, or one that is not 1              vector
+    a table of nn.Embedding or nn.EmbeddingBag; what is named so rows        also where a head is tied to it
+    an output head: by its name, or the last linear layer        rows        that is not square, where no other is known
+    more than two dimensions, of no convolution                  matrices    where model= is given
+    all else                                                     matrix
 
-Without model= tables and heads are known by the names that parameters were given with, and by their shapes.
+Without model= tables and heads are known by the names that parameters were given with, and by their shapes. Shapes are
+not asked where the model is known: a layer may have the very shape of a table.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.nn.modules.conv import _ConvNd
 from thinwire.optim.engine.parameters import names_of
 from thinwire.optim.muon_math import RULES
 
-TABLES = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "shared", "position")
-HEADS = ("head", "lm_head", "classifier", "score", "decoder", "embed_out")
+TABLES = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "position", "bytes")
+HEADS = ("head", "lm_head", "classifier", "score", "decoder", "embed_out", "output_projection")
 """How names of tables begin, and what output heads are called: the last two parts of a parameter's name."""
 TALL, MANY = 6, 8192
 """A matrix of so many rows, and so many times as many as columns, is taken for a table where nothing else is known."""
@@ -61,24 +62,28 @@ def refuse_vectors(param_groups: Sequence[dict[str, Any]], rules: dict[Tensor, s
 def _found(param: Tensor, name: str | None, known: dict[int, str]) -> str:
     if sum(size > 1 for size in param.shape) < 2 and not (param.dim() == 2 and param.numel() > 1):
         return "vector"
-    if id(param) in known:
-        return known[id(param)]
+    rule = known.get(id(param))
+    if rule is not None and rule != "matrices":
+        return rule
     parts = [] if name is None else name.split(".")[-2:]
     if any(part in HEADS or part.startswith(TABLES) for part in parts):
         return "rows"
     is_table = param.dim() == 2 and param.shape[0] >= max(MANY, TALL * param.shape[1])
-    return "rows" if is_table and not known else "matrix"
+    return rule or ("rows" if is_table and not known else "matrix")
 
 
 def _of_modules(model: nn.Module) -> dict[int, str]:
-    """Of parameters that belong to a module which says what they are, by id."""
+    """Of parameters that belong to a module which says what they are, by id; "matrices": where no name says more."""
     found: dict[int, str] = {}
-    tables = [one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-    linear = [one for one in model.modules() if isinstance(one, nn.Linear)]
     for module in model.modules():
         for param in module.parameters(recurse=False):
-            if param.dim() > 2 and not isinstance(module, _ConvNd):
-                found[id(param)] = "matrices"
-    for one in (*tables, *(linear[-1:] if len(linear) > 1 else ())):
-        found[id(one.weight)] = "rows"
-    return found
+            of_conv = isinstance(module, _ConvNd)
+            if of_conv or param.dim() > 2:
+                found.setdefault(id(param), "matrix" if of_conv else "matrices")
+    linear = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    heads = {id(one.weight) for name, one in linear if name.split(".")[-1] in HEADS or id(one.weight) in tables}
+    if not heads and len(linear) > 1 and linear[-1][1].in_features != linear[-1][1].out_features:
+        heads = {id(linear[-1][1].weight)}
+    found |= {id(one.weight): "matrix" for _, one in linear}
+    return found | dict.fromkeys(tables | heads, "rows")

@@ -14,18 +14,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Unpack, get_args
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import root
-from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
 from thinwire.optim import adam_math
 from thinwire.optim.engine.hyperparameters import AdamHyper, adam_defaults
 from thinwire.optim.engine.momentum import Momentum
-from thinwire.optim.engine.parameters import compute_dtype
+from thinwire.optim.engine.options import checked_narrow
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.kernels import updates
@@ -132,19 +130,8 @@ class OneBitAdam(FreezingOptimizer[OneBitAdamState]):
         narrow: Collection[Narrow] = (),
         **options: Unpack[OneBitOptions],
     ) -> None:
-        listed = isinstance(narrow, Collection) and not isinstance(narrow, str)
-        if not listed or any(name not in get_args(Narrow) for name in narrow):
-            raise ValueError(f"narrow = {narrow!r}: must be some of {get_args(Narrow)}, as in a list")
-        self.narrow = tuple(name for name in get_args(Narrow) if name in narrow)
+        self.narrow = checked_narrow(narrow, get_args(Narrow))
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
-
-    def choose_full_exchange(self, given: FullWire | None) -> FullWire:
-        """As FlatOptimizer.choose_full_exchange. Raises: ValueError also where nothing can be kept in bfloat16."""
-        if self.narrow and compute_dtype(self.param_groups) != torch.float32:
-            raise ValueError(f"narrow = {self.narrow}: must be empty with parameters of float64")
-        if self.narrow and self.topology != "flat":
-            raise ValueError(f'narrow = {self.narrow}: must be empty with topology = "{self.topology}"')
-        return super().choose_full_exchange(given)
 
     def make_state(self) -> OneBitAdamState:
         """Empty vectors and error memory."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,6 +43,9 @@ class Recipe(ABC):
     def validation(self) -> Sequence[Any] | None:
         """Samples that are not trained on, with len() and [i]: their mean loss is the validation loss. None: none."""
         return None
+
+    takes_names: ClassVar[bool] = False
+    """Is optimizer() to be given (name, parameter) pairs, from which 1-bit Muon knows tables and output heads?"""
 
     def optimizer(self, params: Iterable[Any], group: Group) -> FlatOptimizer[Any]:
         """What steps the model: one of thinwire.optim. The default: 1-bit Adam with a rate of 1e-3."""

@@ -68,7 +68,7 @@ class Algorithm(Generic[State]):
     """Does an exchange begin from the result of the one before? What one rank keeps follows from it."""
 
     narrow: tuple[str, ...] = ()
-    """Which of "variance" and "error_memory" are kept in bfloat16: 1-bit Adam's argument."""
+    """Which of "variance", "momentum" and "error_memory" are kept in bfloat16: an argument of 1-bit Adam and Muon."""
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq"}
     """What torch.optim calls the vectors that `state` shows, by field."""

@@ -47,7 +47,7 @@ from thinwire.optim.engine.options import (
     refuse_wrapped,
 )
 from thinwire.optim.engine.orphans import listed, refuse_edited, refuse_orphans
-from thinwire.optim.engine.parameters import digest, without_gradient
+from thinwire.optim.engine.parameters import compute_dtype, digest, without_gradient
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
@@ -85,6 +85,10 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.gradients = "own"
         self.model = checked.model
         self.topology: Topology = checked.topology
+        if self.narrow and compute_dtype(self.param_groups) != torch.float32:
+            raise ValueError(f"narrow = {self.narrow}: must be empty with parameters of float64")
+        if self.narrow and self.topology != "flat":
+            raise ValueError(f'narrow = {self.narrow}: must be empty with topology = "{self.topology}"')
         self.full_exchange = self.choose_full_exchange(checked.full_exchange)
         self.steps_skipped = self.steps_without_gradient = 0  # the latter in a row, on this rank
         self.scaled: bool | None = None  # does a GradScaler call step()? Not known before a step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NoReturn, Self, TypedDict
 
@@ -98,6 +98,14 @@ class CheckedOptions:
                     f"its help shows, it takes {', '.join(known)}"
                 )
         return cls(**given)
+
+
+def checked_narrow(given: object, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """The argument narrow=, in the order of what is allowed. Raises: ValueError."""
+    listed = isinstance(given, Collection) and not isinstance(given, str)
+    if not listed or any(name not in allowed for name in given):
+        raise ValueError(f"narrow = {given!r}: must be some of {allowed}, as in a list")
+    return tuple(name for name in allowed if name in given)
 
 
 def bucket_of(params: Iterable[Tensor]) -> int:

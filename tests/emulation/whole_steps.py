@@ -23,7 +23,7 @@ from tests.emulation import pretend
 from tests.emulation.emulator import Emulator
 from tests.optim.constructing import construct
 from thinwire.comm.kernels import choose
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.kernels import updates
 
@@ -62,6 +62,10 @@ def cases() -> dict[str, Case]:
         "0/1 adam in 8 bits": Case(ZeroOneAdam, {**zero, "full_exchange": "int8", **clip}, 8),
         "0/1 adam, refresh, overlap": Case(ZeroOneAdam, {**zero, "refresh": 0.5, "overlap": True}, 17, seldom=True),
         "adam, buffers": Case(Adam, buffers=True),
+        "1-bit muon, overlap": Case(OneBitMuon, {"overlap": True}),
+        "1-bit muon in bfloat16, scaled": Case(
+            OneBitMuon, {"narrow": ("momentum", "error_memory"), **clip}, seldom=True, scaled=True
+        ),
         "1-bit lamb, overlap": Case(OneBitLamb, {"warmup": 2, "overlap": True}, 5, seldom=True),
         "0/1 adam, scaled": Case(ZeroOneAdam, zero, 12, seldom=True, scaled=True),
         "0/1 adam of bfloat16": Case(ZeroOneAdam, {**zero, **clip}, 12, seldom=True, dtype=bf16),

@@ -224,6 +224,16 @@ class SgdSpec(_FullExchange):
     weight_decay: float = _field(declared.WEIGHT_DECAY)
 
 
+class MuonSpec(_FullExchange):
+    """Muon (arXiv 2502.16982): onebit_muon with updates in one bit from the first step on; muon dense, its baseline."""
+
+    name: Literal["onebit_muon", "muon"]
+    lr: float = _field(declared.LR, ge=None, gt=0.0)
+    momentum: float = _field(declared.MUON_MOMENTUM)
+    weight_decay: float = _field(declared.MUON_DECAY)
+    nesterov: bool = True
+
+
 class LrSchedule(_Frozen):
     """Linear warm-up, then cosine to `final_fraction` of the peak (or constant)."""
 
@@ -324,7 +334,8 @@ Recipe = Annotated[
 ]
 Data = Annotated[PythonStdlib | TextFile | Digits, Field(discriminator="source")]
 Optimizer = Annotated[
-    OneBitAdamSpec | OneBitLambSpec | ZeroOneAdamSpec | AdamSpec | LambSpec | SgdSpec, Field(discriminator="name")
+    OneBitAdamSpec | OneBitLambSpec | ZeroOneAdamSpec | AdamSpec | LambSpec | SgdSpec | MuonSpec,
+    Field(discriminator="name"),
 ]
 
 

@@ -30,13 +30,15 @@ DENSE = ("dense_fp32", "dense_bf16")
 LAMB = "onebit_lamb"
 ONE_BIT = ("onebit_adam", LAMB)
 ZERO_ONE = "zero_one_adam"
-COMPRESSED = (*ONE_BIT, ZERO_ONE)
+MUON = "onebit_muon"
+COMPRESSED = (*ONE_BIT, ZERO_ONE, MUON)
 TITLES = {
     "dense_fp32": "dense fp32",
     "dense_bf16": "dense bf16",
     "onebit_adam": "1-bit Adam",
     "onebit_lamb": "1-bit LAMB",
     "zero_one_adam": "0/1 Adam",
+    "onebit_muon": "1-bit Muon",
 }
 WORTH = 1.05
 """Less than that is in the noise of a step, and compression is not free: docs/algorithms.md says what it changes."""
@@ -112,7 +114,9 @@ def forecast(
     runs = {name: one.run_s for name, one in dense.items()}
     ways = [_Way(name, job, network, found, bucket) for name in COMPRESSED]
     methods = [_with_gains(one, runs) for one in (*dense.values(), *(way.plan() for way in ways))]
-    best = min(methods, key=lambda one: one.run_s)
+    # Muon learns otherwise than Adam does: a verdict stays with what the job has.
+    like = [one for one in methods if one.name in DENSE or (one.name == MUON) == _is_muon(run)]
+    best = min(like, key=lambda one: one.run_s)
     compress = best.name in COMPRESSED and min(runs.values()) >= WORTH * best.run_s
     if not compress:
         best = min(methods[: len(DENSE)], key=lambda one: one.run_s)
@@ -131,9 +135,13 @@ def forecast(
         methods=tuple(methods),
         compress=compress,
         best=best.name,
-        verdict=_verdict(run, network, found, methods, best if compress else None),
+        verdict=_verdict(run, network, found, like, best if compress else None),
         assumed=(*assumed, *_assumed(run, found)),
     )
+
+
+def _is_muon(run: RunSteps) -> bool:
+    return run.method in ("muon", MUON)
 
 
 class _Way:
@@ -142,7 +150,7 @@ class _Way:
     def __init__(self, name: str, job: PlannedJob, network: Network, found: Rehearsed, bucket: int) -> None:
         self._name, self._network, self._found, self._busy = name, network, found, found.busy[name]
         run = job.run
-        self._kinds: Kinds = schedule.zero_one(run) if name == ZERO_ONE else schedule.one_bit(run, lamb=name == LAMB)
+        self._kinds: Kinds = schedule.kinds_of(run, name)
         refreshes = 0 if name == ZERO_ONE else self._kinds.refreshes  # those of 0/1 Adam are in `both`
         wire = schedule.full_wire(run, run.var_freeze_step if name == ZERO_ONE else run.warmup)
         full = full_exchange(network, found.elements, found.transport, bucket, wire)
@@ -272,6 +280,8 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
     wires = sorted({schedule.full_wire(run, at) for at in (run.warmup, run.var_freeze_step)} - {"fp32"})
     if wires:
         notes.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
+    if _is_muon(run):
+        notes.append("the dense ways take torch's AdamW, and not Muon, which every rank would compute for them too")
     if found.cores == inf:
         notes.append("on GPUs the transport costs the processor nothing")
     notes.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")

@@ -39,7 +39,7 @@ from thinwire.optim import FlatOptimizer, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.plan.children import Children, Parent
-from thinwire.workers.plan.forecast import COMPRESSED, ZERO_ONE, Busy, Rehearsed
+from thinwire.workers.plan.forecast import COMPRESSED, ONE_BIT, ZERO_ONE, Busy, Rehearsed
 from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
 from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
@@ -51,7 +51,7 @@ SETTLING = 2
 """Steps of a kind before it is timed: the first touches memory, the second is the first that goes on from it."""
 ENDLESS = 1 << 20
 """As the longest gap between syncs: no sync comes while local steps are timed."""
-PARTS = 5
+PARTS = 6
 """What rank 0 says: the transport, forward and backward, and each compressed method."""
 ELEMENTS = 1 << 22
 """Of the vector that is sent to time the transport: 16 MB in float32, larger than caches."""
@@ -165,12 +165,12 @@ def _alone(dry: DryModel, clock: _Clock) -> tuple[float, float, float, int]:
 
 def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
     model, timed = dry.fresh(), SETTLING + setting.steps
-    given: dict[str, Any] = {"warmup": timed}
+    given: dict[str, Any] = {"warmup": timed} if name in ONE_BIT else {}
     if name == ZERO_ONE:
         schedule = ZeroOneSchedule(dense_steps=timed, local_step_scaler=1, local_step_clipper=1)
         given = {"var_freeze_step": timed, "schedule": schedule}
     optimizer: FlatOptimizer[Any] = OPTIMIZERS[name].sized(setting.bucket_elements)(
-        [param for param in model.parameters() if param.requires_grad],
+        [(called, param) for called, param in model.named_parameters() if param.requires_grad],
         lr=RATE,
         group=MirroredGroup(setting.workers),
         overlap=setting.overlap,

@@ -4,7 +4,7 @@ Nothing is measured. Plans and sizes of buckets follow from it.
 
     full        the gradient in full: a warm-up step, or any step of a dense optimizer
     both        0/1 Adam: a step that moves the variance sends the gradient in full, and syncs
-    compressed  one bit a value
+    compressed  one bit a value; all steps of 1-bit Muon
     local       0/1 Adam, between two syncs: nothing is sent
 
 With warmup = auto nobody knows when the variance will be stable. The earliest step that the rule allows is assumed, and
@@ -185,6 +185,15 @@ def dense(run: RunSteps) -> Kinds:
     return Kinds(full=run.steps)
 
 
+def kinds_of(run: RunSteps, method: str) -> Kinds:
+    """Of one method, by its name in job files."""
+    if method == "zero_one_adam":
+        return zero_one(run)
+    if method in ("onebit_adam", "onebit_lamb"):
+        return one_bit(run, lamb=method == "onebit_lamb")
+    return Kinds(full=0, compressed=run.steps) if method == "onebit_muon" else dense(run)
+
+
 def full_wire(run: RunSteps, freeze: int | None) -> FullWire:
     """How full exchanges are sent. freeze: the step of it, where given; who finds it by itself chooses 8 bits."""
     if run.full_exchange is not None:
@@ -200,15 +209,9 @@ def full_steps(run: RunSteps) -> FullSteps:
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
-    freeze = run.warmup
-    if run.method == "zero_one_adam":
-        freeze, kinds = run.var_freeze_step, zero_one(run)
-    elif run.method in ("onebit_adam", "onebit_lamb"):
-        kinds = one_bit(run, lamb=run.method == "onebit_lamb")
-    else:
-        freeze, kinds = 0, dense(run)
-    wire = full_wire(run, freeze)
-    if wire == "fp32":
+    freezes = {"zero_one_adam": run.var_freeze_step, "onebit_adam": run.warmup, "onebit_lamb": run.warmup}
+    kinds, wire = kinds_of(run, run.method), full_wire(run, freezes.get(run.method, 0))
+    if wire == "fp32" or not kinds.warmup:
         return NO_FULL_STEPS
     warmup = max(kinds.warmup, (kinds.latest_warmup or 0) + kinds.refreshes)
     return FullSteps(EXCHANGES[wire], min(warmup / run.steps, 1.0))

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,10 @@ from thinwire.optim import (
     FlatOptimizer,
     Lamb,
     LambBounds,
+    Muon,
     OneBitAdam,
     OneBitLamb,
+    OneBitMuon,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
@@ -40,9 +42,11 @@ OPTIMIZERS: dict[str, Any] = {
     "onebit_adam": OneBitAdam,
     "onebit_lamb": OneBitLamb,
     "zero_one_adam": ZeroOneAdam,
+    "onebit_muon": OneBitMuon,
     "adam": Adam,
     "lamb": Lamb,
     "sgd": SGD,
+    "muon": Muon,
 }
 """By `optimizer.name` of the spec."""
 
@@ -110,6 +114,7 @@ class OfJob(Recipe):
     batch.
     """
 
+    takes_names: ClassVar[bool] = True
     global_batch: int
     steps: int
     seed: int

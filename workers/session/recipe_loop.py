@@ -22,7 +22,8 @@ def train(recipe: Recipe, run: Session) -> nn.Module:
     """Train it to its last step, and return the model."""
     dataset, samples = recipe.dataset(), recipe.validation()
     model = recipe.model().to(run.device)
-    optimizer = recipe.optimizer(model.parameters(), run.group)
+    params = model.named_parameters() if recipe.takes_names else model.parameters()
+    optimizer = recipe.optimizer(params, run.group)
     run.register(model=model, optimizer=optimizer)
     if samples is not None:
         run.evaluate_every(

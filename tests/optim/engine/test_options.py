@@ -44,7 +44,7 @@ TAKES = {
     OneBitLamb: COMPRESSED | BOUNDS | {"warmup": 3},
     ZeroOneAdam: COMPRESSED | {"var_freeze_step": 3, "schedule": ZeroOneSchedule(local_step_scaler=8)},
     Muon: ALL | {"nesterov": False},
-    OneBitMuon: ALL | {"nesterov": False},
+    OneBitMuon: ALL | {"nesterov": False, "narrow": ["momentum"]},
 }
 
 

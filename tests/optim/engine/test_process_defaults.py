@@ -28,7 +28,7 @@ KINDS = {
     ),
     "onebit_lamb": lambda p, **k: OneBitLamb(p, lr=1e-2, warmup=FREEZE, **k),
     "muon in 8 bits": lambda p, **k: Muon(p, lr=1e-2, full_exchange="int8", **k),
-    "onebit_muon": lambda p, **k: OneBitMuon(p, lr=1e-2, **k),
+    "onebit_muon": lambda p, **k: OneBitMuon(p, lr=1e-2, narrow=("momentum", "error_memory"), **k),
     "zero_one_adam": lambda p, **k: construct(
         ZeroOneAdam, p, lr=1e-2, var_freeze_step=FREEZE, local_step_scaler=2, **k
     ),

@@ -82,20 +82,18 @@ def test_all_of_every_ranks_update_is_applied_or_in_r(size, overlap, nesterov):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_update_is_made_once_however_many_buckets_its_tensor_spans(size, monkeypatch):
+    made = []
+    monkeypatch.setitem(muon_math.RULES, "counted", lambda m: made.append(m.shape) or muon_math.matrix(m))
+
     def work(group):
-        net, made = network(), []
-        counted = lambda m: made.append(m.shape) or muon_math.matrix(m)  # noqa: E731
-        monkeypatch.setitem(muon_math.RULES, f"counted {group.rank}", counted)
-        groups = [{"params": list(net.parameters())[::2], "rule": f"counted {group.rank}"}]
-        if group.rank:  # groups are compared
-            groups[0]["rule"] = "counted 0"
+        net = network()
+        groups = [{"params": list(net.parameters())[::2], "rule": "counted"}]
         optimizer = sized(OneBitMuon, bucket_elements=40)(groups, group=group)
         assert len(optimizer.reduce.buckets) > 2 * len(optimizer.space.tensors)
         train(net, optimizer, 3, group.rank)
         assert not optimizer._sent
-        return made
 
-    made = run_threads(size, work)[0]
+    run_threads(size, work)
     assert sorted(made) == sorted([p.shape for p in list(network().parameters())[::2]] * 3 * size)
 
 
@@ -273,17 +271,48 @@ def test_the_dense_one_is_torchs_muon_on_matrices():
     assert (ours[0] - theirs[0]).norm() < 0.02 * moved
 
 
+@pytest.mark.parametrize("narrow", [(), ("momentum", "error_memory")], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_state_is_8_and_a_half_bytes_a_parameter_and_4_for_the_server(size):
+def test_state_is_8_and_a_half_bytes_a_parameter_and_4_for_the_server_and_half_in_bfloat16(size, narrow):
     def work(group):
         net = torch.nn.Linear(1024, 1024, bias=False)
-        optimizer = OneBitMuon(net.parameters(), group=group)
+        optimizer = OneBitMuon(net.parameters(), group=group, narrow=narrow)
         for _ in range(2):
             net.weight.grad = torch.ones_like(net.weight)
             optimizer.step()
         return optimizer.stats()["bytes_per_parameter"]["state"]
 
-    assert max(run_threads(size, work)) <= 8.5 + 4 / size + 0.1
+    assert max(run_threads(size, work)) <= 0.5 + (4 + 2 / size) * (1 if narrow else 2) + 0.1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.law
+def test_in_bfloat16_a_loaded_run_equals_the_one_that_went_on_and_learns_as_well(size):
+    def work(group):
+        ends = []
+        for narrow in ((), ("momentum", "error_memory")):
+            net = network(torch.float32)
+            optimizer = OneBitMuon(net.parameters(), lr=0.02, group=group, narrow=narrow)
+            train(net, optimizer, 20, group.rank)
+            ends.append(optimizer.space.p_N.clone())
+        assert optimizer.vectors.m_N.dtype == torch.bfloat16
+        saved, weights = optimizer.state_dict(), [p.detach().clone() for p in net.parameters()]
+        other = network(torch.float32, seed=5)
+        resumed = OneBitMuon(other.parameters(), lr=0.02, group=group, narrow=("momentum", "error_memory"))
+        with torch.no_grad():
+            for p, value in zip(other.parameters(), weights, strict=True):
+                p.copy_(value)
+        resumed.load_state_dict(saved)
+        for one, of in ((net, optimizer), (other, resumed)):
+            train(one, of, 6, group.rank)
+        assert torch.equal(resumed.space.p_N, optimizer.space.p_N)
+        assert torch.equal(resumed.vectors.m_N, optimizer.vectors.m_N)
+        begun = network(torch.float32)
+        start = torch.cat([p.detach().reshape(-1) for p in begun.parameters()]).norm()
+        return ends, start
+
+    for (wide, half), start in run_threads(size, work):
+        assert (wide - half).norm() < 0.2 * start
 
 
 def test_rules_are_logged_once_and_shown(caplog):

@@ -17,42 +17,46 @@ class Gpt(nn.Module):
     def __init__(self, *, tied):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(50, 8), nn.Embedding(16, 8)
-        self.proj = nn.Linear(8, 24)
+        self.proj, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 50), nn.Linear(50, 8)
         self.patch = nn.Conv2d(3, 8, 2)
         self.experts = nn.Parameter(torch.randn(4, 8, 6))
         self.cls = nn.Parameter(torch.randn(1, 1, 8))
         self.norm = nn.LayerNorm(8)
+        self.pos_emb = nn.Parameter(torch.randn(1, 16, 8))
         self.output = nn.Linear(8, 50, bias=False)
-        self.last = nn.Linear(8, 8)
         if tied:
             self.output.weight = self.wte.weight
+            self.transform = nn.Linear(8, 16)
 
 
 def rules(model, **more):
     optimizer = Muon(model.parameters(), model=model, **more)
-    return {name: optimizer.rules[param] for name, param in model.named_parameters()}
+    return {name: rule for name, p in model.named_parameters() if (rule := optimizer.rules[p]) != "vector"}
 
 
-def test_rules_are_found_from_the_model():
-    found = rules(Gpt(tied=False))
-    assert found == {
+def test_rules_are_found_from_the_model_and_not_from_shapes():
+    """`up` has the shape of the table."""
+    assert rules(Gpt(tied=False)) == {
+        "pos_emb": "rows",
+        "experts": "matrices",
         "wte.weight": "rows",
         "wpe.weight": "rows",
         "proj.weight": "matrix",
-        "proj.bias": "vector",
+        "up.weight": "matrix",
+        "down.weight": "matrix",
         "patch.weight": "matrix",
-        "patch.bias": "vector",
-        "experts": "matrices",
-        "cls": "vector",
-        "norm.weight": "vector",
-        "norm.bias": "vector",
         "output.weight": "rows",
-        "last.weight": "rows",
-        "last.bias": "vector",
     }
+
+
+def test_where_a_head_is_known_the_last_layer_is_none():
     tied = rules(Gpt(tied=True))
     assert "output.weight" not in tied
-    assert tied["wte.weight"] == "rows"
+    assert (tied["wte.weight"], tied["transform.weight"]) == ("rows", "matrix")
+    named = nn.ModuleDict({"head": nn.Linear(8, 5), "more": nn.Linear(5, 8)})
+    assert rules(named) == {"head.weight": "rows", "more.weight": "matrix"}
+    square = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 5))
+    assert set(rules(square).values()) == {"matrix"}
 
 
 def test_without_the_model_names_and_shapes_say_it():

@@ -34,8 +34,9 @@ class Story:
         name = draw.choice(["onebit_adam", "onebit_adam", "onebit_lamb", "zero_one_adam", "onebit_muon"])
         if draw.random() < 0.4:
             more["full_exchange"] = draw.choice(["fp32", "bf16", "int8"])
-        if name == "onebit_adam":
-            more["narrow"] = [one for one in ("variance", "error_memory") if draw.random() < 0.35]
+        if name in ("onebit_adam", "onebit_muon"):
+            other = "variance" if name == "onebit_adam" else "momentum"
+            more["narrow"] = [one for one in (other, "error_memory") if draw.random() < 0.35]
         if name not in ("zero_one_adam", "onebit_muon") and draw.random() < 0.3:
             more["refresh"] = 0.4
         more |= {"overlap": draw.random() < 0.3, "max_grad_norm": draw.choice([None, None, 0.1])}

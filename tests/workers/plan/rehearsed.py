@@ -15,6 +15,7 @@ def rehearsed(**changes) -> Rehearsed:
         "onebit_adam": Busy(0.25, 0.23),
         "onebit_lamb": Busy(0.26, 0.25),
         "zero_one_adam": Busy(0.25, 0.26, 0.22),
+        "onebit_muon": Busy(0.31, 0.3),
     }
     found = {
         "elements": 25 * MILLION,

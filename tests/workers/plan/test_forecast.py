@@ -43,6 +43,19 @@ def test_a_run_by_hand():
     assert found.verdict.startswith("Compress, with ")
 
 
+def test_1_bit_muon_has_no_warm_up_and_is_advised_where_the_job_trains_by_muon():
+    given = SPEC.model_dump(exclude={"optimizer"})
+    found = plan(small_spec(**given | {"optimizer": {"name": "muon"}}))
+    muon, adam = found.method("onebit_muon"), found.method("onebit_adam")
+    assert muon.warmup == 0
+    assert muon.step_bytes == adam.step_bytes
+    assert muon.run_bytes == 1000 * muon.step_bytes
+    assert muon.step_s == pytest.approx(adam.step_s + 0.3 - 0.23)
+    assert found.best == "onebit_muon"
+    assert any("AdamW" in one for one in found.assumed)
+    assert plan(SPEC).best != "onebit_muon"
+
+
 def test_local_steps_of_zero_one_adam_send_nothing():
     """After its freeze the gap between syncs grows to 4: a quarter of those steps send what 1-bit Adam sends."""
     optimizer = {"name": "zero_one_adam", "lr": 1e-3, "dense_steps": 100, "var_freeze": 100, "local_step_scaler": 1}

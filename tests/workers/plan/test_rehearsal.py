@@ -61,7 +61,8 @@ def test_each_kind_of_step_sends_what_the_forecast_says_it_sends(sent):
     for (group, marks), name in zip(sent, COMPRESSED, strict=True):
         ends = [*marks, group.stats.sent_bytes]
         steps = [after - before for before, after in pairwise(ends)]
-        assert steps[:3] == pytest.approx([full] * 3, rel=0.01)
+        first = [bits] * 3 if name == "onebit_muon" else [full] * 3
+        assert steps[:3] == pytest.approx(first, rel=0.06 if name == "onebit_muon" else 0.01)
         assert steps[3:6] == pytest.approx([bits] * 3, rel=0.06)  # blocks end with tensors: a few scales more
         if name == "zero_one_adam":
             assert steps[6:9] == [0, 0, 0]

@@ -109,7 +109,7 @@ def test_a_job_of_another_optimizer_is_counted_as_if_it_had_this_one():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_says_of_its_run_what_its_job_file_says(name):
     spec = small_spec(steps=100, optimizer={"name": name, "lr": 1e-3}, lr_schedule={"warmup": 9, "decay": "constant"})
-    param = torch.nn.Parameter(torch.ones(8))
+    param = torch.nn.Parameter(torch.ones(8, 8))
     optimizer = OPTIMIZERS[name]([param], group=MirroredGroup(2), **hyperparameters(spec))
     found, told = RunSteps.of_optimizer(optimizer, 100), RunSteps.of_job(spec)
     assert schedule.full_steps(found) == schedule.full_steps(told)
