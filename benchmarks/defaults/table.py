@@ -8,7 +8,7 @@ from statistics import fmean
 
 from benchmarks.defaults.runs import BASELINES, UNCOMPRESSED, Run
 from benchmarks.defaults.tasks import DEFAULTS_TASKS, Metric
-from benchmarks.paired import Interval, Verdict, interval, judge
+from benchmarks.paired import MARGIN, Interval, Verdict, interval, judge
 from benchmarks.report import pipes
 
 SMALLER = 4 / (1 + 4 / 512)
@@ -23,12 +23,13 @@ GAIN_NOTE = (
 NOTE = (
     "dense, compressed: final validation loss, nats (resnet: accuracy), means over seeds. worse by: the paired "
     "difference in per cent of the dense loss (resnet: points), with its 95 % interval. verdict: by "
-    "benchmarks/paired.py; better: undecided there for its width, and wholly on the better side. lr: the dense "
-    "method's best, between worse ones a factor of sqrt(2) away; of two, the baseline's best and the method's own. "
-    "fp32 / sent: bytes of a ring all-reduce in fp32 in every step over bytes sent in all steps, the warm-up among "
-    "them. in 8 bits: what that would be if exchanges in full were of 8 bits and a scale for each 512 values: "
-    "computed, not run. Freeze and refreshes: steps after which the variance was frozen, and how often refreshed "
-    "since. Seeds beyond five were added where five had not decided, which an interval of 95 % does not allow for."
+    "benchmarks/paired.py; better: wholly on the better side, where that is undecided for its width, or by more than "
+    "its margin. lr: the dense method's best, between worse ones a factor of sqrt(2) away; of two, the baseline's best "
+    "and the method's own. fp32 / sent: bytes of a ring all-reduce in fp32 in every step over bytes sent in all steps, "
+    "the warm-up among them. in 8 bits: what that would be if exchanges in full were of 8 bits and a scale for each "
+    "512 values: computed, not run. Freeze and refreshes: steps after which the variance was frozen, and how often "
+    "refreshed since. Seeds beyond five were added where five had not decided, which an interval of 95 % does not "
+    "allow for."
 )
 
 
@@ -95,7 +96,7 @@ def _figures(metric: Metric, pairs: Sequence[tuple[Run, Run]]) -> tuple[str, ...
 
 def _verdict(worse: Interval) -> str:
     judged = judge(worse)
-    return BETTER if judged is Verdict.UNDECIDED and worse.high < 0 else str(judged)
+    return BETTER if worse.high < (0 if judged is Verdict.UNDECIDED else -MARGIN) else str(judged)
 
 
 def markdown(title: str, command: str, runs: Sequence[Run], made_by: Sequence[str]) -> str:

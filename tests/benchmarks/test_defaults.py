@@ -42,9 +42,18 @@ def test_rates_that_diverge_are_worse_than_any():
 
 @pytest.mark.parametrize(
     ("mean", "half", "verdict"),
-    [(0.5, 0.4, "same"), (-0.5, 0.4, "same"), (0.9, 0.4, "worse"), (0.9, 1.4, "undecided"), (-3.0, 2.0, "better")],
+    [
+        (0.5, 0.4, "same"),
+        (-0.5, 0.4, "same"),
+        (0.9, 0.4, "worse"),
+        (0.9, 1.4, "undecided"),
+        (-3.0, 2.0, "better"),
+        (-3.0, 0.4, "better"),
+    ],
 )
-def test_a_wide_interval_on_the_better_side_is_better_and_all_else_is_the_studys_rule(mean, half, verdict):
+def test_better_is_a_wide_interval_on_that_side_or_more_than_the_margin_and_all_else_is_the_studys_rule(
+    mean, half, verdict
+):
     assert _verdict(Interval(mean, half, 5)) == verdict
 
 
