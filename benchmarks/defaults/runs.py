@@ -7,32 +7,57 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from benchmarks.defaults.others import OTHERS
 from benchmarks.defaults.problems import Problem
 from benchmarks.defaults.tasks import RISE, DefaultsTask, Metric, steady
 from benchmarks.turns import Turns, run_in_turns
 from tests.workers.by_hand import accuracy, build, evaluate, train_step
 from thinwire.comm import NonFiniteInput
 from thinwire.contract.spec import TrainSpec
-from thinwire.optim import Adam, FlatOptimizer, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import Adam, FlatOptimizer, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
 from thinwire.workers.telemetry.meter import Meter
 
-RANKS = 2
 CURVE = 10
 """Values of the metric in a run, at equal distances."""
+DECAY = 0.1
+"""The weight decay that people train with AdamW and Muon at, and OneBitMuon's default."""
 MAKE: dict[str, Any] = {
     "adam": Adam,
+    "adamw": Adam,
     "onebit_adam": OneBitAdam,
     "zero_one_adam": ZeroOneAdam,
     "lamb": Lamb,
     "onebit_lamb": OneBitLamb,
+    "muon": Muon,
+    "onebit_muon": OneBitMuon,
+    **OTHERS,
 }
-BASELINES = {"onebit_adam": "adam", "zero_one_adam": "adam", "onebit_lamb": "lamb"}
-"""Of each compressed method, what it is compared with."""
+MUONS = ("adamw", "muon", "onebit_muon")
+"""Muon, and what it is compared with."""
+SETTINGS = {name: {"weight_decay": DECAY} for name in (*MUONS, *OTHERS)}
+"""What is not left at its default."""
+JOBS = {name: name for name in ("adam", "onebit_adam", "zero_one_adam", "lamb", "onebit_lamb")} | {"adamw": "adam"}
+"""Their names in a job file; the others are made in the place of Adam, of a job's model."""
+BASELINES = {
+    "onebit_adam": "adam",
+    "zero_one_adam": "adam",
+    "onebit_lamb": "lamb",
+    "muon": "adamw",
+    "onebit_muon": "adamw",
+    **dict.fromkeys(OTHERS, "adamw"),
+}
+"""What each method is compared with."""
+UNCOMPRESSED = {"onebit_muon": "muon", **dict.fromkeys(OTHERS, "muon")}
+"""Of methods whose baseline is another algorithm, the same one without compression."""
+FREEZING = ("onebit_adam", "zero_one_adam", "onebit_lamb")
+"""Those that are told how long the run is."""
 IN_FULL = ("mean", "sum")
 """Kinds of collectives that send values in full; all others send rows of signs, or next to nothing."""
 
@@ -85,10 +110,11 @@ def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None
     """Train it. steps: in place of the task's, to see that it runs. Sets torch's threads to one."""
     torch.set_num_threads(1)
     steps = steps or task.steps
-    began = time.process_time()
+    began, told = time.process_time(), SETTINGS.get(method, {})
     if task.problem is None:
-        spec = task.spec({"name": method, "lr": lr}, seed, steps, RANKS)
-        seen = run_in_turns(RANKS, lambda group: train_job(spec, group, steps, task.metric))[0]
+        spec = task.spec({"name": JOBS.get(method, "adam"), "lr": lr, **told}, seed, steps, task.ranks)
+        make = None if method in JOBS else partial(MAKE[method], lr=lr, **told)
+        seen = run_in_turns(task.ranks, lambda group: train_job(spec, group, steps, task.metric, make))[0]
     else:
         seen = _of_problem(task, task.problem, method, seed, lr, steps)
     return Run(
@@ -101,17 +127,29 @@ def run(task: DefaultsTask, method: str, seed: int, lr: float, steps: int | None
         seen.diverged,
         sum(seen.sent.values()),
         sum(seen.sent[kind] for kind in IN_FULL),
-        seen.fp32_bytes(RANKS, steps),
+        seen.fp32_bytes(task.ranks, steps),
         seen.frozen_at,
         seen.evidence or {},
         round(time.process_time() - began, 1),
     )
 
 
-def train_job(spec: TrainSpec, group: Turns, every: int, metric: Metric = Metric.LOSS) -> Seen:
-    """Train a job from its first step to its last. every: steps from one value of the curve to the next."""
+def train_job(
+    spec: TrainSpec,
+    group: Turns,
+    every: int,
+    metric: Metric = Metric.LOSS,
+    make: Callable[..., Any] | None = None,
+) -> Seen:
+    """Train a job from its first step to its last. every: steps from one value of the curve to the next.
+
+    make: of (parameters, group, model) the optimizer, where it is not the job's.
+    """
     meter = Meter(group.stats)
     training = build(spec, group, torch.device("cpu"))
+    if make is not None:
+        model = training.model
+        training = replace(training, optimizer=make(model.parameters(), group=group, model=model))
     seen = Seen([], Counter())
     try:
         for step in range(1, spec.steps + 1):
@@ -126,23 +164,27 @@ def train_job(spec: TrainSpec, group: Turns, every: int, metric: Metric = Metric
     except NonFiniteInput as error:  # alike on every rank
         seen.diverged = f"step {training.optimizer.num_steps + 1}: {error}"
     seen.end(training.optimizer)
+    if (counted := getattr(training.optimizer, "sent_bytes", None)) is not None:
+        seen.sent = Counter(counted=round(counted))
     return seen
 
 
 def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr: float, steps: int) -> Seen:
     torch.manual_seed(seed)
-    models = [problem.make() for _ in range(RANKS)]
+    models = [problem.make() for _ in range(task.ranks)]
     if task.start is not None:
         for model in models:
             model.load_state_dict(task.start())
     validation = problem.validation_batch()
-    told = {"total_steps": steps} if method in BASELINES else {}
-    if told and task.schedule is not steady:
+    told = dict(SETTINGS.get(method, {}))
+    if method in FREEZING:
+        told["total_steps"] = steps
+    if method in FREEZING and task.schedule is not steady:
         told["lr_warmup_steps"] = round(RISE * steps)
 
     def work(group: Turns) -> Seen:
         model, seen = models[group.rank], Seen([], Counter())
-        optimizer = MAKE[method](model.parameters(), lr=lr, group=group, **told)
+        optimizer = MAKE[method](model.parameters(), lr=lr, group=group, model=model, **told)
 
         def validate() -> None:
             with torch.no_grad():
@@ -168,4 +210,4 @@ def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr
         seen.end(optimizer)
         return seen
 
-    return run_in_turns(RANKS, work)[0]
+    return run_in_turns(task.ranks, work)[0]

@@ -64,7 +64,10 @@ RESTARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class DefaultsTask:
-    """problem: what is trained; or job, fields of a job file, and rates by dense method. start: trained weights."""
+    """problem: what is trained; or job, fields of a job file, and rates by dense method. start: trained weights.
+
+    A rate that is not given is found by a pilot.
+    """
 
     name: str
     title: str
@@ -75,6 +78,7 @@ class DefaultsTask:
     rates: Mapping[str, float] = field(default_factory=dict)
     metric: Metric = Metric.LOSS
     start: Callable[[], dict[str, Tensor]] | None = None
+    ranks: int = 2
 
     def spec(self, optimizer: Mapping[str, Any], seed: int, steps: int, ranks: int) -> TrainSpec:
         """The job, with this optimizer."""
@@ -217,6 +221,8 @@ DEFAULTS_TASKS = {
         DefaultsTask("contrast", CONTRAST.title, CONTRAST, CONTRAST.steps, once),
         DefaultsTask("vit", VIT.title, VIT, VIT.steps, once),
         DefaultsTask("steadylstm", "the LSTM at a constant rate", LSTM, LSTM.steps, steady),
+        DefaultsTask("gpt8", "GPT, bytes, eight ranks of 4 windows", None, 400, once, _GPT, ranks=8),
     )
 }
 """In the order in which they are run: first the task on which the automatic freeze is known to lose."""
+MUON_TASKS = ("gpt", "bert", "resnet", "lstm", "vit", "gpt8")
