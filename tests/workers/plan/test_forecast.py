@@ -53,6 +53,7 @@ def test_a_job_of_sgd_is_planned_beside_1_bit_sgd_which_has_no_warm_up(name):
     assert ours.run_bytes == pytest.approx(spec.steps * (3_125_000 + 4 * 6104))
     assert found.best == "onebit_sgd"
     assert "1-bit SGD" in found.verdict
+    assert "warm-up" not in found.verdict
     assert not [note for note in found.assumed if "warm-up" in note or "full exchanges" in note]
 
 
