@@ -21,6 +21,7 @@ class OptimizerName(StrEnum):
     ONEBIT_ADAM = "onebit_adam"
     ONEBIT_LAMB = "onebit_lamb"
     ZERO_ONE_ADAM = "zero_one_adam"
+    ONEBIT_SGD = "onebit_sgd"
     ADAM = "adam"
     LAMB = "lamb"
     SGD = "sgd"

@@ -244,9 +244,10 @@ def _verdict(
     """In one sentence. best: the compressed method that pays, if one does."""
     dense = min(methods[: len(DENSE)], key=lambda one: one.run_s)
     if best is not None:
+        included = ", warm-up included" if best.warmup else ""
         return (
             f"Compress, with {best.title}: the run takes {hours(best.run_s)} where {dense.title}, the faster of the "
-            f"dense ways, takes {hours(dense.run_s)}: {dense.run_s / best.run_s:.2g} times as fast, warm-up included."
+            f"dense ways, takes {hours(dense.run_s)}: {dense.run_s / best.run_s:.2g} times as fast{included}."
         )
     if network.ranks == 1:
         return "Do not compress: one worker sends nothing."

@@ -272,7 +272,7 @@ def test_the_dense_one_is_torchs_muon_on_matrices():
 
 
 def test_who_would_compress_torchs_is_told_of_ours():
-    with pytest.raises(TypeError, match="use OneBitMuon of thinwire.optim"):
+    with pytest.raises(TypeError, match=r"use OneBitMuon of thinwire\.optim"):
         compressed(torch.optim.Muon(torch.nn.Linear(3, 4, bias=False).parameters()))
 
 

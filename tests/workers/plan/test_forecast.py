@@ -56,6 +56,7 @@ def test_a_job_of_sgd_or_muon_is_planned_beside_the_same_at_one_bit_which_has_no
     assert ours.run_bytes == pytest.approx(spec.steps * (3_125_000 + 4 * 6104))
     assert found.best == f"onebit_{kind}"
     assert {"sgd": "1-bit SGD", "muon": "1-bit Muon"}[kind] in found.verdict
+    assert "warm-up" not in found.verdict
     assert not [note for note in found.assumed if "warm-up" in note or "full exchanges" in note]
 
 
