@@ -31,8 +31,12 @@ from thinwire.comm.protocol import Codec, FullWire, Group
 logger = logging.getLogger(__name__)
 
 
+GivenGroup = Group | dist.ProcessGroup
+"""What people give as group=."""
+
+
 def default_reducer(
-    group: Group | None,
+    group: GivenGroup | None,
     layout: VectorLayout,
     like: Tensor,
     *,
@@ -92,17 +96,19 @@ def _nodes(group: Group, like: Tensor, codec: Codec, full: FullWire) -> Nodes | 
     return nodes_of(group, like.device)
 
 
-def given_or_default(group: Group | None) -> Group:
-    """The group itself; for None TorchGroup.apart(), or one rank alone where there is no default process group.
+def given_or_default(group: GivenGroup | None) -> Group:
+    """The group itself; of a process group, and of the default one for None, TorchGroup.apart().
 
-    Collective for None. Raises: ValueError where there is none though a launcher has started several ranks; TypeError
-    for no Group.
+    For None one rank alone where there is no default process group. Collective for None and a process group. Raises:
+    ValueError where there is none though a launcher has started several ranks; TypeError for no group of this rank.
     """
     if group is not None:
-        if not isinstance(getattr(group, "size", None), int):  # of a ProcessGroup it is a method
+        if isinstance(group, dist.ProcessGroup):
+            return TorchGroup.apart(group)
+        if not isinstance(getattr(group, "size", None), int):
             raise TypeError(
-                f"group = {type(group).__name__}: must be a Group of thinwire.comm. Wrap a process group of "
-                "torch.distributed, on the ranks that are in it: group=TorchGroup(process_group)"
+                f"group = {type(group).__name__}: must be a Group of thinwire.comm, or a process group of "
+                'torch.distributed that this rank is in, such as mesh["replicate"].get_group()'
             )
         return group
     if dist.is_available() and dist.is_initialized():
@@ -117,6 +123,11 @@ def given_or_default(group: Group | None) -> Group:
             "(thinwire.comm) where this process is to train alone"
         )
     return AssumedAlone()
+
+
+def over(process_group: dist.ProcessGroup) -> TorchGroup:
+    """Its ranks, over itself."""
+    return TorchGroup(process_group)
 
 
 class AssumedAlone(SoloGroup):

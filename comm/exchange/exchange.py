@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.calls import calls_of, interrupted
-from thinwire.comm.errors import CommError, NonFiniteInput, Refused
+from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
 from thinwire.comm.exchange.coder import ABSENT, GIVEN_AGAIN, UNUSABLE, Coder, Given
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.pipeline import Pipeline
@@ -38,6 +38,12 @@ from thinwire.comm.signals import deferred
 
 REFUSED = 2
 """The flag of a rank that refuses an exchange; 1: what it gave is finite, 0: it is not."""
+ANOTHER_PART = (
+    "what another rank of this box has given, of other parts of the same tensors, holds NaN or infinity; nothing was "
+    "changed. Look at the loss and the learning rate of the step before"
+)
+LOST = -1
+"""What a rank says where it has lost a peer, to those with which it agrees."""
 
 
 class Exchange:
@@ -48,6 +54,11 @@ class Exchange:
     """
 
     draw: int = 0
+
+    agree: Callable[[int], int] | None = None
+    """Asked by finish(), where this rank exchanges a part of what the ranks of its box do, each with ranks of its own:
+    whether all of these exchanges count. Collective in the box: 1 all is finite, 0 it is not, LOST a peer is; the least
+    of what they say."""
 
     def __init__(self, group: Group, coder: Coder, pipeline: Pipeline) -> None:
         self.size: int = group.size
@@ -182,7 +193,9 @@ class Exchange:
         with whole_or_left(self._group, self.break_off):
             began = time.perf_counter()
             self._settle(receive=True)
-            is_finite = self._error is None and self._all_finite()
+            is_finite = own_finite = self._error is None and self._all_finite()
+            if self.agree is not None:
+                is_finite = self._agreed(self.agree, own_finite)
             self.stats.waited_s += time.perf_counter() - began
             self._raise_lost()
             if not is_finite:
@@ -190,6 +203,8 @@ class Exchange:
                 if self._refuses:
                     own.fill_(REFUSED)
                 self._undo(lost=False)
+                if own_finite:
+                    raise NonFiniteInput(ANOTHER_PART)
                 raise non_finite(gather_flags(self._group, own))
             try:
                 self._coder.complete()
@@ -378,6 +393,17 @@ class Exchange:
         except CommError as error:
             self._error = error
             return False
+
+    def _agreed(self, agree: Callable[[int], int], own_finite: bool) -> bool:
+        """Is all finite in the exchanges of the others of the box too? A peer that is lost is noted in _error."""
+        try:
+            found = agree(int(own_finite) if self._error is None else LOST)
+        except CommError as error:
+            self._error = self._error or error
+            return False
+        if found == LOST and self._error is None:
+            self._error = PeerLost("a rank of this box, which exchanges another part of the same tensors, lost a peer")
+        return found == 1
 
     def _raise_lost(self) -> None:
         if (error := self._error) is not None:

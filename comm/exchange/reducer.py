@@ -75,6 +75,7 @@ class Reducer(Exchange):
         """Means over the ranks, by the same buckets, that are sent so. Raises: ValueError for a wire that is none."""
         if wire not in self._means:
             self._means[wire] = self._make_means(wire)
+        self._means[wire].agree = self.agree
         return self._means[wire]
 
     def release_means(self) -> None:

@@ -100,13 +100,13 @@ class TorchGroup:
         """Collectives that nobody waits for any more, since a peer was lost: some may still run."""
 
     @classmethod
-    def apart(cls) -> TorchGroup:
-        """All ranks of the default process group, in one that is not their users': neither waits for the other's.
+    def apart(cls, process_group: dist.ProcessGroup | None = None) -> TorchGroup:
+        """All ranks of a process group (None: the default one), in one that is not their users': neither waits for the
 
-        One for all that ask. Collective at its first call for a default process group, as second_communicator(); of one
-        rank it is the default one. With NCCL both end together. Raises: PeerLost.
+        other's. One for all that ask. Collective at its first call for a process group, as second_communicator(); of
+        one rank it is the group itself. With NCCL both end together. Raises: PeerLost.
         """
-        whole = cls()
+        whole = cls(process_group)
         if whole.size == 1:
             return whole
         first = whole._process_group()
@@ -114,6 +114,15 @@ class TorchGroup:
             made = cls(_another(_apart, first))
         made._communicators.add(first)
         return made
+
+    @property
+    def ranks(self) -> list[int]:
+        """Which ranks of the world they are, in order."""
+        return dist.get_process_group_ranks(self._process_group())
+
+    def carries(self, device: torch.device) -> bool:
+        """Has it a backend for tensors that lie there?"""
+        return device.type in {known.type for known in self._process_group()._device_types}
 
     @property
     def calls(self) -> Calls:
