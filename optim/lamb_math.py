@@ -24,7 +24,7 @@ they agree it is too large, so that g^2 is better where nothing is zero. Measure
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ from thinwire.contract.hyperparameters import (
 )
 from thinwire.optim import adam_math
 from thinwire.optim.engine.ages import Run
+from thinwire.optim.engine.box import Box
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
@@ -96,19 +97,36 @@ class TensorSegments:
     """int64[t]: elements from one tensor's start to the next one's, the dead ones between them included."""
     tiles: Tiles | CudaTiles | None
     """The same elements for the loops of optim.kernels, or for its kernels, where those fit."""
+    box: Box | None = None
+    """The ranks that hold the other shards of these tensors: what is found is of all of a tensor, and collective."""
 
     def norms(self, x_s: Tensor) -> Tensor:
         """||x_l||_2 of each tensor, float[t]."""
-        return torch.stack(list(torch._foreach_norm(self._views(x_s))))
+        norms_t = torch.stack(list(torch._foreach_norm(self._views(x_s))))
+        return norms_t if self.box is None else self._whole(self.box.sums, norms_t.square_()).sqrt_()
 
     def rms(self, x_s: Tensor) -> Tensor:
         """||x_l||_2 / sqrt(elements), float[t]."""
-        counts = torch.tensor([stop - start for start, stop in self.live], dtype=x_s.dtype, device="cpu")
-        return self.norms(x_s).div_(on_device(counts, x_s.device).sqrt_())
+        host_t = torch.tensor([stop - start for start, stop in self.live], dtype=x_s.dtype, device="cpu")
+        counts_t = on_device(host_t, x_s.device)
+        if self.box is not None:
+            counts_t = self._whole(self.box.sums, counts_t)
+        return self.norms(x_s).div_(counts_t.sqrt_())
 
     def maxima(self, x_s: Tensor) -> Tensor:
-        """The largest live element of each tensor, float[t]."""
-        return torch.stack(list(torch._foreach_max(self._views(x_s))))
+        """The largest live element of each tensor, float[t]; 0 of a shard without elements."""
+        views = self._views(x_s)
+        if self.box is None:
+            return torch.stack(list(torch._foreach_max(views)))
+        largest_t = torch.stack([view.max() if view.numel() else view.new_zeros(()) for view in views])
+        return self._whole(self.box.maxima, largest_t)
+
+    def _whole(self, together: Callable[[Tensor], Tensor], values_t: Tensor) -> Tensor:
+        """What the box makes of what each of its ranks has found of its shards. Collective."""
+        assert self.box is not None
+        values_T = values_t.new_zeros(self.box.num_tensors)
+        values_T[self.tensors] = values_t
+        return together(values_T)[self.tensors]
 
     def expand(self, values_t: Tensor) -> Tensor:
         """Each tensor's value at each of its elements: float[span]."""
@@ -132,7 +150,7 @@ def tensor_segments(space: FlatSpace, runs: Sequence[Run]) -> list[list[TensorSe
 def _parts(space: FlatSpace, span: slice) -> list[list[int]]:
     """The tensors of a span, by their numbers, as they are worked on together."""
     inside = [i for i, tensor in enumerate(space.tensors) if span.start <= tensor.start < span.stop]
-    if not updates.fits(space.p_N):
+    if space.box is not None or not updates.fits(space.p_N):  # all ranks of a box have the same parts
         return [inside]
     parts: list[list[int]] = []
     for i in inside:
@@ -154,7 +172,8 @@ def _segments(space: FlatSpace, inside: Sequence[int]) -> TensorSegments:
         tensors=slice(inside[0], inside[-1] + 1),
         live=live,
         lengths_t=on_device(torch.tensor(lengths, dtype=torch.int64, device="cpu"), space.p_N.device),
-        tiles=tiles_of(live, space.p_N),
+        tiles=tiles_of(live, space.p_N) if space.box is None else None,
+        box=space.box,
     )
 
 
@@ -280,10 +299,15 @@ MOSTLY = 0.25
 """The part of the mean gradient that must be zero, so that R is brought together."""
 
 
-def are_most_zero(zeros_t: Tensor, live: Sequence[Span], most: float = MOSTLY) -> bool:
-    """Is at least that part of all elements zero?"""
-    lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64, device="cpu")
-    return bool((zeros_t * lengths).sum() >= most * lengths.sum())
+def are_most_zero(zeros_t: Tensor, space: FlatSpace, most: float = MOSTLY) -> bool:
+    """Is at least that part of all elements zero? Of whole tensors, where this rank has shards: collective then."""
+    live = space.layout.live
+    lengths_t = torch.tensor([stop - start for start, stop in live], dtype=torch.float64, device="cpu")
+    of_2t = torch.stack([zeros_t * lengths_t, lengths_t])
+    if space.box is not None:
+        of_2t = space.box.sums(of_2t.to(space.p_N.device)).cpu()
+    zero, every = of_2t.sum(1).tolist()
+    return bool(zero >= most * every)
 
 
 def root_mean_square(sum_N: Tensor, g_N: Tensor, steps: int, zeros_t: Tensor, live: Sequence[Span]) -> Tensor:

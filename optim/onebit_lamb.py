@@ -140,7 +140,7 @@ def descend_(
     """
     count = len(s.scaling_T)
     heard, heard_before = Heard(now, p_N, count), Heard(before, p_N, count)
-    if not fits(p_N):
+    if not fits(p_N) or any(part.tiles is None for _, parts in groups for part in parts):
         for h, part in ((h, part) for h, parts in groups for part in parts):
             found, u_s = _measured(p_N, s, heard.part(part.span), heard_before.part(part.span), part, h, follow=follow)
             lamb_math.move_(p_N[part.span], u_s, _factors(s, found, part, h, bounds, follow=follow), h.lr, part)
@@ -300,7 +300,7 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         """
         s, g_N, live = self.vectors, self.space.g_N, self.space.layout.live
         zeros_t, residual_N = zeros_of(g_N, live), None
-        if lamb_math.are_most_zero(zeros_t, live):
+        if lamb_math.are_most_zero(zeros_t, self.space):
             wire: FullWire = "int8" if self.topology == "flat" else "bf16"
             residual_N = s.momentum_error.share(self.group.size).mul_(self.group.size)
             self.reduce.full_(residual_N, wire)  # R, bit-identical on every rank
@@ -346,9 +346,8 @@ class OneBitLamb(FreezingOptimizer[OneBitLambState]):
         """
         if self.full_exchange != "int8":
             return None
-        live = self.space.layout.live
-        zeros_t = zeros_of(self.space.g_N, live)
-        if not lamb_math.are_most_zero(zeros_t, live, HALF):
+        zeros_t = zeros_of(self.space.g_N, self.space.layout.live)
+        if not lamb_math.are_most_zero(zeros_t, self.space, HALF):
             return None
         return "more than half of the gradient is zero: a variance of rare rows that is kept would lengthen all steps"
 

@@ -350,6 +350,7 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         s.m_N.copy_(m_N)
         self.saved["last_sync"] = self.num_steps
         self._end_round()
+        self.space.equalise_copies()
         self.space.write_back()
 
     def own_state(self) -> dict[str, Any]:

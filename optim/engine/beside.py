@@ -20,7 +20,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.buffers import excepted_of
-from thinwire.optim.engine.parameters import digest, is_sharded, named_as_trained
+from thinwire.optim.engine.local import local
+from thinwire.optim.engine.parameters import digest, is_cut, named_as_trained
 
 _threads = threading.local()
 
@@ -87,6 +88,7 @@ def _params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _is_whole(param: Tensor) -> bool:
-    """Has this rank all of it, in a form whose bits can be read?"""
+    """Is what it has of it in a form whose bits can be read?"""
+    param = local(param)
     dense = param.layout == torch.strided and not param.is_meta and param.dtype.is_floating_point
-    return dense and param.element_size() > 1 and param.numel() > 0 and not is_sharded(param)
+    return dense and param.element_size() > 1 and param.numel() > 0 and not is_cut(param)

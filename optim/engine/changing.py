@@ -27,9 +27,11 @@ from thinwire.comm.protocol import Group
 from thinwire.optim.engine import added, tensor_states
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm
+from thinwire.optim.engine.box import refuse_other_mesh
 from thinwire.optim.engine.buffers import Buffers, excepted_of
 from thinwire.optim.engine.exchanges import refusal
 from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.local import local
 from thinwire.optim.engine.loss_scaling import is_scaled
 from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.parameters import (
@@ -122,6 +124,7 @@ def lay_out(optimizer: Algorithm[Any], call: str) -> None:
     for param_group in optimizer.param_groups:
         optimizer.check_group(param_group)
     compute_dtype(optimizer.param_groups)
+    refuse_other_mesh(optimizer.group, optimizer.param_groups)
     refuse_mismatch(optimizer, call, [f"{name} = {value}" for name, value in settings(optimizer).items()])
     if optimizer.group.size > 1 and None in names_of(optimizer.param_groups, optimizer.model):
         refuse_other_order(optimizer.group, optimizer.param_groups, _device(optimizer.param_groups))
@@ -243,6 +246,7 @@ def go_on_with_trained(optimizer: Algorithm[Any], call: str) -> None:
     """Go on with the parameters that are trained now. Collective. Raises: as _lay_out_anew."""
     refuse_mismatch(optimizer, call)
     compute_dtype(optimizer.param_groups)
+    refuse_other_mesh(optimizer.group, optimizer.param_groups)
     _lay_out_anew(optimizer)
 
 
@@ -307,6 +311,6 @@ def show(optimizer: Algorithm[Any]) -> None:
     of_others = added.kept(optimizer.state)
     show_state(optimizer.state, optimizer.space, optimizer.vectors, optimizer.shown, counts)
     for param, state in optimizer.frozen_states.items():
-        parts = {name: state.values[field].view(param.shape) for field, name in optimizer.shown.items()}
+        parts = {name: state.values[field].view(local(param).shape) for field, name in optimizer.shown.items()}
         optimizer.state[param] = Shown({"step": count(state.steps), **parts}, {})
     added.put_back(optimizer.state, of_others)

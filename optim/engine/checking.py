@@ -42,6 +42,12 @@ def refuse_missing(what: str, found: Mapping[str, Any], needed: Iterable[str]) -
         raise ValueError(f"{what} lacks {missing}: {ANOTHER}")
 
 
+OTHER_SHARDS = (
+    "this rank has {own}: with boxes of as many ranks each rank loads what the rank at its place in a box has saved; "
+    "for others save and load by thinwire.integrations.checkpoint.by_parameter (docs/sharded.md)"
+)
+
+
 def identity(loaded: Mapping[str, Any], mine: Mapping[str, Any], reads: Sequence[int]) -> Iterator[Row]:
     """It is of the same optimizer, and of the same shapes, in a format that is read."""
     of, needed = loaded.get("format"), f"this optimizer reads {', '.join(map(str, reads))}"
@@ -50,6 +56,8 @@ def identity(loaded: Mapping[str, Any], mine: Mapping[str, Any], reads: Sequence
     yield "optimizer", kind, kind == mine["optimizer"], f"this optimizer needs {mine['optimizer']!r}"
     theirs: Any = loaded.get("shapes")
     yield "shapes", theirs, isinstance(theirs, list), "must be a list of the shapes of all parameters"
+    shards, own = loaded.get("shards", []), mine.get("shards", [])
+    yield "shards", shards, shards == own, OTHER_SHARDS.format(own=own)
     another = "it is of another model; go back to the one that was saved, or begin a new run"
     for i, shape in enumerate(mine["shapes"][: len(theirs)]):
         yield f"shapes[{i}]", theirs[i], theirs[i] == shape, f"this optimizer needs {shape}: {another}"

@@ -67,6 +67,8 @@ class Carrier(Protocol):
         """Will finish() raise, as far as is known?"""
 
 
+ALIGNED = 16
+"""Bytes: what kernels read at a time. FSDP makes the gradients of a module in one piece of memory."""
 LeftGradients = Sequence[Tensor | None]
 """Of each tensor: its gradient, float[elements], where it is not in g_N."""
 
@@ -90,7 +92,7 @@ class LeftInPlace:
             return False
         if 0 <= grad.data_ptr() - self._first < self._bytes:
             return False
-        if grad.device != self._g_N.device or not grad.is_contiguous():
+        if grad.device != self._g_N.device or not grad.is_contiguous() or grad.data_ptr() % ALIGNED:
             return False
         self.runs[index] = grad.view(-1)
         return True
@@ -301,7 +303,7 @@ class Overlap:
         here = self._round
         if here is None:
             return
-        if any(_identity(self._space.tensors[i].param.grad) != known for i, known in here.left.items()):
+        if any(_identity(self._space.gradient(i)) != known for i, known in here.left.items()):
             raise RuntimeError(
                 "gradients were written between backward and step(), and with overlap they may have been sent before: "
                 "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
@@ -387,6 +389,9 @@ class Overlap:
     def _after_accumulation(self, index: int) -> None:
         if self._suspended:
             return
+        here = self._round
+        if here is not None and here.ready[index]:  # FSDP calls this hook alone, and not the one before
+            self._refuse_second(here, index)
         here = self._round or self._open()
         here.ready[index] = True
         here.arrived.append(index)
@@ -447,14 +452,14 @@ class Overlap:
 
     def _take_arrived(self, here: _Round) -> None:
         """Read the gradients that have arrived where they are, where the exchange can; bring the others into g_N."""
-        others, tensors = [], self._space.tensors
+        others = []
         for index in here.arrived:
-            grad = tensors[index].param.grad
+            grad = self._space.gradient(index)
             if here.exchange is None or grad is None or not here.exchange.keeps(index, grad):
                 others.append(index)
         here.quiet += self._space.take_gradients(others)
         for index in here.arrived:
-            here.left[index] = _identity(tensors[index].param.grad)
+            here.left[index] = _identity(self._space.gradient(index))
             here.taken[index] = True
         here.arrived.clear()
 

@@ -25,6 +25,7 @@ from thinwire.comm.errors import WireMismatch
 from thinwire.comm.kernels.int8_reference import LEVELS
 from thinwire.comm.kernels.peak import peak
 from thinwire.comm.protocol import FullWire, Group
+from thinwire.optim.engine.local import local
 from thinwire.optim.engine.schedule import StepPlan, Wire
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ def _watch_left_gradients(param_groups: list[dict[str, Any]]) -> None:
     for group in param_groups:
         for param in group["params"]:
             grad = param.grad
-            if param.requires_grad and grad is not None and grad.layout == torch.strided and bool(grad.any()):
+            if param.requires_grad and grad is not None and grad.layout == torch.strided and bool(local(grad).any()):
                 _watch(param)
                 return
 
@@ -144,7 +145,7 @@ def _watch(param: Tensor) -> None:
     def look(_: Tensor) -> None:
         handle.remove()
         left = seen()
-        if left is not None and left.grad is not None and bool(left.grad.any()):
+        if left is not None and left.grad is not None and bool(local(left.grad).any()):
             logger.warning(
                 "gradients_left: the model had gradients when the optimizer was made, and backward adds to them: call "
                 "optimizer.zero_grad() before the first backward"

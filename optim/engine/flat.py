@@ -9,7 +9,8 @@ where that is what the parameter holds, bit for bit; elsewhere somebody has writ
 counts. That is found by address and version, and where `.data` leaves no trace in these by looking at values.
 
 A parameter in whose memory something else lies keeps that memory, so that who looks at it sees what the parameter
-becomes: another process, a buffer, a frozen layer that is tied by its memory, a NumPy array, another model.
+becomes: another process, a buffer, a frozen layer that is tied by its memory, a NumPy array, another model. So does the
+local shard of a DTensor (local.py), which FSDP gathers from.
 
 What lies in a flat vector has a storage of its own there (`_alone`): so what saves tensors writes that tensor and no
 other, and what replaces or moves its storage leaves the flat vector as it is. Whether it still lies there is found at
@@ -20,13 +21,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from thinwire.optim.engine.box import Box
+from thinwire.optim.engine.local import as_dtensor, local, local_gradient, mark
 from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, refuse_unfit_gradient
 from thinwire.optim.engine.places import places
 
@@ -47,7 +50,8 @@ class FlatSpace:
     """Flat parameters p_N and gradients g_N of parameter groups. Dead elements are zero and stay so.
 
     Modifies the parameters: `param.data` and `param.grad` lie in the flat vectors from here on, but for those in low
-    precision or shared memory. Raises: ValueError, naming the parameter, before anything is modified.
+    precision or shared memory, and for shards. Raises: ValueError, naming the parameter, before anything is modified.
+    box: the ranks that hold the other shards; None where this rank has whole tensors.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
@@ -56,8 +60,11 @@ class FlatSpace:
         self.tensors, self.spans, self.layout = placed.tensors, placed.spans, placed.layout
         self.p_N = torch.zeros(self.layout.numel, dtype=dtype, device=self.tensors[0].param.device)
         self.g_N = torch.zeros_like(self.p_N)
+        self.box = Box.of([tensor.param for tensor in self.tensors])
         self._parameters, self._gradients = self.views(self.p_N), self.views(self.g_N)
         self._shown = [_alone(view) for view in self._gradients]
+        self._given = [as_dtensor(x, tensor.param) for x, tensor in zip(self._shown, self.tensors, strict=True)]
+        """What p.grad is set to: the gradient shown, of a shard as a DTensor."""
         self._untouched = [-1] * len(self.tensors)
         """Version of the gradient shown when it was set to zero; -1, which none has, where it is not."""
         self._taken = [-1] * len(self.tensors)
@@ -66,7 +73,7 @@ class FlatSpace:
         """Which tensors had got no gradient when gather_gradients was called last, since they were taken before."""
         self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
         self._in_place: set[int] = set()
-        """Those in memory that something else lies in."""
+        """Those in memory that something else lies in, and shards."""
         self._dtypes = [tensor.param.dtype for tensor in self.tensors]
         self._written: dict[int, tuple[int, int]] = {}
         self._looks, self._looks_at_all = 0, False
@@ -84,7 +91,12 @@ class FlatSpace:
 
     def views(self, vector_N: Tensor) -> list[Tensor]:
         """The part of a flat vector that belongs to each of `tensors`, in the parameter's shape."""
-        return [vector_N[tensor.start : tensor.stop].view(tensor.param.shape) for tensor in self.tensors]
+        return [vector_N[tensor.start : tensor.stop].view(tensor.shape) for tensor in self.tensors]
+
+    def _here(self, indices: Iterable[int] | None = None) -> list[Tensor]:
+        """What is here of each parameter, or of these."""
+        chosen = self.tensors if indices is None else [self.tensors[i] for i in indices]
+        return [local(one.param) for one in chosen] if self.box else [one.param for one in chosen]
 
     def spread(self, values: Sequence[float]) -> Tensor:
         """The value of its parameter group at each element: float[N], 0 where none is."""
@@ -99,9 +111,14 @@ class FlatSpace:
         return sorted(span.start for span in self.spans)[1:]
 
     @property
+    def first(self) -> slice:
+        """An element that is live; none where there is none."""
+        return next((slice(start, start + 1) for start, stop in self.layout.live if start < stop), slice(0))
+
+    @property
     def has_master(self) -> bool:
-        """Are there parameters in low precision?"""
-        return bool(self._low)
+        """Are there parameters in low precision, or shards?"""
+        return bool(self._low or self.box)
 
     @torch.no_grad()
     def take_changes(self) -> None:
@@ -113,28 +130,27 @@ class FlatSpace:
         Raises: ValueError for another dtype, shape or device; then nothing is taken.
         """
         self.take_moved()
-        for index in self._low:
-            view, param = self._parameters[index], self.tensors[index].param
-            if self._written.get(index) != _identity(param):
-                view.copy_(_where_true(view, param))
-                self._written[index] = _identity(param)
+        for index, here in zip(self._low, self._here(self._low), strict=True):
+            view, now = self._parameters[index], mark(self.tensors[index].param)
+            if self._written.get(index) != now:
+                view.copy_(_where_true(view, here))
+                self._written[index] = now
 
     @torch.no_grad()
     def take_moved(self) -> None:
         """take_changes(), of those that are not in low precision: they lie in p_N again, unless they stay in place."""
         self.refuse_changed()
-        low = set(self._low)
-        pairs = list(enumerate(zip(self.tensors, self._parameters, strict=True)))
-        apart = [i for i, (one, view) in pairs if i not in low and one.param.data_ptr() != view.data_ptr()]
+        low, here = set(self._low), self._here()
+        pairs = list(enumerate(zip(here, self._parameters, strict=True)))
+        apart = [i for i, (one, view) in pairs if i not in low and one.data_ptr() != view.data_ptr()]
         if not apart:
             return
-        stays = self._held_elsewhere(apart)
+        stays = set(apart) if self.box else self._held_elsewhere(apart)
+        torch._foreach_copy_([self._parameters[i] for i in apart], [here[i] for i in apart])
         for index in apart:
-            param, view = self.tensors[index].param, self._parameters[index]
-            view.copy_(param)
             if index not in stays:
-                param.data = _alone(view)
-        fresh, self._in_place = stays - self._in_place, stays
+                self.tensors[index].param.data = _alone(self._parameters[index])
+        fresh, self._in_place = set() if self.box else stays - self._in_place, stays
         if fresh:
             logger.warning(
                 "memory_shared parameters=%d first=%r: other tensors or arrays lie in their memory, such as a buffer, "
@@ -198,9 +214,9 @@ class FlatSpace:
             self.take_written()
 
     def _unlike_few(self) -> Tensor:
-        where = [self.tensors[i].param.data_ptr() for i in self._low]
+        params = [here.detach() for here in self._here(self._low) if here.numel()]
+        where = [param.data_ptr() for param in params]
         if self._samples[0] != where:
-            params = [self.tensors[i].param.detach() for i in self._low]
             self._samples = where, [[_few(x) for x in params if x.dtype == dtype] for dtype in LOW_PRECISION]
         found = torch.zeros((), dtype=torch.bool, device=self.p_N.device)
         for at_K, few in zip(self._sampled, self._samples[1], strict=True):
@@ -211,15 +227,15 @@ class FlatSpace:
 
     def _few_masters(self, dtype: torch.dtype) -> Tensor:
         """Where in p_N the masters of a few elements of the parameters of this type lie."""
-        views = [_few(self._parameters[i]) for i in self._low if self._dtypes[i] == dtype]
+        lowest = [self._parameters[i] for i in self._low if self._dtypes[i] == dtype]
+        views = [_few(view) for view in lowest if view.numel()]
         at = [x.storage_offset() + k * x.stride(0) for x in views for k in range(len(x))]
         return torch.tensor(at, dtype=torch.int64, device=self.p_N.device)
 
     def _unlike_all(self) -> Tensor:
         found = torch.zeros((), dtype=torch.bool, device=self.p_N.device)
-        for i in self._low:
-            param = self.tensors[i].param.detach()
-            found |= (_bits(self._parameters[i].to(param.dtype)) != _bits(param)).any()
+        for i, here in zip(self._low, self._here(self._low), strict=True):
+            found |= (_bits(self._parameters[i].to(here.dtype)) != _bits(here.detach())).any()
         return found
 
     def refuse_unlike(self, why: str) -> None:
@@ -227,15 +243,14 @@ class FlatSpace:
 
         Looks at all values, and waits for the device.
         """
-        for i in self._low:
-            param = self.tensors[i].param.detach()
-            if not torch.equal(_bits(self._parameters[i].to(param.dtype)), _bits(param)):
+        for i, here in zip(self._low, self._here(self._low), strict=True):
+            if not torch.equal(_bits(self._parameters[i].to(here.dtype)), _bits(here.detach())):
                 raise RuntimeError(f"{self.tensors[i].label}: was written after {why}")
 
     def refuse_changed(self) -> None:
         """Raises: ValueError for a parameter that has another dtype, shape or device than when the space was made."""
-        for tensor, dtype, view in zip(self.tensors, self._dtypes, self._parameters, strict=True):
-            param = tensor.param
+        for tensor, here, dtype, view in zip(self.tensors, self._here(), self._dtypes, self._parameters, strict=True):
+            param = here
             if param.dtype != dtype or param.device != self.p_N.device or param.shape != view.shape:
                 raise ValueError(
                     f"{tensor.label}: was {dtype} on {self.p_N.device} when the optimizer was made, and is now "
@@ -245,7 +260,7 @@ class FlatSpace:
 
     def marks(self) -> list[tuple[int, int]]:
         """Of each parameter what changes when it is written or gets other memory: where it lies, and its version."""
-        return [_identity(tensor.param) for tensor in self.tensors]
+        return [mark(tensor.param) for tensor in self.tensors]
 
     def refuse_written(self, marks: Sequence[tuple[int, int]], why: str) -> None:
         """Raises: RuntimeError for a parameter with other values since marks() gave these; why: what is wrong with it.
@@ -253,10 +268,9 @@ class FlatSpace:
         One in memory of its own with the same values is fine. What is written through `param.data` cannot be seen.
         """
         self.refuse_changed()
-        for tensor, view, mark in zip(self.tensors, self._parameters, marks, strict=True):
-            param = tensor.param
-            apart = param.data_ptr() != view.data_ptr()
-            if _identity(param) != mark and not (apart and torch.equal(param, view.to(param.dtype))):
+        for tensor, here, view, before in zip(self.tensors, self._here(), self._parameters, marks, strict=True):
+            apart = here.data_ptr() != view.data_ptr()
+            if mark(tensor.param) != before and not (apart and torch.equal(here, view.to(here.dtype))):
                 raise RuntimeError(f"{tensor.label}: was written after {why}")
 
     def take_written(self) -> None:
@@ -264,21 +278,25 @@ class FlatSpace:
         self._written.clear()
         self.take_changes()
 
+    def equalise_copies(self) -> None:
+        """p <- that of one rank, of tensors that several ranks of the box have alike. Collective in the box."""
+        if self.box is not None:
+            self.box.equalise_(self._parameters)
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Parameters with memory of their own <- their part of p_N, rounded to theirs. Does not wait for the device."""
-        for i in self._in_place:
-            self.tensors[i].param.copy_(self._parameters[i])
+        if self._in_place:
+            torch._foreach_copy_(self._here(self._in_place), [self._parameters[i] for i in self._in_place])
         if self._low:
-            params = [self.tensors[i].param for i in self._low]
-            torch._foreach_copy_(params, [self._parameters[i] for i in self._low])
-            self._written = {i: _identity(param) for i, param in zip(self._low, params, strict=True)}
+            torch._foreach_copy_(self._here(self._low), [self._parameters[i] for i in self._low])
+            self._written = {i: mark(self.tensors[i].param) for i in self._low}
 
     @torch.no_grad()
     def masters(self) -> dict[Tensor, Tensor]:
         """The master of each low-precision parameter, float[elements]: what was written counts. New."""
         pairs = [(self.tensors[i].param, self._parameters[i]) for i in self._low]
-        return {param: _where_true(view, param).reshape(-1) for param, view in pairs}
+        return {param: _where_true(view, local(param)).reshape(-1) for param, view in pairs}
 
     @torch.no_grad()
     def load_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
@@ -288,10 +306,16 @@ class FlatSpace:
                 self._parameters[i].view(-1).copy_(master)
         self._written.clear()
 
+    def gradient(self, index: int) -> Tensor | None:
+        """What is here of the gradient of a tensor, as backward has left it. Collective where local_gradient is."""
+        param = self.tensors[index].param
+        return param.grad if self.box is None or param.grad is None else local_gradient(param.grad, param)
+
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
         param = self.tensors[index].param
-        lies_here = index not in self._low and param.data_ptr() == self._parameters[index].data_ptr()
+        kept = index in self._low or self.box is not None
+        lies_here = not kept and param.data_ptr() == self._parameters[index].data_ptr()
         if lies_here and not self._held_elsewhere([index]):
             param.data = param.detach().clone()
         param.grad = None
@@ -307,15 +331,18 @@ class FlatSpace:
     @torch.no_grad()
     def take_gradients(self, indices: Sequence[int]) -> list[int]:
         """As gather_gradients, of these tensors. Returns those without a new one. Raises: ValueError, naming one."""
-        for i in indices:
-            grad = self.tensors[i].param.grad
+        grads = [self.tensors[i].param.grad for i in indices]
+        for i, grad in zip(indices, grads, strict=True):
             if grad is not None:
-                if grad.shape != self._gradients[i].shape:
+                if self.box is None and grad.shape != self._gradients[i].shape:
                     self.refuse_changed()
                 refuse_unfit_gradient(grad, self.tensors[i].param, self.tensors[i].label)
+        if self.box:
+            pairs = zip(indices, grads, strict=True)
+            grads = [g if g is None else local_gradient(g, self.tensors[i].param) for i, g in pairs]
         missing, into, foreign, quiet = [], [], [], []
-        for i in indices:
-            grad, view = self.tensors[i].param.grad, self._gradients[i]
+        for i, grad in zip(indices, grads, strict=True):
+            view = self._gradients[i]
             if grad is None:
                 missing.append(view)
                 quiet.append(i)
@@ -324,7 +351,7 @@ class FlatSpace:
                 into.append(view)
                 foreign.append(grad if grad.layout == torch.strided else grad.to_dense())
                 self._untouched[i] = -1
-            elif grad is self._shown[i] and grad._version == self._taken[i]:
+            elif self.tensors[i].param.grad is self._given[i] and grad._version == self._taken[i]:
                 quiet.append(i)
         if missing:
             torch._foreach_zero_(missing)
@@ -341,15 +368,30 @@ class FlatSpace:
 
         One that was set to zero by other means (`p.grad.zero_()`), or that a step took and left, counts as got.
         """
-        found = zip(self.tensors, self._shown, self._untouched, strict=True)
-        return all((g := t.param.grad) is None or (g is shown and g._version == known) for t, shown, known in found)
+        found = zip(self.tensors, self._given, self._shown, self._untouched, strict=True)
+        return all(
+            (g := t.param.grad) is None or (g is given and shown._version == known) for t, given, shown, known in found
+        )
 
     def shorten_gradient(self, max_norm: float | None) -> None:
         """g <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
         if max_norm is not None:
-            self.gradient_norm = torch.linalg.vector_norm(self.g_N)
+            self.gradient_norm = self.norm(self.g_N)
             self.shortened_by = shortening(self.gradient_norm, max_norm)
             self.g_N.mul_(self.shortened_by)
+
+    def norm(self, x_N: Tensor) -> Tensor:
+        """||x||_2 of a vector of all elements, 0-dim: of whole tensors, where this rank has shards of them.
+
+        Collective in the box then.
+        """
+        found: Tensor
+        if self.box is None:
+            found = torch.linalg.vector_norm(x_N)
+        else:
+            norms_T = torch.stack(list(torch._foreach_norm(self.views(x_N))))
+            found = self.box.total(norms_T.square_()).sqrt_()
+        return found
 
     @torch.no_grad()
     def leave_gradients(self, g_N: Tensor) -> None:
@@ -360,7 +402,7 @@ class FlatSpace:
             param, view = self.tensors[i].param, self._gradients[i]
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-            param.grad.copy_(view)
+            local(param.grad).copy_(view)
 
     def clear_dead(self) -> None:
         """g <- 0 where dead: a rank that takes no part in a mean sends NaN there too, and nothing else clears it."""
@@ -392,11 +434,12 @@ class FlatSpace:
         for i in indices:
             param, view = self.tensors[i].param, self._gradients[i]
             if param.dtype == view.dtype:
-                if param.shape != view.shape:
+                if self.box is None and param.shape != view.shape:
                     self.refuse_changed()
                 if not _is_same(self._shown[i], view):  # somebody replaced its storage, as model.to() does
                     self._shown[i] = _alone(view)
-                param.grad = self._shown[i]
+                    self._given[i] = as_dtensor(self._shown[i], param)
+                param.grad = self._given[i]
 
 
 def shortening(norm: Tensor, max_norm: float) -> Tensor:
@@ -420,11 +463,6 @@ def _is_same(grad: Tensor, view: Tensor) -> bool:
         and grad.stride() == view.stride()
         and grad.dtype == view.dtype
     )
-
-
-def _identity(param: Tensor) -> tuple[int, int]:
-    """Changes when the parameter's memory is replaced, or written by anything but `.data`."""
-    return param.data_ptr(), param._version
 
 
 def _holders(storage: torch.UntypedStorage) -> int:

@@ -24,16 +24,16 @@ def is_scaled(optimizer: object) -> bool:
     return hasattr(optimizer, "found_inf")
 
 
-def unscale_(g_N: Tensor, optimizer: object) -> None:
+def unscale_(g_N: Tensor, optimizer: object, first: slice) -> None:
     """g <- the gradient as it is without a scaler, not finite where the scaler has found so. Does not wait.
 
-    found_inf counts even where clipping by hand has made the gradient finite again. Element 0 is always live.
+    found_inf counts even where clipping by hand has made the gradient finite again. first: an element that is live.
     """
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is not None:
         g_N.mul_(scale.to(g_N.device, non_blocking=True).double().reciprocal().to(g_N.dtype))
     if found_inf is not None:
-        g_N[:1].masked_fill_(found_inf.to(g_N.device, non_blocking=True) > 0, torch.nan)
+        g_N[first].masked_fill_(found_inf.to(g_N.device, non_blocking=True) > 0, torch.nan)
 
 
 def tell_scaler(optimizer: object, *, left_out: bool) -> None:

@@ -266,6 +266,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.num_steps += 1
         if self.at_sync:
             self.handed_over = None
+        space.equalise_copies()
         space.write_back()
         if left_N is not None:
             space.leave_gradients(left_N)
@@ -290,7 +291,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self.group.rank}"))
         space.gather_gradients(overlap.taken)
         refuse_orphans([space.tensors[i] for i in (*overlap.quiet, *space.quiet)], self.state)
-        unscale_(space.g_N, self)
+        unscale_(space.g_N, self, space.first)
 
     def _gradient_to_leave(self, plan: StepPlan) -> Tensor | None:
         """What step() is to leave in p.grad, float[N]; None: what is there. Collective where this plan has no mean."""
@@ -300,7 +301,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             return self.space.g_N
         mean_N = changing.mean_or_refusal(self.group, self.space.g_N)
         if self.max_grad_norm is not None:
-            mean_N.mul_(shortening(torch.linalg.vector_norm(mean_N), self.max_grad_norm))
+            mean_N.mul_(shortening(self.space.norm(mean_N), self.max_grad_norm))
         return mean_N
 
     def _tell_scaler(self, *, left_out: bool) -> None:
@@ -467,6 +468,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         """As Algorithm.connect_space."""
         self.set_ages(self.ages)
         self.reduce = self.make_reducer(self.group)
+        self.reduce.agree = None if self.space.box is None else self.space.box.least
         self.saved: dict[str, Any] = {}
         self.evidence: dict[str, Any] = {}
         self.owes_scaler = False

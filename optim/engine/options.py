@@ -9,10 +9,12 @@ from typing import Any, Literal, NoReturn, Self, TypedDict
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from thinwire.comm.default import GivenGroup
 from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.layout import default_bucket
-from thinwire.comm.protocol import FullWire, Group
+from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import MAX_GRAD_NORM
+from thinwire.optim.engine.local import local
 
 NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
@@ -25,7 +27,7 @@ Gradients = Literal["own", "mean"]
 DDP = ("torch", "DistributedDataParallel")
 READERS = {("peft", "AdaLoraModel"), ("peft", "AdamssModel")}
 """Modules that read p.grad after step(), and decide by it what is trained on."""
-SHARDING = {("torch", "FullyShardedDataParallel"), ("torch", "FSDPModule"), ("deepspeed", "DeepSpeedEngine")}
+SHARDING = {("torch", "FullyShardedDataParallel"), ("deepspeed", "DeepSpeedEngine")}
 LOCAL = "local"
 """What integrations.ddp.keep_gradients_local writes as `thinwire_gradients`: this wrapper sends no gradient."""
 
@@ -33,7 +35,7 @@ LOCAL = "local"
 class Options(TypedDict, total=False):
     """The keywords of CheckedOptions, for the constructors that hand them on: `**options: Unpack[Options]`."""
 
-    group: Group | None
+    group: GivenGroup | None
     max_grad_norm: float | None
     non_finite: NonFinite
     overlap: bool
@@ -46,8 +48,9 @@ class Options(TypedDict, total=False):
 class CheckedOptions:
     """The same with their defaults. Raises: ValueError naming the first that cannot be, its value and what is allowed.
 
-    group: the ranks; None: those of torch.distributed's default group, over a process group of the optimizers' own
-    (TorchGroup.apart), or this process alone.
+    group: the ranks; None: those of torch.distributed's default group, or this process alone. Of a process group of
+    torch.distributed, too, what is sent goes over one of the optimizers' own (TorchGroup.apart). Where parameters are
+    DTensors those that hold the same shard in other boxes: mesh["replicate"].get_group() (docs/sharded.md).
     max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
     in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
@@ -65,7 +68,7 @@ class CheckedOptions:
     node_first where it can be, else flat. After a regroup(), or made over one rank, "node_first" is "auto".
     """
 
-    group: Group | None = None
+    group: GivenGroup | None = None
     max_grad_norm: float | None = None
     non_finite: NonFinite = "raise"
     overlap: bool = False
@@ -111,7 +114,8 @@ def checked_narrow(given: Collection[str], allowed: tuple[str, ...]) -> tuple[st
 def bucket_of(params: Iterable[Tensor]) -> int:
     """Elements of a bucket for these parameters, where none were asked for."""
     known = [param for param in params if not is_lazy(param)]  # those are refused where vectors are laid out
-    return default_bucket(sum(param.numel() for param in known), any(param.device.type == "cuda" for param in known))
+    numel = sum(local(param).numel() for param in known)
+    return default_bucket(numel, any(param.device.type == "cuda" for param in known))
 
 
 def refuse_wrapped(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
@@ -131,8 +135,9 @@ def refuse_wrapped(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> 
             )
         if classes & SHARDING:
             raise ValueError(
-                f"{where}, which leaves a part of the model on each rank, and the optimizer needs the whole on every "
-                "rank: leave it out, and pass and train the model itself"
+                f"{where}, which leaves a part of the model on each rank, and nothing says of what: leave it out, and "
+                "pass and train the model itself, or shard it inside of a box by "
+                'fully_shard(model, mesh=mesh["shard"]) (docs/sharded.md)'
             )
     ours = {id(param) for group in param_groups for param in group["params"]}
     if not any(id(param) in ours for param in model.parameters()):

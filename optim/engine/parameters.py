@@ -18,6 +18,7 @@ from thinwire.comm.calls import refuse_other_calls
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
+from thinwire.optim.engine.local import is_dtensor, local
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters that get a master in float32."""
@@ -25,6 +26,12 @@ FROZEN = ", frozen"
 """How the line of a frozen parameter ends."""
 COMPILED = "_orig_mod."
 """What torch.compile puts before names: a rank that compiles has the same ones as one that does not."""
+SHARD = "; shard "
+"""How the line of a DTensor goes on."""
+SAME_SHARDS = (
+    "The ranks of group= must hold the same shard, each in a box of its own: shard the model alike in each box, as "
+    'fully_shard(model, mesh=mesh["shard"]) with boxes of as many ranks, and give group=mesh["replicate"].get_group()'
+)
 SAME_ORDER = "Give them in the same order on every rank: model.parameters() as it comes, or sorted by name, not a set"
 SUPPORTED = (torch.float32, torch.float64, *LOW_PRECISION)
 
@@ -76,14 +83,23 @@ def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
             if not is_trained(param):
                 continue
             _refuse_unfit(param, label)
-            if param.data_ptr() in memory:
+            here = local(param)
+            if here.numel() and here.data_ptr() in memory:
                 raise ValueError(
-                    f"{label}: has the same memory as {memory[param.data_ptr()]}, which a flat vector would separate; "
+                    f"{label}: has the same memory as {memory[here.data_ptr()]}, which a flat vector would separate; "
                     "share one torch.nn.Parameter instead, and pass it once"
                 )
-            memory[param.data_ptr()] = label
+            memory[here.data_ptr()] = label
             trained.append((param, label))
             first, first_label = trained[0]
+            if is_dtensor(param) != is_dtensor(first):
+                plain = label if is_dtensor(first) else first_label
+                raise ValueError(
+                    f"{plain}: is a plain tensor beside DTensors such as {first_label if plain is label else label}: "
+                    "nothing averages its gradient over the ranks that hold their shards. Shard the whole model, "
+                    'fully_shard(model, mesh=mesh["shard"]) after its layers; or, where these ranks compute the same '
+                    "gradient of it, as beside tensor parallelism, give it to an optimizer of its own"
+                )
             if param.device != first.device:
                 raise ValueError(
                     f"{label}: is on {param.device}, but {first_label} is on {first.device}; move it there"
@@ -92,7 +108,8 @@ def compute_dtype(param_groups: list[dict[str, Any]]) -> torch.dtype:
                 raise ValueError(
                     f"{label}: is {param.dtype}, but {first_label} is {first.dtype}; float64 mixes with no other dtype"
                 )
-    places = [(p.data_ptr(), p.data_ptr() + p.nbytes, label) for p, label in trained if p.is_contiguous()]
+    shown = [(local(param), label) for param, label in trained]
+    places = [(p.data_ptr(), p.data_ptr() + p.nbytes, label) for p, label in shown if p.is_contiguous()]
     for (_, stop, one), (start, _, other) in pairwise(sorted(places)):
         if start < stop:
             raise ValueError(
@@ -127,20 +144,21 @@ def without_gradient(step: int, where: str) -> str:
     )
 
 
-def is_sharded(param: Tensor) -> bool:
-    """Is it a part of a parameter, as FSDP and tensor parallelism leave on a rank? By name: not imported for this."""
-    kinds = [(str(kind.__module__).split(".")[0], kind.__name__) for kind in type(param).__mro__]
+def is_cut(param: Tensor) -> bool:
+    """Is it a part that nothing says what of, as FSDP's first version and ZeRO leave on a rank?"""
     by_deepspeed = hasattr(param, "ds_id")  # ZeRO's stage 3 leaves it empty
-    return ("torch", "DTensor") in kinds or bool(getattr(param, "_fsdp_flattened", False)) or by_deepspeed
+    return bool(getattr(param, "_fsdp_flattened", False)) or by_deepspeed
 
 
 def _refuse_unfit(param: Tensor, label: str) -> None:
-    if is_sharded(param):
+    if is_cut(param):
         raise ValueError(
-            f"{label}: is {type(param).__name__}, sharded by FSDP, ZeRO or tensor parallelism, and the optimizer needs "
-            "the whole model on every rank: leave out fully_shard(), FullyShardedDataParallel, deepspeed.zero.Init() "
-            "or parallelize_module()"
+            f"{label}: is a part that FullyShardedDataParallel or ZeRO has cut, and of which nobody can say what it "
+            'is a part of. Shard inside of a box by fully_shard(model, mesh=mesh["shard"]) in its place, and give '
+            'group=mesh["replicate"].get_group() (docs/sharded.md); or leave out FullyShardedDataParallel and '
+            "deepspeed.zero.Init()"
         )
+    whole, param = param, local(param)
     if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ValueError(
             f"{label}: is a {_kind(param)}, which has no values of its own but makes them of other tensors, such as "
@@ -160,7 +178,7 @@ def _refuse_unfit(param: Tensor, label: str) -> None:
             f"{label}: is {param.layout} on {param.device}; it must be dense, and hold values: give it a device and "
             "values first (model.to_empty(device=...), then reset_parameters() or a checkpoint)"
         )
-    if param.numel() == 0:
+    if whole.numel() == 0:
         raise ValueError(f"{label}: has no elements; leave it out")
 
 
@@ -181,6 +199,16 @@ def names_of(param_groups: Sequence[dict[str, Any]], model: nn.Module | None) ->
     return found
 
 
+def shard_of(param: Tensor) -> str:
+    """Which shard of a DTensor is here, in words: how it is cut, and which of the parts. Of another tensor nothing."""
+    if not is_dtensor(param):
+        return ""
+    mesh, found = param.device_mesh, []  # type: ignore[attr-defined]
+    for at, size, placement in zip(mesh.get_coordinate(), mesh.shape, param.placements, strict=True):  # type: ignore[attr-defined]
+        found.append(f"{placement} {at} of {size}" if not placement.is_replicate() else str(placement))
+    return ", ".join(found)
+
+
 def describe(param_groups: list[dict[str, Any]], model: nn.Module | None) -> list[str]:
     """A line for each parameter: its place, name, dtype, shape and whether it is frozen; not its device, in which ranks
     may differ.
@@ -190,7 +218,7 @@ def describe(param_groups: list[dict[str, Any]], model: nn.Module | None) -> lis
     ]
     return [
         f"parameter {index} of group {at}{'' if name is None else f' {name!r}'}: {param.dtype} {tuple(param.shape)}"
-        f"{'' if is_trained(param) else FROZEN}"
+        f"{SHARD + shard_of(param) if is_dtensor(param) else ''}{'' if is_trained(param) else FROZEN}"
         for (at, index, param), name in zip(places, names_of(param_groups, model), strict=True)
     ]
 
@@ -215,8 +243,12 @@ def refuse_other_order(group: Group, param_groups: Sequence[dict[str, Any]], dev
 
 
 def digest(x: Tensor) -> list[int]:
-    """Two sums of its bits, of every element and of every second: equal vectors have equal ones. Read on its device."""
-    bits = x.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    """Two sums of its bits, of every element and of every second: equal vectors have equal ones. Read on its device.
+
+    Of a DTensor of those that are here.
+    """
+    x = local(x).detach().contiguous().view(-1)
+    bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     # In pieces: a sum in more bits than the values have makes a copy of them on CPUs.
     sums = [(piece.sum(dtype=torch.int64), piece[::2].sum(dtype=torch.int64)) for piece in torch.split(bits, 1 << 20)]
     return torch.stack([torch.stack(pair) for pair in sums]).sum(0).tolist()
@@ -229,9 +261,10 @@ def _kind(param: Tensor) -> str:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold its values: itself, or what a wrapper makes them of. None that is sharded, or has none."""
-    if is_sharded(tensor):
+    """The tensors that hold its values: itself, or what a wrapper makes them of. None that is cut, or has none."""
+    if is_cut(tensor):
         return []
+    tensor = local(tensor)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in parts_of(getattr(tensor, name))]
@@ -269,6 +302,7 @@ def refuse_other_models(group: Group, call: str, lines: list[str], device: torch
             frozen = first.removesuffix(FROZEN) == theirs.removesuffix(FROZEN)
             way = "freeze and unfreeze the same parameters at the same step" if frozen else "build the same model"
             todo = f"All ranks must {way}, with the same parameter groups and settings"
+            todo = SAME_SHARDS if SHARD in first + theirs else todo
             names = [[line.partition(" '")[2] for line in side] for side in sides]
             if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
                 todo = f"These are the same ones in another order. {SAME_ORDER}"

@@ -13,15 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.layout import BYTE, VectorLayout, round_up
+from thinwire.optim.engine.local import local
 from thinwire.optim.engine.parameters import is_trained, labels
 
 
 @dataclass(frozen=True, slots=True)
 class FlatTensor:
     """One parameter and its place: elements [start, stop) of the flat vectors. label: what messages call it.
+
+    Of a DTensor it is the place of what is here. Where that is nothing it has a few dead elements, so that all ranks
+    of a box have the same tensors in the same order.
 
     name: its position, "group.index". What a user calls it may differ from rank to rank, and from a save to a load.
     """
@@ -31,6 +36,11 @@ class FlatTensor:
     stop: int
     label: str
     name: str
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of what is here."""
+        return local(self.param).shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +65,11 @@ def places(param_groups: list[dict[str, Any]], chosen: Callable[[Tensor], bool] 
     for index, members in sorted(groups, key=lambda item: any(_is_matrix(param) for param, *_ in item[1])):
         group_start = at
         for param, label, name in sorted(members, key=lambda one: _is_matrix(one[0])):  # stable: vectors, then matrices
-            stop = round_up(at + param.numel(), BYTE)
+            numel = local(param).numel()
+            stop = round_up(at + max(numel, 1), BYTE)
             joins = not _is_matrix(param) and at > group_start
             segments.append((segments.pop()[0] if joins else at, stop))
-            tensors.append(FlatTensor(param, at, at + param.numel(), label, name))
+            tensors.append(FlatTensor(param, at, at + numel, label, name))
             at = stop
         spans[index] = slice(group_start, at)
     live = tuple((tensor.start, tensor.stop) for tensor in tensors)

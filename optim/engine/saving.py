@@ -17,6 +17,8 @@ from thinwire.optim.engine import added, checking, shares
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import as_python
+from thinwire.optim.engine.local import local
+from thinwire.optim.engine.parameters import shard_of
 from thinwire.optim.engine.places import places
 from thinwire.optim.engine.share import Loaded, Share, is_share
 from thinwire.optim.engine.state import MASTER, TensorState, error_memories, replicated, sizes
@@ -125,7 +127,7 @@ def plain(optimizer: Algorithm[Any]) -> dict[str, Any]:
     if factor is not None and optimizer.errors_of_gradients({"saved": saved, "frozen_at": optimizer.frozen_at}):
         saved[SHORTENED] = float(factor)
     return {
-        **_identity(optimizer),
+        **identity(optimizer),
         "num_steps": optimizer.num_steps,
         "frozen_at": optimizer.frozen_at,
         "saved": saved,
@@ -193,10 +195,12 @@ def go_on(
     optimizer.go_on_from({}, in_round=False)
 
 
-def _identity(optimizer: Algorithm[Any]) -> dict[str, Any]:
+def identity(optimizer: Algorithm[Any]) -> dict[str, Any]:
     """What a state_dict says of itself."""
-    shapes = [list(tensor.param.shape) for tensor in everything(optimizer)]
-    return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": shapes}
+    shapes = [list(tensor.shape) for tensor in everything(optimizer)]
+    shards = list(dict.fromkeys(shard_of(tensor.param) for tensor in everything(optimizer)))
+    of_box = {} if optimizer.space.box is None else {"shards": shards}
+    return {"format": FORMAT, "optimizer": type(optimizer).__name__, "shapes": shapes, **of_box}
 
 
 def _whole(optimizer: Algorithm[Any], state_dict: object) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def _whole(optimizer: Algorithm[Any], state_dict: object) -> dict[str, Any]:
             "state_dict is of an optimizer of torch.optim, whose state cannot be taken over: load the model's weights "
             "alone, and begin the optimizer anew; or go on with the optimizer that saved it"
         )
-    mine = _identity(optimizer)
+    mine = identity(optimizer)
     checking.refuse(checking.identity(state_dict, mine, reads=(FORMAT, *OLD_FORMATS)))
     loaded = modern(state_dict, optimizer.param_groups)
     checking.refuse_missing("state_dict", loaded, KEYS if is_share(loaded) else (*KEYS, "residuals"))
@@ -280,7 +284,7 @@ def _take_parameters(space: FlatSpace, order: Order, parameters_N: Tensor) -> No
         if (place := now.get(tensor.param)) is not None:
             space.p_N[place.start : place.stop].copy_(part)
         else:
-            tensor.param.copy_(part.view(tensor.param.shape))
+            local(tensor.param).copy_(part.view(tensor.shape))
     space.write_back()
 
 

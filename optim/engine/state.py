@@ -246,7 +246,7 @@ def show_state(
 
     def part(field: str, index: int) -> Tensor:
         tensor, vector_N = space.tensors[index], getattr(vectors, field)
-        shown: Tensor = vector_N[tensor.start : tensor.stop].view(tensor.param.shape)
+        shown: Tensor = vector_N[tensor.start : tensor.stop].view(tensor.shape)
         return shown
 
     for index, tensor in enumerate(space.tensors):
@@ -271,7 +271,7 @@ def bytes_per_parameter(space: FlatSpace, reached: Sequence[object]) -> dict[str
     found = {"state": sum(held.values()), "gradient": gradient[1]}
     if space.has_master:
         found["master"] = parameters[1]
-    return {name: round(count / space.layout.num_live, 3) for name, count in found.items()}
+    return {name: round(count / max(space.layout.num_live, 1), 3) for name, count in found.items()}
 
 
 def _storages(roots: Sequence[object]) -> Iterator[tuple[int, int]]:

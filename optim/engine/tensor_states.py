@@ -24,6 +24,7 @@ from torch import Tensor
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.local import local
 from thinwire.optim.engine.parameters import LOW_PRECISION
 from thinwire.optim.engine.places import FlatTensor, Places, places
 from thinwire.optim.engine.state import MASTER, TensorState, error_memories, replicated, sizes
@@ -46,7 +47,7 @@ class Order:
         """The entries of what is laid out, and of those that are frozen."""
         found, at = list(live.tensors), live.layout.numel
         for one in frozen:
-            found.append(FlatTensor(one.param, at, at + one.param.numel(), one.label, one.name))
+            found.append(FlatTensor(one.param, at, at + local(one.param).numel(), one.label, one.name))
             at = found[-1].stop
         return cls(found, len(live.tensors), live.layout.numel, at)
 
@@ -76,9 +77,10 @@ def parameters(optimizer: Algorithm[Any]) -> Tensor:
     """Those that have a state, where entries stand: of low precision their masters, where these are still true."""
     found = [optimizer.space.p_N]
     for tensor in order_of(optimizer).tensors[len(optimizer.space.tensors) :]:
-        value = tensor.param.reshape(-1).to(optimizer.space.p_N)
+        here = local(tensor.param).reshape(-1)
+        value = here.to(optimizer.space.p_N)
         if (master := optimizer.frozen_states[tensor.param].values.get(MASTER)) is not None:
-            value = torch.where(master.to(tensor.param.dtype) == tensor.param.reshape(-1), master, value)
+            value = torch.where(master.to(here.dtype) == here, master, value)
         found.append(value)
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -191,8 +193,9 @@ def of_peer(
             continue  # of another model: the ranks find out when they connect
         numels: dict[str, int] = {}
         if name not in laid_out and param not in held:
-            numels = {key: param.numel() if length == wide else 1 for key, length in lengths.items()}
-            numels |= {MASTER: param.numel()} if param.dtype in LOW_PRECISION else {}
+            here = local(param).numel()
+            numels = {key: here if length == wide else 1 for key, length in lengths.items()}
+            numels |= {MASTER: here} if param.dtype in LOW_PRECISION else {}
         room = {key: space.p_N.new_empty(numel) for key, numel in numels.items()}
         found[param] = held.get(param) or TensorState(steps, seen, room)
     return found

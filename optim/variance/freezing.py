@@ -255,12 +255,22 @@ class FreezingOptimizer(WarmupOptimizer[State]):
         end = self.warmup_from + fewest if self.warmup_from else self.warmup
         return max([end, *(run.unseen + fewest for run in self.runs if run.unseen)])
 
+    def _sums(self, x_N: Tensor, span: slice) -> Tensor:
+        """Of each tensor in the span, float[t]."""
+        inside = [tensor for tensor in self.space.tensors if span.start <= tensor.start < span.stop]
+        return torch.stack([x_N[tensor.start : tensor.stop].sum() for tensor in inside])
+
     def _is_stable(self, plan: StepPlan, groups: Sequence[AdamHyper], now: int) -> bool:
         """Whether the automatic rule ends the warm-up after this step. Where it tests, it reads from the device."""
         if self.stability is None or not plan.update_variance:
             return False
         v_N = self.vectors.v_N
-        norm = sum(v_N[h.span].sum() / (1.0 if h.seen is None else 1 - h.beta2**h.seen) for h in groups)
+        corrections = [1.0 if h.seen is None else 1 - h.beta2**h.seen for h in groups]
+        if self.space.box is None:
+            norm = sum(v_N[h.span].sum() / of for h, of in zip(groups, corrections, strict=True))
+        else:  # of whole tensors: the ranks of a box freeze at the same step
+            parts = zip(groups, corrections, strict=True)
+            norm = self.space.box.total(torch.cat([self._sums(v_N, h.span) / of for h, of in parts]))
         if now < self.saved.get(HELD_OFF_AT, -inf) + self.stability.window:
             self.stability.note(now, norm, self.rates())
             return False

@@ -34,7 +34,7 @@ def zeros_of(g_N: Tensor, live: Sequence[Span]) -> Tensor:
     """z of each tensor, float64[tensors], on the host. Waits for the device."""
     counts = [torch.count_nonzero(g_N[start:stop]) for start, stop in live]
     lengths = torch.tensor([stop - start for start, stop in live], dtype=torch.float64, device="cpu")
-    return 1 - torch.stack(counts).double().cpu() / lengths
+    return 1 - torch.stack(counts).double().cpu() / lengths.clamp_(min=1)  # of a shard without elements all
 
 
 def rare_tensors(g_N: Tensor, live: Sequence[Span]) -> list[tuple[slice, float]]:

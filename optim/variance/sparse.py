@@ -271,10 +271,12 @@ class SparseVarianceOptimizer(WarmupOptimizer[State]):
         else:
             s.used_N.fill_(torch.inf)
 
-    @staticmethod
-    def _counts(v_N: Tensor, updates: int) -> bool:
-        """Does an update that gave v count? Not while v is zero everywhere."""
-        return updates > 0 or bool(v_N.any())
+    def _counts(self, v_N: Tensor, updates: int) -> bool:
+        """Does an update that gave v count? Not while v is zero everywhere, in all shards."""
+        if updates > 0:
+            return True
+        box, any_here = self.space.box, bool(v_N.any())
+        return any_here if box is None else not box.least(int(not any_here))
 
     def _use_(self, v_N: Tensor, updates: int, *, freezes: bool = False) -> None:
         """v <- v_used, after so many updates. freezes: by the mean gradient, in g. Waits for the device."""

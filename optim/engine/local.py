@@ -1,0 +1,59 @@
+"""The part of a tensor that is on this rank: all of it, or of a DTensor its local shard.
+
+`fully_shard(model, mesh=mesh["shard"])` and tensor parallelism leave a DTensor of this box in place of a parameter. The
+optimizer trains the shard that is here, as any tensor, with the ranks that hold the same shard in other boxes. The
+shard's memory is FSDP's, which gathers from it: it stays where it is, and has a master (flat.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+
+def is_dtensor(x: object) -> bool:
+    """Is it a DTensor? Nothing is imported for it: where nobody has imported DTensor there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(x, kind)
+
+
+def local(x: Tensor) -> Tensor:
+    """What of it is here, in its own memory; of a plain tensor all."""
+    # to_local() makes a new parameter of a parameter, some microseconds, and a step asks several times for each.
+    return x._local_tensor if is_dtensor(x) else x  # type: ignore[attr-defined]
+
+
+def local_gradient(grad: Tensor, param: Tensor) -> Tensor:
+    """What of a gradient belongs to what is here of its parameter.
+
+    Collective in the parameter's mesh where backward has left it in other pieces than the parameter, as a sum that is
+    still to be made (Partial); all of these ranks have it so.
+    """
+    if is_dtensor(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(param.device_mesh, param.placements)  # type: ignore[attr-defined]
+    return local(grad)
+
+
+def as_dtensor(here: Tensor, param: Any) -> Tensor:
+    """What is here of a gradient, or of another value of a parameter, laid out as that is: in the same memory.
+
+    A DTensor where the parameter is one, else itself.
+    """
+    if not is_dtensor(param):
+        return here
+    kind = type(param.data)  # not nn.Parameter
+    made: Tensor = kind.from_local(
+        here, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return made
+
+
+def mark(x: Tensor) -> tuple[int, int]:
+    """Changes when its memory is replaced, or written by anything but `.data`."""
+    if not is_dtensor(x):
+        return x.data_ptr(), x._version
+    here = local(x)
+    return here.data_ptr(), here._version + x._version
