@@ -66,6 +66,17 @@ def test_the_two_line_change_compresses(under, tmp_path):
     assert losses[-1] < losses[0] / 10
 
 
+@pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_two_sharded_boxes_compress_what_crosses_between_them(under, tmp_path):
+    script = str(EXAMPLES / "sharded_boxes.py")
+    by_torchrun = (sys.executable, *TORCHRUN[:-1], "4", script)
+    told = run(*by_torchrun) if under == "torchrun" else run_forked(tmp_path / "told", 4, script)
+    warmup, compressed = re.search(r"between boxes: ([\d,]+) in warm-up, ([\d,]+) compressed", told).groups()
+    assert int(warmup.replace(",", "")) / int(compressed.replace(",", "")) == pytest.approx(32, rel=0.06)
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", told)]
+    assert losses[-1] < losses[0] / 4
+
+
 @pytest.mark.slow
 def test_the_two_line_change_runs_on_one_worker_and_sends_nothing():
     told = run(sys.executable, str(EXAMPLES / "two_line_change.py"))
