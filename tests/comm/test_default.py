@@ -52,9 +52,7 @@ def test_one_process_is_alone_without_a_word(environment, monkeypatch):
 def test_a_backend_of_torch_is_no_group(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     process_group = torch.distributed.ProcessGroupGloo(store, 0, 1)
-    with pytest.raises(
-        TypeError, match="group = ProcessGroupGloo: must be a Group of thinwire"
-    ):
+    with pytest.raises(TypeError, match="group = ProcessGroupGloo: must be a Group of thinwire"):
         Adam(torch.nn.Linear(3, 2).parameters(), group=process_group)
 
 
