@@ -209,7 +209,8 @@ def step_(
 ) -> Tensor:
     """LAMB on the gradient g, of one run of tensors, part after part. p, m, v: modified. Returns c, float[t].
 
-    By loops on a CPU where squares and seen are None, in two passes; else as a chain of operations: the definition.
+    By loops on a CPU where squares and seen are None, in two passes; else, and where tensors are cut over a box, as a
+    chain of operations: the definition.
 
     m, v as Adam's;  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr q_l c_l u_l
     squares: |u_0|^2 of all tensors as it would be of exact momenta, modified: the mean of what it was, where that is
@@ -217,7 +218,7 @@ def step_(
     seen: what v takes in the square of, in place of g.
     """
     found = []
-    if squares_T is None and seen_N is None and has_loops(p_N):
+    if squares_T is None and seen_N is None and has_loops(p_N) and parts[0].box is None:
         by_loops = Step(p_N, g_N, m_N, v_N, h, bias_step)
         for part in parts:
             assert isinstance(part.tiles, Tiles)

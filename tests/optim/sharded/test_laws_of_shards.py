@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.optim.constructing import construct
 from tests.optim.regroup.ranks import together
 from thinwire.comm import SoloGroup, run_threads
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 from thinwire.optim.engine.local import local
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.regroup import hand_over, regroup
@@ -23,6 +23,7 @@ KINDS = [
     (OneBitAdam, {"warmup": 4, "max_grad_norm": 0.5, "non_finite": "skip"}),
     (OneBitAdam, {"warmup": 4, "overlap": True}),
     (OneBitLamb, {"warmup": 4}),
+    (OneBitSGD, {}),
     (ZeroOneAdam, {"var_freeze_step": 4}),
 ]
 NAMES = [f"{kind.__name__} {more}" for kind, more in KINDS]

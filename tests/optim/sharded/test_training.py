@@ -62,6 +62,7 @@ for kind, more in (
     (OneBitAdam, {"warmup": 2, "max_grad_norm": 0.5}),
     (OneBitAdam.sized(128), {"warmup": 2, "overlap": False}),
     (OneBitAdam.sized(128), {"warmup": 2, "overlap": True}),
+    (OneBitSGD, {}),
     (ZeroOneAdam, {"var_freeze_step": 3}),
 ):
     model = sharded(mesh["shard"])
