@@ -91,6 +91,7 @@ class Orthogonalising(Algorithm[State]):
     """What both have: groups with a rule, and a tensor's update out of its momentum."""
 
     shown: ClassVar = {"m_N": "momentum_buffer"}
+    takes_shards: ClassVar[bool] = False
 
     _rules: list[str]
     """Of each tensor that is laid out. By number: a dict of parameters would hold them (engine/orphans.py)."""

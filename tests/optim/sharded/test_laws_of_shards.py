@@ -68,8 +68,15 @@ class Rank:
         return torch.cat([local(param.detach()).reshape(-1).float() for param in self.params])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("kind", "more"), KINDS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("kind", "more", "dtype"),
+    [
+        *((kind, more, torch.float32) for kind, more in KINDS),
+        (OneBitAdam, {"warmup": 4}, torch.bfloat16),
+        (OneBitAdam, {"warmup": 4}, torch.float64),
+        (ZeroOneAdam, {"var_freeze_step": 4}, torch.bfloat16),
+    ],
+)
 @pytest.mark.law
 def test_a_box_of_one_rank_trains_its_shards_as_whole_tensors(kind, more, dtype):
     def work(group):

@@ -13,7 +13,7 @@ TRAINING = """
 k = 2 if size == 4 else 3
 mesh = grid(k)
 boxes_of, box = mesh["replicate"].get_group(), mesh["shard"].get_group()
-steps = range(6)
+steps = range(5)
 
 def compare(name, theirs, ours):
     a, b = full(theirs), full(ours)
@@ -33,12 +33,13 @@ def beside(name, ours=Adam, batches=1, clip=None, **options):
 optimizer = beside("plain")
 dense = optimizer.stats()["sent_bytes"]
 found["empty shards"] = sum(t.start == t.stop for t in optimizer.space.tensors)
-beside("accumulated", batches=2)
 beside("clipped", clip=0.5)
-beside("kept", reshard_after_forward=False)
-beside("offloaded", offload_policy=CPUOffloadPolicy(pin_memory=False))
-bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-beside("mixed", mp_policy=bf16)
+if k == 2:
+    beside("accumulated", batches=2)
+    beside("kept", reshard_after_forward=False)
+    beside("offloaded", offload_policy=CPUOffloadPolicy(pin_memory=False))
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    beside("mixed", mp_policy=bf16)
 
 # LAMB's trust ratios are of whole tensors: as one that has the whole model on each rank.
 for kind, more in ((Lamb, {}), (OneBitLamb, {"warmup": 3}), (OneBitLamb, {"warmup": 9})):
@@ -52,7 +53,7 @@ for kind, more in ((Lamb, {}), (OneBitLamb, {"warmup": 3}), (OneBitLamb, {"warmu
         own_T = torch.stack([lamb.vectors.coeff_T, lamb.vectors.scaling_T, lamb.vectors.factor_T])
         found[f"{kind.__name__} {more}"]["coefficients"] = all(torch.equal(x, own_T) for x in every(own_T))
         before = lamb.reduce.stats.sent_bytes
-        train(model, lamb, range(6, 7))
+        train(model, lamb, range(5, 6))
         found[f"{kind.__name__} {more}"]["bytes"] = lamb.reduce.stats.sent_bytes - before
 
 # What is compressed: replicas bit-equal, and a fraction of the bytes.
@@ -67,7 +68,7 @@ for kind, more in (
 ):
     model = sharded(mesh["shard"])
     optimizer = kind(model.parameters(), lr=1e-3, group=boxes_of, **more)
-    losses = train(model, optimizer, range(10))
+    losses = train(model, optimizer, range(7))
     if kind is ZeroOneAdam:
         optimizer.prepare_to_save()
     if more == {"total_steps": 20}:
@@ -78,7 +79,7 @@ for kind, more in (
         "losses": losses,
     }
     before = optimizer.reduce.stats.sent_bytes
-    train(model, optimizer, range(10, 11))
+    train(model, optimizer, range(7, 8))
     found[f"{kind.__name__} {more}"]["bytes"] = optimizer.reduce.stats.sent_bytes - before
 found["dense bytes"] = dense / len(steps)
 say("found", json.dumps(found))
@@ -94,7 +95,8 @@ def test_sharded_boxes_train_as_replicated_by_fsdp_itself(tmp_path, size):
     for found in of_rank:
         for name, one in found.items():
             assert not isinstance(one, dict) or one["alike"], name
-        for name in ("plain", "accumulated", "clipped", "kept", "offloaded", "mixed"):
+        more = ("accumulated", "kept", "offloaded", "mixed") if size == 4 else ()
+        for name in ("plain", "clipped", *more):
             assert found[name]["apart"] < 2e-6, (name, found[name])
             assert found[name]["losses"] < 4e-6, (name, found[name])
         for name in ("Lamb {}", "OneBitLamb {'warmup': 9}"):
