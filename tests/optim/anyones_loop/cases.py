@@ -25,7 +25,7 @@ class When(StrEnum):
     COMPRESSED = "in the compressed phase"
 
 
-OPTIMIZERS = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "onebit_sgd", "zero_one_adam")
+OPTIMIZERS = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "onebit_sgd", "zero_one_adam", "onebit_muon")
 Do = Callable[[Loop], object]
 
 

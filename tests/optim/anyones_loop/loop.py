@@ -17,7 +17,7 @@ from tests.optim.reference.written_out import make
 from thinwire.comm.protocol import Group
 
 WARMUP, BLOCK, BUCKET, BATCH = 4, 64, 512, 16
-RATES = {"sgd": 0.03, "onebit_sgd": 0.03, "lamb": 0.02, "onebit_lamb": 0.04, "zero_one_adam": 0.02}
+RATES = {"sgd": 0.03, "onebit_sgd": 0.03, "lamb": 0.02, "onebit_lamb": 0.04, "zero_one_adam": 0.02, "onebit_muon": 0.04}
 ADAM = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.05}
 
 

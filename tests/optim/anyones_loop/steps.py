@@ -19,7 +19,7 @@ STARTED = Raises(
     "call zero_grad() and go on",
     overlap=True,
     when=(When.WARMUP, When.COMPRESSED),
-    optimizers=("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "onebit_sgd"),
+    optimizers=("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "onebit_sgd", "onebit_muon"),
 )
 STARTED_IN_SYNCS = replace(STARTED, when=(When.COMPRESSED,), optimizers=("zero_one_adam",))
 
