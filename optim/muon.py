@@ -18,6 +18,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, Unpack, get_args
 
@@ -334,12 +335,13 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         self._where = LeftInPlace(self.reduce.buckets.layout, g_N)
         # One rank looks at the gradient alone, where the momentum is known to be finite: else updates are made twice.
         known = g_N if self.group.size == 1 and bool(torch.isfinite(witness(m_N))) else None
-        return formed_sum(self.reduce, self.vectors.update_error, self._formed, self._where, known)
+        form = partial(self._formed, self.hypers(self.num_steps + 1))  # undone by what it was formed with
+        return formed_sum(self.reduce, self.vectors.update_error, form, self._where, known)
 
-    def _formed(self, at: slice, runs: LeftGradients) -> Tensor:
+    def _formed(self, groups: Sequence[MuonHyper], at: slice, runs: LeftGradients) -> Tensor:
         """These elements of this rank's update, new."""
         u_b = self.space.g_N.new_zeros(at.stop - at.start)
-        for h in self.hypers(self.num_steps + 1):
+        for h in groups:
             for i, own in tensors_in(self, slice(max(at.start, h.span.start), min(at.stop, h.span.stop))):
                 tensor = self.space.tensors[i]
                 low, high = max(at.start, tensor.start), min(at.stop, tensor.stop)

@@ -10,7 +10,13 @@ from tests.covering import every_value
 from tests.optim.seeded import seeded
 from tests.workers.checkpoints.states import CPU, bits
 from thinwire.comm import SoloGroup, run_threads
-from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam, ZeroOneSchedule
+from thinwire.optim import (
+    Adam,
+    OneBitAdam,
+    OneBitMuon,
+    ZeroOneAdam,
+    ZeroOneSchedule,
+)
 from thinwire.workers.checkpoints import CheckpointId, CheckpointStore, Writer
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.saving import collect, restore, restored
@@ -38,6 +44,7 @@ class Small(torch.nn.Module):
 
 OPTIMIZERS = {
     "onebit_adam": lambda params, group: OneBitAdam(params, lr=1e-2, betas=(0.9, 0.99), warmup=4, group=group),
+    "onebit_muon": lambda params, group: OneBitMuon(params, lr=1e-2, group=group),
     "zero_one_adam": lambda params, group: ZeroOneAdam(
         params,
         lr=1e-2,

@@ -229,6 +229,25 @@ def test_a_gradient_that_is_not_finite_is_found_whatever_the_rule(value, which):
     run_threads(2, work)
 
 
+def test_what_is_undone_is_undone_by_the_hyperparameters_that_it_was_formed_with():
+    """A momentum that is changed between backward and zero_grad() leaves R as it was."""
+
+    def work(group):
+        net = network()
+        optimizer = sized(OneBitMuon, bucket_elements=64)(net.parameters(), lr=0.03, group=group, overlap=True)
+        train(net, optimizer, 4, group.rank)
+        left = optimizer.vectors.update_error.residual()
+        backward(net, 5, group.rank)
+        assert optimizer.overlap.exchange is not None
+        optimizer.param_groups[0]["momentum"] = 0.5
+        optimizer.zero_grad()
+        return float((optimizer.vectors.update_error.residual() - left).abs().max()), float(left.abs().max())
+
+    for off, size in run_threads(3, work):
+        assert off < 1e-14 * max(size, 1)
+        assert size > 0
+
+
 def test_it_is_the_recursion_of_the_paper_in_float64():
     """Beside tests.optim.test_properties: with overlap, buckets and a rank's own clipping of gradients."""
 

@@ -35,11 +35,13 @@ OPTIMIZERS = {
         **ADAM,
     },
     "onebit_sgd": {"name": "onebit_sgd", "lr": 0.05},
+    "onebit_muon": {"name": "onebit_muon", "lr": 0.02},
 }
 COLLECTIVES = {
     "sgd": ["sum"],
     "onebit_adam": ["all_to_all", "all_gather"],
     "onebit_sgd": ["all_to_all", "all_gather"],
+    "onebit_muon": ["all_to_all", "all_gather"],
     "zero_one_adam": ["all_to_all"],
 }
 

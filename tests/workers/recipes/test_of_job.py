@@ -1,19 +1,24 @@
 """From a job file to an optimizer and its learning rate."""
 
 import inspect
+from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+import yaml
 
 from tests.workers.by_hand import build
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup
 from thinwire.contract.optimizers import Optimizer
+from thinwire.contract.spec import TrainSpec
 from thinwire.optim import LambBounds, ZeroOneSchedule
 from thinwire.optim.engine.options import CheckedOptions
+from thinwire.workers.recipes import recipe_of
 from thinwire.workers.recipes.of_job import OPTIMIZERS, learning_rate
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 AUTO = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99]}
 
 
@@ -24,6 +29,14 @@ def test_a_job_that_names_no_warmup_finds_its_end_within_the_run():
     assert optimizer.warmup == "auto"
     assert optimizer.stability.total_steps == spec.steps
     assert optimizer.stability.lr_warmup_steps == spec.lr_warmup_steps == 2
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_is_a_job_whose_optimizer_is_made(path):
+    spec = TrainSpec.model_validate(yaml.safe_load(path.read_text()))
+    recipe = recipe_of(spec)
+    made = recipe.optimizer(recipe.model().named_parameters(), SoloGroup())
+    assert type(made).__name__ == OPTIMIZERS[spec.optimizer.name].__name__
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
