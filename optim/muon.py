@@ -106,8 +106,6 @@ class Orthogonalising(Algorithm[State]):
         """Refuse hyperparameters out of range, and groups that hold nothing but vectors. Raises: ValueError."""
         check_group(group, hyperparameters.MUON, ("nesterov",))
         check_rule(group["rule"])
-        if not isinstance(group["nesterov"], bool):
-            raise ValueError(f"nesterov = {group['nesterov']!r}: must be True or False")
         refuse_vectors(self.param_groups, rules_of(self.param_groups, self.model))
 
     def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> MuonHyper:

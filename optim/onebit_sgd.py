@@ -105,9 +105,6 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError."""
         check_group(group, hyperparameters.ONEBIT_SGD, SWITCHES)
-        for name in SWITCHES:
-            if not isinstance(group[name], bool):
-                raise ValueError(f"{name} = {group[name]!r}: must be True or False")
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):
             raise ValueError(
                 f"nesterov = True with momentum = {group['momentum']!r}, dampening = {group['dampening']!r}: it needs "

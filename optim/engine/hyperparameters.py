@@ -39,7 +39,7 @@ OF_OTHER_RULES = ("amsgrad", "dampening", "differentiable", "maximize", "momentu
 def check_group(group: dict[str, Any], numbers: Sequence[Number], switches: Sequence[str] = ()) -> None:
     """Refuse hyperparameters of a parameter group out of range, and such as this rule lacks. Raises: ValueError.
 
-    numbers, switches: those that it has; switches are not looked at.
+    numbers, switches: those that it has; a switch is True or False.
     """
     known = {*switches, *(number.name for number in numbers)}
     for name in OF_OTHER_RULES:
@@ -54,6 +54,9 @@ def check_group(group: dict[str, Any], numbers: Sequence[Number], switches: Sequ
         BETA2.check(group["betas"][1])
     for number in numbers:
         number.check(group[number.name])
+    for name in switches:
+        if not isinstance(group[name], bool):
+            raise ValueError(f"{name} = {group[name]!r}: must be True or False")
 
 
 def as_python(value: object) -> object:
