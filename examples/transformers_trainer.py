@@ -1,7 +1,7 @@
 """A Hugging Face Trainer that sends one bit a value, and that a lost worker costs no step.
 
 python examples/transformers_trainer.py                         one worker, nothing is sent
-torchrun --nproc-per-node 2 examples/transformers_trainer.py    two workers on this machine
+torchrun --nproc-per-node 2 examples/transformers_trainer.py    two workers on this machine; with --muon by Muon
 thinwire submit examples/transformers_trainer.py --min 1 --max 4    a job, whose workers may die, come and leave
 
 - trainer = Trainer(model, args, train_dataset=data)
@@ -11,16 +11,23 @@ thinwire submit examples/transformers_trainer.py --min 1 --max 4    a job, whose
 A step has per_device_train_batch_size samples, however many workers share them.
 """
 
+import argparse
 import tempfile
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from thinwire.integrations.transformers import with_thinwire
-from thinwire.optim import OneBitAdam
+from thinwire.optim import OneBitAdam, OneBitMuon
 from thinwire.train import session
 
 VOCABULARY, LENGTH = 64, 16
+
+parser = argparse.ArgumentParser()
+parser.add_argument(
+    "--muon", action="store_true", help="1-bit Muon: one bit a value from the first step on, no warm-up"
+)
+given = parser.parse_args()
 
 
 class Bytes(TrainerCallback):
@@ -48,7 +55,7 @@ with session() as run, tempfile.TemporaryDirectory() as folder:
         folder,
         max_steps=80,
         per_device_train_batch_size=16,
-        learning_rate=5e-3,
+        learning_rate=2e-2 if given.muon else 5e-3,
         logging_steps=20,
         report_to=[],
         disable_tqdm=True,
@@ -59,5 +66,8 @@ with session() as run, tempfile.TemporaryDirectory() as folder:
         vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
     trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=sequences(256), callbacks=[Bytes()])
-    trainer = with_thinwire(trainer, OneBitAdam, run=run, warmup=20)
+    if given.muon:
+        trainer = with_thinwire(trainer, OneBitMuon, run=run)
+    else:
+        trainer = with_thinwire(trainer, OneBitAdam, run=run, warmup=20)
     trainer.train()

@@ -80,12 +80,12 @@ def _of_first(inner: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def _go_on_from(optimizer: OneBitSGD, inner: Optimizer) -> None:
-    """The momentum of inner, and rank 0's on all. Collective where rank 0 has one."""
+    """The momentum of inner on rank 0, on all. Collective."""
     m_N, tensors = optimizer.vectors.m_N, optimizer.space.tensors
     has_T = m_N.new_zeros(len(tensors))
     for i, tensor in enumerate(tensors):
         found = inner.state.get(tensor.param, {}).get("momentum_buffer")
-        if found is not None:
+        if found is not None and not optimizer.group.rank:
             m_N[tensor.start : tensor.stop] = found.reshape(-1)
             has_T[i] = 1
     optimizer.reduce.broadcast_(has_T)

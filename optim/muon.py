@@ -103,7 +103,7 @@ class Orthogonalising(Algorithm[State]):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range, and groups that hold nothing but vectors. Raises: ValueError."""
-        check_group(group, hyperparameters.MUON)
+        check_group(group, hyperparameters.MUON, ("nesterov",))
         check_rule(group["rule"])
         if not isinstance(group["nesterov"], bool):
             raise ValueError(f"nesterov = {group['nesterov']!r}: must be True or False")

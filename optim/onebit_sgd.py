@@ -31,6 +31,7 @@ from thinwire.optim.engine.options import Options
 from thinwire.optim.engine.schedule import StepPlan, linear_plan
 from thinwire.optim.engine.state import Replicated, Residual
 
+SWITCHES = ("nesterov", "maximize")
 PIECE = 1 << 18
 """Elements, of a CPU's passes."""
 
@@ -103,8 +104,8 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range. Raises: ValueError."""
-        check_group(group, hyperparameters.ONEBIT_SGD)
-        for name in ("nesterov", "maximize"):
+        check_group(group, hyperparameters.ONEBIT_SGD, SWITCHES)
+        for name in SWITCHES:
             if not isinstance(group[name], bool):
                 raise ValueError(f"{name} = {group[name]!r}: must be True or False")
         if group["nesterov"] and (not group["momentum"] or group["dampening"]):

@@ -11,8 +11,9 @@ nearly as they are and one bit does not (docs/algorithms.md). One optimizer exch
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,14 +25,18 @@ from thinwire.comm.default import default_reducer, given_or_default
 from thinwire.comm.errors import NonFiniteInput
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.reducer import Reducer
-from thinwire.comm.groups.texts import agree
+from thinwire.comm.groups.texts import agree, gather_texts, refuse_differing
 from thinwire.comm.kernels.choose import warm_up_int8
 from thinwire.comm.layout import BYTE, VectorLayout, round_up
 from thinwire.comm.protocol import Group
 from thinwire.contract.hyperparameters import BETAS, EPS, LR
+from thinwire.optim.engine.checking import ABSENT, Row, is_count, merged_groups, refuse, refuse_missing
 from thinwire.optim.engine.hyperparameters import check_group
+from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_edited
 
 Exchanged = Literal["int8", "fp32"]
+VECTORS = ("m", "v", "residual")
+"""Of each width in a state_dict."""
 DENSE, NOT_FINITE = -2, -1
 """In the place of a count of rows: a gradient that is not sparse, or not in its rows alone; one that is not finite."""
 
@@ -63,9 +68,12 @@ class SparseAdam(Optimizer):
             raise ValueError(f'exchange = {exchange!r}: must be "int8" or "fp32"')
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
         self.exchange, self.num_steps, self.group = exchange, 0, given_or_default(group)
+        self._listed = listed(self.param_groups)
+        if len(set(self._listed)) < len(self._listed):
+            raise ValueError("params has a parameter twice, whose gradient would count twice: pass a shared one once")
         by_width: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, dict[str, Any]]]] = {}
         for param_group in self.param_groups:
-            check_group(param_group, (LR, EPS))
+            _check_group(param_group)
             for param in param_group["params"]:
                 if param.dim() != 2 or param.dtype not in (torch.float32, torch.float64):
                     what = f"a parameter of {param.dtype}, shape {tuple(param.shape)}"
@@ -85,11 +93,17 @@ class SparseAdam(Optimizer):
             raise RuntimeError("a group cannot be added to SparseAdam: make it anew, over all groups")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As FlatOptimizer's. Raises: TypeError."""
+        refuse_copy(self)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step, collective. Raises: ValueError for a gradient that is not sparse, NonFiniteInput, alike on every
+        """One step, collective. Raises: PeerLost, after which ranks may differ: go on from a checkpoint.
 
-        rank, and then nothing has changed; PeerLost, after which ranks may differ: go on from a checkpoint.
+        ValueError for a gradient that is not sparse, NonFiniteInput, WireMismatch where ranks differ in their
+        hyperparameters or in how many steps they have made, alike on every rank, and then nothing has changed.
+        RuntimeError for param_groups edited by hand.
         """
         loss = None
         if closure is not None:
@@ -97,9 +111,13 @@ class SparseAdam(Optimizer):
                 loss = closure()
         if getattr(self, "grad_scale", None) is not None:
             raise RuntimeError("a GradScaler calls SparseAdam.step(): use torch.autocast with bfloat16 and no scaler")
-        given = [table.touched() for table in self.tables]
-        own = self.tables[0].m_VD.new_tensor([fault or len(ids) for ids, _, fault in given], dtype=torch.int64)
+        refuse_edited({}, self.param_groups, self._listed, [])
+        given, alike = [table.touched() for table in self.tables], json.dumps(self._alike()).encode()
+        counts = [fault or len(ids) for ids, _, fault in given]
+        own = self.tables[0].m_VD.new_tensor([*counts, zlib.crc32(alike)], dtype=torch.int64)
         counts_nT = gathered(self.group, own).tolist()
+        if len({counts.pop() for counts in counts_nT}) > 1:
+            refuse_differing([json.loads(text) for text in gather_texts(self.group, alike, own.device)])
         _refuse_faults(counts_nT)
         for at, (table, (ids, values, _)) in enumerate(zip(self.tables, given, strict=True)):
             table.step(self.num_steps + 1, ids, values, max(counts[at] for counts in counts_nT))
@@ -132,16 +150,8 @@ class SparseAdam(Optimizer):
 
         Raises: ValueError saying what differs; then nothing has changed.
         """
-        if state_dict.get("optimizer") != type(self).__name__:
-            raise ValueError("state_dict is not of SparseAdam of thinwire.optim: give what its state_dict() returned")
-        theirs, groups = state_dict["tables"], state_dict["param_groups"]
-        shapes = [[list(x.shape) for x in (one["m"], one["v"], one["residual"])] for one in theirs]
-        mine = [[list(table.m_VD.shape)] * 3 for table in self.tables]
-        if shapes != mine or len(groups) != len(self.param_groups):
-            needed = f"{mine} in {len(self.param_groups)} groups"
-            raise ValueError(f"state_dict has {shapes} in {len(groups)} groups, not {needed}: it is of another model")
-        for own, saved in zip(self.param_groups, groups, strict=True):
-            check_group({**own, **saved}, (LR, EPS))
+        theirs = self._checked(state_dict)
+        groups = merged_groups(self.param_groups, _check_group, state_dict["param_groups"])
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update(saved)
         self.num_steps = state_dict["num_steps"]
@@ -149,6 +159,31 @@ class SparseAdam(Optimizer):
             table.m_VD.copy_(one["m"])
             table.v_VD.copy_(one["v"])
             table.restore(one["residual"])
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> Sequence[Mapping[str, Tensor]]:
+        """The tables of a state_dict that this optimizer can go on from. Raises: ValueError."""
+        if not isinstance(state_dict, Mapping) or state_dict.get("optimizer") != type(self).__name__:
+            raise ValueError("state_dict is not of SparseAdam of thinwire.optim: give what its state_dict() returned")
+        refuse_missing("state_dict", state_dict, ("num_steps", "param_groups", "tables"))
+        steps, tables = state_dict["num_steps"], state_dict["tables"]
+        refuse([("num_steps", steps, is_count(steps), "must be a whole number, at least 0")])
+        mine = [list(table.m_VD.shape) for table in self.tables]
+        found = len(tables) if isinstance(tables, list | tuple) else tables
+        refuse([("tables", found, found == len(mine), f"needed is a list of {len(mine)}, of shapes {mine}")])
+        for at, (shape, one) in enumerate(zip(mine, tables, strict=True)):
+            refuse([(f"tables[{at}]", one, isinstance(one, Mapping), "must be a dict")])
+            refuse_missing(f"tables[{at}] of state_dict", one, VECTORS)
+            refuse(_matrices(f"tables[{at}]", one, shape))
+        checked: Sequence[Mapping[str, Tensor]] = tables
+        return checked
+
+    def _alike(self) -> dict[str, str]:
+        """What all ranks must step with alike, in words."""
+        found = {"steps": str(self.num_steps)}
+        for at, one in enumerate(self.param_groups):
+            betas = [float(beta) for beta in one["betas"]]
+            found[f"lr, betas, eps of group {at}"] = f"{float(one['lr'])}, {betas}, {float(one['eps'])}"
+        return found
 
 
 class Table:
@@ -285,6 +320,22 @@ def gathered(group: Group, x: Tensor) -> Tensor:
     if len(x_B):
         group.all_gather(out_nB, x_B)
     return out_nB.view(-1).view(x.dtype).view(group.size, -1)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Refuse hyperparameters out of range. Raises: ValueError."""
+    check_group(group, (LR, EPS))
+
+
+def _matrices(what: str, found: Mapping[str, Any], shape: list[int]) -> Iterator[Row]:
+    for name in VECTORS:
+        x = found[name]
+        fits = isinstance(x, Tensor) and x.is_floating_point() and x.layout == torch.strided and not x.is_meta
+        fits = fits and list(x.shape) == shape
+        yield f"{what}[{name!r}]", x, fits, f"needed are dense floats of shape {shape}: it is of another model"
+    damaged = int((~(found["v"] >= 0)).count_nonzero())
+    why = "as no mean of squares is. It is damaged; load another file"
+    yield f"{what}['v'] with {damaged} values that are NaN or below 0", ABSENT, not damaged, why
 
 
 def _refuse_faults(counts_nT: Sequence[Sequence[int]]) -> None:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(1200)
         ("images.py", "torch", 60, ("--steps", 60), 0.7),
         ("accelerate_loop.py", "accelerate", 120, (), 0.2),
         pytest.param("transformers_trainer.py", "transformers", 80, (), 0.7, marks=pytest.mark.slow),
+        pytest.param("transformers_trainer.py", "transformers", 80, ("--muon",), 0.7, marks=pytest.mark.slow),
         pytest.param("sft.py", "trl", 60, (), 0.5, marks=pytest.mark.slow),
         pytest.param("sft.py", "trl", 60, ("--lora",), 0.9, marks=pytest.mark.slow),
         pytest.param("dpo.py", "trl", 45, (), 0.5, marks=pytest.mark.slow),

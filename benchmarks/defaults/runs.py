@@ -43,7 +43,8 @@ MUONS = ("adamw", "muon", "onebit_muon")
 """Muon, and what it is compared with."""
 SETTINGS = {name: {"weight_decay": DECAY} for name in (*MUONS, *OTHERS)}
 """What is not left at its default."""
-JOBS = {name: name for name in ("adam", "onebit_adam", "zero_one_adam", "lamb", "onebit_lamb")} | {"adamw": "adam"}
+_OWN = ("adam", "onebit_adam", "zero_one_adam", "lamb", "onebit_lamb", "sgd", "onebit_sgd")
+JOBS = {name: name for name in _OWN} | {"adamw": "adam"}
 """Their names in a job file; the others are made in the place of Adam, of a job's model."""
 BASELINES = {
     "onebit_adam": "adam",

@@ -32,8 +32,22 @@ def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_deca
     return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 
 
-def check_group(group: dict[str, Any], numbers: Sequence[Number]) -> None:
-    """Refuse hyperparameters of a parameter group out of range. Raises: ValueError."""
+OF_OTHER_RULES = ("amsgrad", "dampening", "differentiable", "maximize", "momentum", "nesterov", "weight_decay")
+"""Settings by which torch.optim's classes step otherwise. Any other entry of a group is its user's own."""
+
+
+def check_group(group: dict[str, Any], numbers: Sequence[Number], switches: Sequence[str] = ()) -> None:
+    """Refuse hyperparameters of a parameter group out of range, and such as this rule lacks. Raises: ValueError.
+
+    numbers, switches: those that it has; switches are not looked at.
+    """
+    known = {*switches, *(number.name for number in numbers)}
+    for name in OF_OTHER_RULES:
+        if name not in known and group.get(name):
+            raise ValueError(
+                f"{name} = {group[name]!r} of a parameter group: this optimizer has no such setting, and would step as "
+                f"if it were not there; leave it out"
+            )
     if "betas" in group:
         refuse_other_betas(group["betas"])
         BETA1.check(group["betas"][0])

@@ -46,7 +46,7 @@ from thinwire.optim.engine.options import (
     refuse_reader,
     refuse_wrapped,
 )
-from thinwire.optim.engine.orphans import listed, refuse_edited, refuse_orphans
+from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_edited, refuse_orphans
 from thinwire.optim.engine.parameters import compute_dtype, digest, without_gradient
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import StepPlan, Wire
@@ -373,10 +373,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copy and pickle: the copy would step the same parameters. Raises: TypeError."""
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: it holds the model's own parameters and a group of "
-            "ranks. Keep state_dict(), and load it into an optimizer made for the other model"
-        )
+        refuse_copy(self)
 
     def stats(self) -> dict[str, Any]:
         """Numbers for people and metrics: phase, steps, freeze, bytes sent by this rank's group, and held (memory)."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -70,3 +70,11 @@ def refuse_edited(
                 "which go on as they were. To begin moments and warm-up anew, make the optimizer anew; what you keep "
                 "there of your own is an entry of optimizer.state[p]"
             )
+
+
+def refuse_copy(optimizer: object) -> NoReturn:
+    """What copy and pickle ask for: the copy would step the same parameters. Raises: TypeError."""
+    raise TypeError(
+        f"{type(optimizer).__name__} cannot be copied or pickled: it holds the model's own parameters and a group of "
+        "ranks. Keep state_dict(), and load it into an optimizer made for the other model"
+    )

@@ -1,6 +1,8 @@
 """SparseAdam: torch's on the mean gradient, row by row; what 8 bits leave out waits with its row."""
 
+import copy
 import json
+import pickle
 import threading
 
 import pytest
@@ -273,10 +275,105 @@ def test_what_cannot_be_is_refused_in_a_sentence():
     optimizer = SparseAdam(net().tables)
     with pytest.raises(RuntimeError, match="make it anew, over all groups"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, 8))]})
+    with pytest.raises(ValueError, match=r"maximize = True of a parameter group: this optimizer has no such setting"):
+        SparseAdam([{"params": net().tables, "maximize": True}])
     with pytest.raises(ValueError, match="it is of another model"):
         optimizer.load_state_dict(SparseAdam(net(rows=41).tables).state_dict())
     with pytest.raises(ValueError, match="is not of SparseAdam of thinwire"):
         optimizer.load_state_dict(torch.optim.SparseAdam(net().tables).state_dict())
+
+
+def broken(saved, change):
+    """A state_dict of which one entry of its first table, or else of itself, is otherwise."""
+    of_table = {name: x for name, x in change.items() if name in ("m", "v", "residual")}
+    tables = [{**saved["tables"][0], **of_table}, *saved["tables"][1:]]
+    return {**saved, "tables": tables, **{name: x for name, x in change.items() if name not in of_table}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_steps": -1}, r"num_steps = -1: must be a whole number"),
+        ({"num_steps": "3"}, r"num_steps = '3'"),
+        ({"tables": None}, r"tables = None: needed is a list of 2, of shapes \[\[57, 8\], \[23, 5\]\]"),
+        ({"tables": [None, None]}, r"tables\[0\] = None: must be a dict"),
+        ({"tables": [{}, {}]}, r"lacks \['m', 'v', 'residual'\]"),
+        ({"m": [1.0]}, r"tables\[0\]\['m'\] = \[1.0\]: needed are dense floats of shape \[57, 8\]"),
+        ({"residual": torch.zeros(57, 8, dtype=torch.int64)}, r"\['residual'\] = torch.int64"),
+        ({"residual": torch.zeros(57, 8, device="meta")}, r"\['residual'\]"),
+        ({"v": torch.full((57, 8), -1.0)}, r"with 456 values that are NaN or below 0"),
+        ({"param_groups": [{}]}, r"param_groups\[0\] without \['lr', 'betas', 'eps'\]"),
+        ({"param_groups": [None]}, r"param_groups\[0\] = None"),
+        ({"param_groups": [{"lr": 1e-3, "betas": (0.9,), "eps": 1e-8}]}, r"betas"),
+    ],
+)
+def test_a_damaged_save_is_refused_in_a_sentence_and_changes_nothing(change, words):
+    model = net()
+    optimizer = SparseAdam(model.tables)
+    train(model, optimizer, range(2), 0)
+    saved = optimizer.state_dict()
+    groups = [dict(group) for group in optimizer.param_groups]
+    other = {**saved, "num_steps": 9, "tables": [{k: x + 1 for k, x in one.items()} for one in saved["tables"]]}
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(broken(other, change))
+    now = optimizer.state_dict()
+    assert now["num_steps"] == 2
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(now["tables"], saved["tables"], strict=True) for k in a)
+    assert optimizer.param_groups == groups
+
+
+def test_parameters_that_a_save_lists_do_not_take_the_place_of_ours():
+    model = net()
+    optimizer = SparseAdam(model.tables)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "params": [0, 1, 2]}]})
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.tables, strict=True))
+
+
+def test_neither_a_parameter_given_twice_nor_a_copy_nor_an_edited_group_is_taken():
+    model = net()
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.raises(ValueError, match="has a parameter twice"),
+    ):
+        SparseAdam([model.users.weight, model.users.weight])
+    optimizer = SparseAdam(model.tables)
+    for use in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="SparseAdam cannot be copied or pickled"):
+            use(optimizer)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match=r"edited by hand: it lists 2 parameters, 0 of them new, 1 gone"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ("lr", r"ranks? 0, 2 have lr, betas, eps of group 0 0\.02, .*rank 1 has .* 0\.04"),
+        ("steps", r"rank 1 has steps 2"),
+    ],
+)
+def test_ranks_that_step_otherwise_are_told_so_before_anything_is_changed(differs, words):
+    """One has loaded alone, or has a schedule of its own."""
+
+    def work(group):
+        model = net()
+        optimizer = SparseAdam(model.tables, lr=0.02, group=group)
+        train(model, optimizer, range(2), group.rank)
+        saved = optimizer.state_dict()
+        train(model, optimizer, range(2, 4), group.rank)
+        if group.rank == 1 and differs == "steps":
+            optimizer.load_state_dict(saved)
+        elif group.rank == 1:
+            optimizer.param_groups[0]["lr"] *= 2
+        before, tables = values(model), [table.m_VD.clone() for table in optimizer.tables]
+        with pytest.raises(WireMismatch, match=words):
+            train(model, optimizer, [4], group.rank)
+        return torch.equal(values(model), before) and all(
+            torch.equal(table.m_VD, m_VD) for table, m_VD in zip(optimizer.tables, tables, strict=True)
+        )
+
+    assert all(run_threads(3, work))
 
 
 def test_ranks_with_other_tables_are_told_so_before_a_parameter_is_touched():

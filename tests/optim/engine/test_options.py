@@ -21,11 +21,13 @@ from thinwire.optim import (
     ZeroOneAdam,
     ZeroOneSchedule,
 )
+from thinwire.optim.engine.hyperparameters import OF_OTHER_RULES
 from thinwire.optim.engine.options import CheckedOptions, Options
 from thinwire.optim.variance.freezing import FreezingOptimizer, OneBitOptions
 from thinwire.optim.variance.warmup import CompressedOptions, WarmupOptimizer
 
 MOST_ARGUMENTS = 17
+NUMBERS = ("dampening", "momentum", "weight_decay")
 ALL = {
     "group": SoloGroup(),
     "max_grad_norm": 2.0,
@@ -63,6 +65,30 @@ def test_a_constructor_takes_every_option_by_keyword_and_its_help_names_each(mad
     assert (optimizer.max_grad_norm, optimizer.non_finite, optimizer.overlaps) == (2.0, "skip", True)
     for name in TAKES[made]:
         assert name in inspect.getdoc(made), name
+
+
+@pytest.mark.parametrize("made", TAKES)
+@pytest.mark.parametrize("name", OF_OTHER_RULES)
+def test_a_setting_of_a_group_that_another_rule_has_is_taken_or_refused_when_given_added_or_loaded(made, name):
+    """torch.optim's groups are taken as they are, and none of them counts for nothing."""
+    given = {name: 0.5 if name in NUMBERS else True}
+    if name == "nesterov":
+        given["momentum"] = 0.9
+    has = set(given) <= set(made(parameters(), 0.5).defaults)
+    optimizer = made([{"params": parameters(), **dict.fromkeys(OF_OTHER_RULES, False), **dict.fromkeys(NUMBERS, 0.0)}])
+    saved = optimizer.state_dict()
+    for use in (
+        lambda: made([{"params": parameters(), **given}], 0.5),
+        lambda: optimizer.load_state_dict(saved | {"param_groups": [{**saved["param_groups"][0], **given}]}),
+        lambda: optimizer.add_param_group({"params": parameters(), **given}),
+    ):
+        if has:
+            use()
+            continue
+        with pytest.raises(ValueError, match=r"= .* of a parameter group: this optimizer has no such setting"):
+            use()
+        assert len(optimizer.param_groups) == 1
+        assert not any(optimizer.param_groups[0][one] for one in OF_OTHER_RULES)
 
 
 @pytest.mark.parametrize("made", TAKES)

@@ -81,7 +81,7 @@ def test_state_shows_the_flat_vectors_in_the_parameters_shapes_also_after_steps_
         fields = {"exp_avg": "m_N", "exp_avg_sq": "v_N", "momentum_buffer": "m_N"}
         for p, q in zip(net.parameters(), other.parameters(), strict=True):
             assert set(early[p]) == (
-                {"step", "momentum_buffer"} if name.endswith("sgd") else {"step", "exp_avg", "exp_avg_sq"}
+                {"step", "momentum_buffer"} if name.endswith(("sgd", "muon")) else {"step", "exp_avg", "exp_avg_sq"}
             )
             assert isinstance(early[p]["step"], torch.Tensor)
             assert early[p]["step"] == shown[q]["step"] == optimizer.num_steps == 6
