@@ -81,6 +81,7 @@ STAYS = [
     "password=${A}:${B} secret=$(cat /run/a) api_key=${{ secrets.KEY }} token=%TOKEN% pw=%(pw)s passwd=${PW:?no} pw=$1",
     "cookie: a small file, which a browser keeps; see Cookie: and Set-Cookie: of RFC 6265",
     "the header Authorization: is missing; Authorization: required; authorization: basic",
+    "no token: send 'Authorization: Bearer <token>'; curl -H \"Authorization: Basic <base64>\"",
     'raise ValueError("token: must be a string")',
     "<pad> <token> </s> <key>sentence1</key> <token>512</token> a <b> c </b>",
     '{"name": "lr", "value": "0.1"} <add key="monkey" value="banana"/> name=token value=512',

@@ -215,7 +215,7 @@ _HEADER = re.compile(
     r"(?i)(?<![\w-])((?:proxy-)?authorization(?:\\{0,3}[\"'])?[ \t]{0,3}[:=][ \t]{0,3}(?:\\{0,3}[\"'])?"
     rf"(?=(?:{_SCHEMES}|Digest|Hawk|OAuth|AWS4-[\w-]{{1,40}})[ \t])"
     r"|(?:set-)?cookie2?(?:\\{0,3}[\"'])?[ \t]{0,3}:[ \t]{0,3}(?:\\{0,3}[\"'])?(?=[^\s=;,\"'\\]{1,64}=))"
-    rf"(?:(?:{_SCHEMES})[ \t]+[^\s\"',;\\]+"
+    rf"(?:(?:{_SCHEMES})[ \t]+(?!<[a-z])[^\s\"',;\\]+"
     r"|(?:Digest|Hawk|OAuth|AWS4-[\w-]{1,40})[ \t][^\r\n]*"
     r"|[^\s=;,\"'\\]{1,64}=[^\s;\"'\\]*(?:;[ \t]{0,3}[^\s=;,\"'\\]{1,64}(?:=[^\s;\"'\\]*)?)*)"
 )
@@ -223,6 +223,8 @@ _HEADER = re.compile(
 rest of its line."""
 _SHOWN = re.compile(rf"://{re.escape(HIDDEN)}@|[=:>][ \t]{{0,3}}\\{{0,3}}[\"']?{re.escape(HIDDEN)}(?!\w)")
 """A text in which something has been hidden."""
+_SCHEME = re.compile(r"(?i)\A(?:Bearer|Basic|Token)[ \t]+")
+"""Before what proves who asks, which may be a word such as <token> in its place."""
 _VALUE = r"(?:(?i:Bearer|Basic|Token)[ \t]+)?[^\s\"'&,;]+"
 _QUOTED = re.compile(
     r"(?<![\w.-])(?P<name>[\w.-]{2,64})(?:\\{0,3}[\"'])?\]?[ \t]{0,3}(?::=|=>|[:=])[ \t]{0,3}"
@@ -273,7 +275,7 @@ def _without_quoted(text: str) -> str:
 
 def _given(match: re.Match[str]) -> str:
     value = match["value"].rstrip("})]")
-    if not _is_secret(sureness(match["name"]), value):
+    if not _is_secret(sureness(match["name"]), _SCHEME.sub("", value, count=1)):
         return match[0]
     start = match.start()
     return f"{match[0][: match.start('value') - start]}{HIDDEN}{match[0][match.start('value') - start + len(value) :]}"
