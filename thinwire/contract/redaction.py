@@ -63,7 +63,7 @@ def _redacted(text: str) -> str:
     text = _without_quoted(text)
     for pattern in _GIVEN:
         text = pattern.sub(_given, text)
-    return text
+    return _SAID.sub(_said, text)
 
 
 def redacted_json(value: Any, name: str = "") -> Any:
@@ -237,10 +237,14 @@ _GIVEN = (
         rf"(?<![\w.-])(?P<name>[\w.-]{{2,64}})(?P<between>[\"']?[ \t]{{0,3}}=[ \t]{{0,3}}[\"']?"
         rf"|[\"'][ \t]{{0,3}}:[ \t]{{0,3}}[\"']|:[\"']?(?!//))(?P<value>{_VALUE})"
     ),
-    # name: value, alone in its line
+    # name: value, alone in its line, or an item of a list, or the first one in braces; then a comma, or a comment
     re.compile(
-        r"(?m)^(?P<name>[ \t]{0,40}[\w.-]{2,64})(?P<between>[ \t]{0,3}:[ \t]{1,3}[\"']?)"
-        rf"(?P<value>{_VALUE})(?=[\"']?[ \t]*$)"
+        r"(?m)(?P<between>^[ \t]{0,40}(?:[-<>*][ \t]{1,3})?|(?<=\{)[ \t]{0,3})(?P<name>[\w.-]{2,64})"
+        rf"[ \t]{{0,3}}:[ \t]{{1,3}}[\"']?(?P<value>{_VALUE})(?=[\"']?[ \t]*(?:,|\r?$)|[\"']?[ \t]+\#|(?<=\}}))"
+    ),
+    # the last one in braces
+    re.compile(
+        rf"(?P<between>(?<=,)[ \t]{{0,3}})(?P<name>[\w.-]{{2,64}})[ \t]{{0,3}}:[ \t]{{1,3}}(?P<value>{_VALUE})(?<=\}})"
     ),
     # "name: value", as a header is written
     re.compile(rf"(?<=[\"'])(?P<name>[\w.-]{{2,64}})(?P<between>:[ \t]{{1,3}})(?P<value>{_VALUE})(?=\\{{0,3}}[\"'])"),
@@ -255,6 +259,13 @@ _GIVEN = (
     # --name value
     re.compile(r"(?<![^\s\"'])(?P<name>--[\w.-]{2,64})(?P<between>[ \t]{1,3}[\"']?)(?P<value>[^\s\"'-][^\s\"']*)"),
 )
+
+
+_SAID = re.compile(
+    r"(?<![^\s\"'])(?P<name>[\w.-]{2,64})(?P<between>(?::[ \t]{1,3}|[\"'],[ \t]{0,3})[\"']?)"
+    rf"(?P<value>{_RANDOM.pattern})(?![\w.])"
+)
+"""name: value, or "name", "value", anywhere, where the value looks random: of names that are more than KEY."""
 
 
 def _without_quoted(text: str) -> str:
@@ -281,6 +292,10 @@ def _given(match: re.Match[str]) -> str:
     return f"{match[0][: match.start('value') - start]}{HIDDEN}{match[0][match.start('value') - start + len(value) :]}"
 
 
+def _said(match: re.Match[str]) -> str:
+    return f"{match['name']}{match['between']}{HIDDEN}" if sureness(match["name"]) >= Sureness.LIKELY else match[0]
+
+
 def _in_url(match: re.Match[str]) -> str:
     """One or several, where nothing but a comma stands between them."""
     scheme, found = match["before"].lower(), [match["before"]]
@@ -300,7 +315,7 @@ def _without_user(part: str, scheme: str) -> str:
     if at < 0:
         user, colon, rest = host.partition(":")
         is_port = host.startswith("[") or (rest.isdecimal() and scheme not in _BUCKETS) or not rest
-        at = -1 if not colon or is_port or not user else part.partition("?")[0].rfind("@")
+        at = -1 if not colon or is_port else part.partition("?")[0].rfind("@")
     if at < 0:
         return part
     user, colon, password = part[:at].partition(":")
