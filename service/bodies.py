@@ -39,6 +39,8 @@ MOST_FIELDS = 1_000
 """Of one mapping."""
 DEEPEST = 32
 """Mappings and lists inside one another."""
+LARGEST_WHOLE = 2**63 - 1
+"""And the same below 0: a whole number beyond is none of a database, nor always of a float."""
 LEAST_COST = 16 << 10
 """Bytes that what changes something counts for at least, with a body or without: each is a transaction."""
 REGISTRATION_COST = 2 << 10
@@ -218,6 +220,8 @@ def _fault(value: list[Any], left: int) -> _Fault | None:
         if isinstance(member, str):
             if wrong := _unshowable(member):
                 return [str(name)], member, wrong
+        elif isinstance(member, int) and not -LARGEST_WHOLE <= member <= LARGEST_WHOLE:
+            return [str(name)], member, f"must be a whole number from -{LARGEST_WHOLE} to {LARGEST_WHOLE}"
         elif isinstance(member, list) and (fault := _fault(member, left - 1)) is not None:
             fault[0].append(str(name))
             return fault

@@ -16,6 +16,7 @@ from typing import Any
 from thinwire.contract.jobs import JobState
 from thinwire.contract.places import Room, never_fits, uses_gpus
 from thinwire.contract.reports import Sample
+from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
 from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Waits, grant
@@ -269,7 +270,7 @@ def _end(row: JobRow, newest: Sample, earlier: Mapping[tuple[str, int], float], 
         if before is None:
             continue
         pace_s = (newest.time - before) / ago
-        end = newest.time + pace_s * max(0, int(last) - newest.step)
+        end = newest.time + pace_s * max(0, min(int(last), LARGEST_STEP) - newest.step)
         # Who has been silent for so long stands still, or is slower than it was.
         is_going_on = pace_s > 0.0 and abs(now - newest.time) < max(UNSURE_S, 10 * pace_s)
         return end if is_going_on and end - now < LONGEST_S else None

@@ -29,6 +29,14 @@ HIDES = [
     ('{"apiKey": "hunter2", "a": 1}', '{"apiKey": "***", "a": 1}'),
     ("password: hunter2", "password: ***"),
     ("  password : hunter2", "  password : ***"),
+    ("password: hunter2\r\na: b", "password: ***\r\na: b"),
+    ("db:\n  - password: hunter2  # of the lab", "db:\n  - password: ***  # of the lab"),
+    ("password: 'hunter2',", "password: '***',"),
+    ("{user: me, password: hunter2} a", "{user: me, password: ***} a"),
+    ("> X-Auth-Token: hunter2", "> X-Auth-Token: ***"),
+    ("ValueError: invalid token: 0123456789abcdefX in a", "ValueError: invalid token: *** in a"),
+    ("os.environ.setdefault('HF_TOKEN', '0123456789abcdefX')", "os.environ.setdefault('HF_TOKEN', '***')"),
+    ("redis://:hunt/er2@host/0", "redis://***@host/0"),
     ("authorization: token hunter2", "authorization: ***"),
     ('export PASSWORD="correct horse, battery & hunter2"', 'export PASSWORD="***"'),
     ("password='a;hunter2'", "password='***'"),
@@ -64,7 +72,7 @@ HIDES = [
     ("a eyJhbGciOiJI.eyJzdWIiOiIx.abc b", "a *** b"),
     ("x\n-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\ny", "x\n***\ny"),
 ]
-AMIDST = {"a *** b", "x\n***\ny", "train.py --api-key *** --lr 1"}
+AMIDST = {"os.environ.setdefault('HF_TOKEN', '***')", "a *** b", "x\n***\ny", "train.py --api-key *** --lr 1"}
 """What is not known again as a text in which something was hidden."""
 STAYS = [
     "abfss://container@account.dfs.core.windows.net/a",
@@ -81,6 +89,9 @@ STAYS = [
     "password=${A}:${B} secret=$(cat /run/a) api_key=${{ secrets.KEY }} token=%TOKEN% pw=%(pw)s passwd=${PW:?no} pw=$1",
     "cookie: a small file, which a browser keeps; see Cookie: and Set-Cookie: of RFC 6265",
     "the header Authorization: is missing; Authorization: required; authorization: basic",
+    "no token: send 'Authorization: Bearer <token>'; curl -H \"Authorization: Basic <base64>\"",
+    "Unexpected key: model.layers.0.weight, missing key: transformer_h_0_attn_weight of 0123456789abcdef",
+    "step: 3, tokens: 512, token: unexpected, lr: 1 {pad_token: 3, mask_token: [MASK]}",
     'raise ValueError("token: must be a string")',
     "<pad> <token> </s> <key>sentence1</key> <token>512</token> a <b> c </b>",
     '{"name": "lr", "value": "0.1"} <add key="monkey" value="banana"/> name=token value=512',
@@ -196,6 +207,11 @@ def test_no_text_takes_long() -> None:
         "token=${a:?",
         "token=%a",
         "token=$a$",
+        "{token: ",
+        ",token: a",
+        "- token: a\n",
+        "'token', 'a1",
+        " token: a1",
     ):
         text = "token " + part * ((1 << 18) // len(part))
         began = time.process_time()

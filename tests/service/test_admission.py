@@ -125,6 +125,32 @@ def at(service: Service, job_id: str) -> float | None:
     return None if found is None else datetime.fromisoformat(found).timestamp() - service.clock()
 
 
+def test_what_a_job_says_of_its_end_stops_nobody_elses_queue(eight: Service) -> None:
+    """Its number of steps became a float, and 10**400 is none: every turn ended there, for all jobs."""
+    first = eight.running(name="first", **of(5))
+    waits, now = eight.submit(name="second", **of(5)), eight.clock()
+
+    def posted(**changes: Any) -> Any:
+        return eight.post(first, samples=[sample(1, at=now - 20, **changes), sample(21, at=now, **changes)])
+
+    for name in ("last_step", "world_size", "payload_bytes"):
+        answer = posted(**{name: 10**400})
+        assert answer.status_code == 422, answer.text
+        assert answer.json()["problems"][0]["path"] == f"samples.0.{name}"
+    assert posted(last_step=2**63 - 1, world_size=2**63 - 1).status_code == 204
+    with eight.plane.jobs._db.write() as session:  # a script need not know how many steps it makes
+        row = session.get_one(JobRow, first)
+        row.spec = {name: value for name, value in row.spec.items() if name != "steps"}
+    for kept in (2**63 - 1, 10**400):  # what a version kept that did not look
+        with eight.plane.jobs._db.write() as session:
+            row = session.get_one(JobRow, first)
+            assert row.newest_sample is not None
+            row.newest_sample = {**row.newest_sample, "sample": {**row.newest_sample["sample"], "last_step": kept}}
+        eight.turn()
+        assert eight.job(waits)["queue"]["starts_at"] is None
+    assert eight.client.get("/metrics").status_code == 200
+
+
 def test_who_waits_hears_when_it_may_start_as_far_as_that_is_known(eight: Service) -> None:
     first = eight.running(name="first", steps=1000, **of(5))
     waits, behind = eight.submit(name="second", **of(5)), eight.submit(name="third", **of(4))

@@ -57,6 +57,11 @@ UNSHOWABLE: dict[str, tuple[bytes, str, str]] = {
     "given twice": (b'{"attempt": 1, "attempt": 2}', "attempt", "given twice"),
     "deep": (b'{"attempt": 1, "summary": {"a": ' + b"[" * 100 + b"]" * 100 + b"}}", "summary", "nested too deeply"),
     "deeper than a stack": (b"[" * 4000 + b"]" * 4000, "", "nested too deeply"),
+    "a number that no float holds": (
+        b'{"attempt": 1, "summary": {"a": [-' + b"9" * 400 + b"]}}",
+        "summary.a.0",
+        "whole number",
+    ),
     "a number without end": (b'{"attempt": ' + b"9" * 5000 + b"}", "", "number that cannot be read"),
 }
 

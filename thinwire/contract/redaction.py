@@ -63,7 +63,7 @@ def _redacted(text: str) -> str:
     text = _without_quoted(text)
     for pattern in _GIVEN:
         text = pattern.sub(_given, text)
-    return text
+    return _SAID.sub(_said, text)
 
 
 def redacted_json(value: Any, name: str = "") -> Any:
@@ -215,7 +215,7 @@ _HEADER = re.compile(
     r"(?i)(?<![\w-])((?:proxy-)?authorization(?:\\{0,3}[\"'])?[ \t]{0,3}[:=][ \t]{0,3}(?:\\{0,3}[\"'])?"
     rf"(?=(?:{_SCHEMES}|Digest|Hawk|OAuth|AWS4-[\w-]{{1,40}})[ \t])"
     r"|(?:set-)?cookie2?(?:\\{0,3}[\"'])?[ \t]{0,3}:[ \t]{0,3}(?:\\{0,3}[\"'])?(?=[^\s=;,\"'\\]{1,64}=))"
-    rf"(?:(?:{_SCHEMES})[ \t]+[^\s\"',;\\]+"
+    rf"(?:(?:{_SCHEMES})[ \t]+(?!<[a-z])[^\s\"',;\\]+"
     r"|(?:Digest|Hawk|OAuth|AWS4-[\w-]{1,40})[ \t][^\r\n]*"
     r"|[^\s=;,\"'\\]{1,64}=[^\s;\"'\\]*(?:;[ \t]{0,3}[^\s=;,\"'\\]{1,64}(?:=[^\s;\"'\\]*)?)*)"
 )
@@ -223,6 +223,8 @@ _HEADER = re.compile(
 rest of its line."""
 _SHOWN = re.compile(rf"://{re.escape(HIDDEN)}@|[=:>][ \t]{{0,3}}\\{{0,3}}[\"']?{re.escape(HIDDEN)}(?!\w)")
 """A text in which something has been hidden."""
+_SCHEME = re.compile(r"(?i)\A(?:Bearer|Basic|Token)[ \t]+")
+"""Before what proves who asks, which may be a word such as <token> in its place."""
 _VALUE = r"(?:(?i:Bearer|Basic|Token)[ \t]+)?[^\s\"'&,;]+"
 _QUOTED = re.compile(
     r"(?<![\w.-])(?P<name>[\w.-]{2,64})(?:\\{0,3}[\"'])?\]?[ \t]{0,3}(?::=|=>|[:=])[ \t]{0,3}"
@@ -235,10 +237,14 @@ _GIVEN = (
         rf"(?<![\w.-])(?P<name>[\w.-]{{2,64}})(?P<between>[\"']?[ \t]{{0,3}}=[ \t]{{0,3}}[\"']?"
         rf"|[\"'][ \t]{{0,3}}:[ \t]{{0,3}}[\"']|:[\"']?(?!//))(?P<value>{_VALUE})"
     ),
-    # name: value, alone in its line
+    # name: value, alone in its line, or an item of a list, or the first one in braces; then a comma, or a comment
     re.compile(
-        r"(?m)^(?P<name>[ \t]{0,40}[\w.-]{2,64})(?P<between>[ \t]{0,3}:[ \t]{1,3}[\"']?)"
-        rf"(?P<value>{_VALUE})(?=[\"']?[ \t]*$)"
+        r"(?m)(?P<between>^[ \t]{0,40}(?:[-<>*][ \t]{1,3})?|(?<=\{)[ \t]{0,3})(?P<name>[\w.-]{2,64})"
+        rf"[ \t]{{0,3}}:[ \t]{{1,3}}[\"']?(?P<value>{_VALUE})(?=[\"']?[ \t]*(?:,|\r?$)|[\"']?[ \t]+\#|(?<=\}}))"
+    ),
+    # the last one in braces
+    re.compile(
+        rf"(?P<between>(?<=,)[ \t]{{0,3}})(?P<name>[\w.-]{{2,64}})[ \t]{{0,3}}:[ \t]{{1,3}}(?P<value>{_VALUE})(?<=\}})"
     ),
     # "name: value", as a header is written
     re.compile(rf"(?<=[\"'])(?P<name>[\w.-]{{2,64}})(?P<between>:[ \t]{{1,3}})(?P<value>{_VALUE})(?=\\{{0,3}}[\"'])"),
@@ -253,6 +259,13 @@ _GIVEN = (
     # --name value
     re.compile(r"(?<![^\s\"'])(?P<name>--[\w.-]{2,64})(?P<between>[ \t]{1,3}[\"']?)(?P<value>[^\s\"'-][^\s\"']*)"),
 )
+
+
+_SAID = re.compile(
+    r"(?<![^\s\"'])(?P<name>[\w.-]{2,64})(?P<between>(?::[ \t]{1,3}|[\"'],[ \t]{0,3})[\"']?)"
+    rf"(?P<value>{_RANDOM.pattern})(?![\w.])"
+)
+"""name: value, or "name", "value", anywhere, where the value looks random: of names that are more than KEY."""
 
 
 def _without_quoted(text: str) -> str:
@@ -273,10 +286,14 @@ def _without_quoted(text: str) -> str:
 
 def _given(match: re.Match[str]) -> str:
     value = match["value"].rstrip("})]")
-    if not _is_secret(sureness(match["name"]), value):
+    if not _is_secret(sureness(match["name"]), _SCHEME.sub("", value, count=1)):
         return match[0]
     start = match.start()
     return f"{match[0][: match.start('value') - start]}{HIDDEN}{match[0][match.start('value') - start + len(value) :]}"
+
+
+def _said(match: re.Match[str]) -> str:
+    return f"{match['name']}{match['between']}{HIDDEN}" if sureness(match["name"]) >= Sureness.LIKELY else match[0]
 
 
 def _in_url(match: re.Match[str]) -> str:
@@ -298,7 +315,7 @@ def _without_user(part: str, scheme: str) -> str:
     if at < 0:
         user, colon, rest = host.partition(":")
         is_port = host.startswith("[") or (rest.isdecimal() and scheme not in _BUCKETS) or not rest
-        at = -1 if not colon or is_port or not user else part.partition("?")[0].rfind("@")
+        at = -1 if not colon or is_port else part.partition("?")[0].rfind("@")
     if at < 0:
         return part
     user, colon, password = part[:at].partition(":")

@@ -226,11 +226,18 @@ def weighed(
     found = weigh(share.batch)
     if found is None:
         return share
-    count = float(found)
+    try:
+        count = float(found)
+    except (TypeError, ValueError, RuntimeError) as error:  # a text, a list, a tensor of several
+        raise _no_count(found, share) from error
     if not (math.isfinite(count) and count >= 0):
-        raise ScriptError(f"run.batches(weigh=...) counted {count} in its batch of step {share.step}: give one from 0")
+        raise _no_count(count, share)
     positions, of_samples = own_part(samples, group.rank, group.size)
     own = count * of_samples / len(positions)  # a batch that several ranks compute counts once
     mean = torch.tensor([own], dtype=torch.float64, device=device)
     group.mean_(mean)
     return replace(share, weight=own / mean.item()) if mean.item() else share
+
+
+def _no_count(found: object, share: Share) -> ScriptError:
+    return ScriptError(f"run.batches(weigh=...) counted {found!r} in its batch of step {share.step}: give one from 0")

@@ -90,7 +90,7 @@ def test_a_worker_that_is_lost_changes_nothing_of_it(tmp_path, monkeypatch):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("count", [-1, math.nan, math.inf])
+@pytest.mark.parametrize("count", [-1, math.nan, math.inf, "many", [1], torch.ones(2)])
 def test_what_is_no_count_is_refused(tmp_path, count):
     with pytest.raises(ScriptError, match=r"weigh=.*counted .* in its batch of step 1: give one from 0"):
         on_ranks(tmp_path, 2, weigh=lambda batch: count)
