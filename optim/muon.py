@@ -95,7 +95,8 @@ class Orthogonalising(Algorithm[State]):
     takes_shards: ClassVar[bool] = False
 
     _rules: list[str]
-    """Of each tensor that is laid out. By number: a dict of parameters would hold them (engine/orphans.py)."""
+    """Of each tensor that is laid out, where its group says none. By number: a dict of parameters would hold them
+    (engine/orphans.py)."""
 
     @property
     def rules(self) -> dict[Tensor, str]:
@@ -105,11 +106,15 @@ class Orthogonalising(Algorithm[State]):
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyperparameters out of range, and groups that hold nothing but vectors. Raises: ValueError."""
         check_group(group, hyperparameters.MUON, ("nesterov",))
-        check_rule(group["rule"])
+        check_rule(group["rule"], group["params"])
         refuse_vectors(self.param_groups, rules_of(self.param_groups, self.model))
 
     def hyper(self, group: dict[str, Any], span: slice, seen: int | None = None) -> MuonHyper:
-        """The hyperparameters of a group, for this step. Its momentum takes no correction: no rule asks its size."""
+        """The hyperparameters of a group, for this step. Its momentum takes no correction: no rule asks its size.
+
+        Raises: ValueError for a rule that was written into the group since, and that its parameters cannot have.
+        """
+        check_rule(group["rule"], group["params"])
         lr, names = float(group["lr"]), ("momentum", "weight_decay", "nesterov", "rule")
         return MuonHyper(span, lr, *(group[name] for name in names))
 
@@ -120,7 +125,7 @@ class Orthogonalising(Algorithm[State]):
     def set_ages(self, ages: Sequence[Age]) -> None:
         """As FlatOptimizer.set_ages; and find the rules of what is laid out."""
         super().set_ages(ages)
-        rules = self.rules
+        rules = rules_of([{**group, "rule": None} for group in self.param_groups], self.model)
         found = [rules[tensor.param] for tensor in self.space.tensors]
         if found != getattr(self, "_rules", None):
             self._rules = found
@@ -318,13 +323,22 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         return found
 
     def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
-        """As FlatOptimizer.synced_vectors: the mean of the momenta of those that take part."""
+        """As FlatOptimizer.synced_vectors: the mean of the momenta of those that take part.
+
+        A save that lost a peer may have ended on some of them. They hold the mean of all ranks, and it counts alone.
+        """
         found = super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
+        has_mean = taking_part and self.has_one_momentum
+        flag = self.space.p_N.new_tensor([float(has_mean)])
+        group.start_sum_(flag).wait()
+        num_means = int(flag)
+        if num_means == num_ranks:
+            return found
         m_N = torch.zeros_like(self.space.p_N)
-        if taking_part:
-            m_N.add_(self.vectors.m_N, alpha=1 / num_ranks)
+        if has_mean or (taking_part and not num_means):
+            m_N.add_(self.vectors.m_N, alpha=1 / (num_means or num_ranks))
         group.start_sum_(m_N).wait()
-        return {**found, "m_N": m_N.to(self.vectors.m_N.dtype)} if taking_part and not self.has_one_momentum else found
+        return {**found, "m_N": m_N.to(self.vectors.m_N.dtype)} if taking_part else found
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """This rank's update, made tensor by tensor when a bucket has the first elements of it."""

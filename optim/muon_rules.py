@@ -13,7 +13,7 @@ not asked where the model is known: a layer may have the very shape of a table.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,14 +26,25 @@ from thinwire.optim.muon_math import RULES
 TABLES = ("embed", "wte", "wpe", "tok_emb", "pos_emb", "position", "bytes")
 HEADS = ("head", "lm_head", "classifier", "score", "decoder", "embed_out", "output_projection")
 """How names of tables begin, and what output heads are called: the last two parts of a parameter's name."""
+DIMENSIONS = {"matrix": 1, "matrices": 2, "rows": 1, "vector": 0}
+"""The least that a tensor must have for a rule."""
 TALL, MANY = 6, 8192
 """A matrix of so many rows, and so many times as many as columns, is taken for a table where nothing else is known."""
 
 
-def check_rule(rule: object) -> None:
-    """Raises: ValueError for a group's rule that is none. None: it is found."""
-    if rule is not None and rule not in RULES:
+def check_rule(rule: object, params: Iterable[Tensor]) -> None:
+    """Raises: ValueError for a group's rule that is none, or that a parameter of it cannot have. None: it is found."""
+    if rule is None:
+        return
+    if not isinstance(rule, str) or rule not in RULES:
         raise ValueError(f"rule = {rule!r}: must be one of {', '.join(RULES)}, or None, by which it is found")
+    least = DIMENSIONS.get(rule, 0)
+    short = next((tuple(param.shape) for param in params if not is_lazy(param) and param.dim() < least), None)
+    if short is not None:
+        raise ValueError(
+            f"rule = {rule!r} of a parameter of shape {short}: it is for tensors of at least {least} "
+            f"dimension{'s' if least > 1 else ''}; leave this parameter to a group without a rule"
+        )
 
 
 def rules_of(param_groups: Sequence[dict[str, Any]], model: nn.Module | None) -> dict[Tensor, str]:

@@ -154,6 +154,29 @@ def test_a_newcomer_begins_with_the_mean_momentum_and_a_death_takes_its_share_aw
 
 
 @pytest.mark.law
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_save_that_has_ended_on_one_survivor_alone_counts_for_all(ended):
+    """A peer is lost in its last collective. The dead rank's share of the momentum is in what that one holds."""
+    ranks = new_ranks(4, build)
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, 6)
+        return momentum(rank.optimizer)
+
+    mean = sum(together(ranks, work)) / 4
+    survivors = list(ranks[:3])
+    survivors[ended].optimizer.vectors.m_N.copy_(mean)
+    survivors[ended].optimizer.saved["last_sync"] = 6
+    assert [rank.optimizer.has_one_momentum for rank in survivors].count(True) == 1
+    stay = [*survivors, *new_ranks(1, build)]
+    together(stay, lambda rank, group: rank.regroup(group))
+    for rank in stay:
+        assert torch.equal(momentum(rank.optimizer), mean)
+        assert rank.optimizer.has_one_momentum
+
+
+@pytest.mark.law
 def test_r_and_the_mean_momentum_are_kept_over_3_4_2_and_1_ranks():
     ranks = new_ranks(3, build)
 

@@ -104,6 +104,45 @@ def test_a_rule_that_a_group_is_given_later_is_used_from_the_next_step_on():
     torch.testing.assert_close(param.detach(), torch.full((5, 4), -0.2))
 
 
+@pytest.mark.parametrize("kind", [Muon, OneBitMuon])
+def test_a_rule_that_is_taken_back_is_found_again_and_one_that_is_none_is_refused_in_the_step(kind):
+    made = nn.Parameter(torch.randn(4, 3))
+    optimizer = kind([{"params": [made], "rule": "vector"}], lr=0.1, weight_decay=0.0)
+    moved = []
+    for rule in ("vector", None):
+        optimizer.param_groups[0]["rule"] = rule
+        before, made.grad = made.detach().clone(), torch.randn(4, 3)
+        optimizer.step()
+        moved.append((before - made.detach()).abs() / 0.1)
+        assert optimizer.rules[made] == (rule or "matrix")
+    torch.testing.assert_close(moved[0], torch.full((4, 3), SIZE))
+    assert moved[1].std() > 0.02
+    for bad in ("ns", ["rows"]):
+        optimizer.param_groups[0]["rule"] = bad
+        before, made.grad = made.detach().clone(), torch.randn(4, 3)
+        with pytest.raises(ValueError, match=r"rule = .*: must be one of matrix, matrices, rows, vector, or None"):
+            optimizer.step()
+        assert torch.equal(made, before)
+
+
+@pytest.mark.parametrize("kind", [Muon, OneBitMuon])
+@pytest.mark.parametrize(
+    ("rule", "shape", "least"),
+    [("matrix", (), "1 dimension;"), ("rows", (), "1 d"), ("matrices", (5,), "2 dimensions;")],
+)
+def test_a_rule_that_a_tensor_has_too_few_dimensions_for_is_refused_on_every_rank(kind, rule, shape, least):
+    def work(group):
+        params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(shape))]
+        with pytest.raises(ValueError, match=rf"rule = '{rule}' of a parameter of shape .*: .* at least {least}"):
+            kind([{"params": params, "rule": rule}], group=group)
+        optimizer = kind(params[:1], group=group)
+        with pytest.raises(ValueError, match=rf"rule = '{rule}' of a parameter of shape"):
+            optimizer.add_param_group({"params": params[1:], "rule": rule})
+        assert len(optimizer.param_groups) == 1
+
+    run_threads(2, work)
+
+
 def test_ranks_with_other_rules_are_told():
     def work(group):
         rule = "rows" if group.rank else "matrix"
