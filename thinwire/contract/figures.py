@@ -130,7 +130,8 @@ def _parameters(sample: Sample) -> int | None:
     """Of the model: what a ring would have sent in this step says it. None where nothing was sent."""
     if sample.compression_ratio is None or sample.world_size < 2:
         return None
-    return round(sample.compression_ratio * sample.payload_bytes / ring_bytes(1, sample.world_size, 4))
+    found = sample.compression_ratio * sample.payload_bytes / ring_bytes(1, sample.world_size, 4)
+    return round(found) if 0 <= found < 2**63 else None  # a job may say anything
 
 
 def _seconds(seconds: Mapping[str, float]) -> Seconds:

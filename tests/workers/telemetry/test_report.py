@@ -121,6 +121,11 @@ def test_the_figures_so_far_are_the_summarys_but_for_what_only_rank_0_knows() ->
     alone = so_far(run(world_sizes=(1,)))
     assert alone is not None
     assert (alone.parameters, alone.payload_bytes.fp32) == (None, 0)
+    for ratio in (1e308, -1e308):  # a job may say anything, and `thinwire show` shows the rest
+        said = {"compression_ratio": ratio, "payload_bytes": 2**63 - 1}
+        impossible = so_far([one.model_copy(update=said) for one in run()])
+        assert impossible is not None
+        assert impossible.parameters is None
 
 
 def test_a_run_without_a_summary_has_its_picture() -> None:
