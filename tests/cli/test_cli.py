@@ -117,6 +117,15 @@ def test_show_gives_reason_folder_and_dashboard(
     assert json.loads(thinwire("show", job_id, "--json").out) == live.service.job(job_id)
 
 
+def test_what_a_job_says_steers_no_terminal(thinwire: Callable[..., Run], live: LiveService) -> None:
+    job_id = live.service.running()
+    live.finish(job_id, LaunchState.FAILED, "\x1b]0;owned\x07 \x1b[2J and \u202e so on")
+    for command in ("show", "jobs", "watch"):
+        run = thinwire(command, *([] if command == "jobs" else [job_id]))
+        assert not set("\x1b\x07\u202e") & set(run.out + run.err), command
+    assert "\\x1b]0;owned\\x07" in thinwire("show", job_id).out
+
+
 def test_show_prints_the_summary_of_a_success(thinwire: Callable[..., Run], live: LiveService) -> None:
     job_id = live.service.running()
     live.service.post(job_id, summary=SUMMARY)

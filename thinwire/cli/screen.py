@@ -22,14 +22,22 @@ def console() -> Console:
     return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
+def printable(text: str) -> str:
+    """The text with what steers a terminal as an escape: a job says why it failed, and its reader's screen is not its.
+
+    Ends of lines and tabs stay.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 def note(message: str) -> None:
     """Say it to the person, away from what a program would read."""
-    typer.echo(message, err=True)
+    typer.echo(printable(message), err=True)
 
 
 def complain(message: str) -> None:
     """An error, in the name of the command."""
-    typer.echo(f"thinwire: {message}", err=True)
+    typer.echo(f"thinwire: {printable(message)}", err=True)
 
 
 def complain_of(error: ValidationError) -> None:
@@ -57,6 +65,7 @@ def progress(first: str, *, transient: bool = False) -> Iterator[Callable[[str, 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Aligned columns, never cut: an ID in a pipe must be whole."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

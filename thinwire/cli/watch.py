@@ -29,7 +29,7 @@ from rich.text import Text
 from thinwire.cli.client import Client, Unreachable
 from thinwire.cli.news import WATCHED_KINDS, News, queue_text, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
-from thinwire.cli.screen import complain, console, note
+from thinwire.cli.screen import complain, console, note, printable
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
 
@@ -130,7 +130,7 @@ def watch(
             except Unreachable as error:
                 view.unreachable = str(error)
             for line in news:
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
             if live:
                 live.update()
             if lines:
@@ -226,7 +226,7 @@ class _Lines:
         now = (what, phase, self._view.unreachable is None, self._view.stalled)
         if now != self._shown or self._clock() >= self._due_s:
             self._shown, self._due_s = now, self._clock() + LINE_EVERY_S
-            self._console.print(progress_line(self._view), markup=False, highlight=False, soft_wrap=True)
+            self._console.print(printable(progress_line(self._view)), markup=False, highlight=False, soft_wrap=True)
 
 
 class _Live:
@@ -269,7 +269,7 @@ def panel(view: View, now_s: float, spinner: Spinner) -> RenderableType:
     if view.unreachable is not None:
         rows.append(Text(f"control plane not reachable, waiting ({view.unreachable})", "yellow"))
     elif sample is None or job.reason or view.stalled:
-        words = _standing(view, job)
+        words = printable(_standing(view, job))
         if job.state.terminal:
             rows.append(Text(words, _STYLES[job.state]))
         else:
