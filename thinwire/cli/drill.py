@@ -22,9 +22,11 @@ class OptimizerName(StrEnum):
     ONEBIT_LAMB = "onebit_lamb"
     ZERO_ONE_ADAM = "zero_one_adam"
     ONEBIT_SGD = "onebit_sgd"
+    ONEBIT_MUON = "onebit_muon"
     ADAM = "adam"
     LAMB = "lamb"
     SGD = "sgd"
+    MUON = "muon"
 
 
 class ShadowChoice(StrEnum):
