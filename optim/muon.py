@@ -40,6 +40,7 @@ from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum
 from thinwire.optim.engine.hyperparameters import check_group
+from thinwire.optim.engine.local import part_of, whole
 from thinwire.optim.engine.optimizer import SAVE_EVERYWHERE, FlatOptimizer
 from thinwire.optim.engine.options import Options, checked_narrow
 from thinwire.optim.engine.schedule import StepPlan, linear_plan
@@ -92,7 +93,6 @@ class Orthogonalising(Algorithm[State]):
     """What both have: groups with a rule, and a tensor's update out of its momentum."""
 
     shown: ClassVar = {"m_N": "momentum_buffer"}
-    takes_shards: ClassVar[bool] = False
 
     _rules: list[str]
     """Of each tensor that is laid out, where its group says none. By number: a dict of parameters would hold them
@@ -140,9 +140,13 @@ class Orthogonalising(Algorithm[State]):
         return {rule: count for rule, count in counts.items() if count}
 
     def update_of(self, i: int, m: Tensor, g: Tensor, h: MuonHyper) -> Tensor:
-        """u of the i-th tensor, new, of its momentum as it is with this gradient. All are float[elements]."""
-        w = torch.lerp(g, m, h.momentum) if h.nesterov else m
-        return RULES[h.rule or self._rules[i]](w.view(self.space.tensors[i].param.shape)).reshape(-1)
+        """u of the i-th tensor, new, of its momentum as it is with this gradient. All are float[elements].
+
+        Of a shard its part of the whole tensor's, of which each rank of the box makes all: collective there.
+        """
+        w, tensor = torch.lerp(g, m, h.momentum) if h.nesterov else m, self.space.tensors[i]
+        u = RULES[h.rule or self._rules[i]](whole(w.view(tensor.shape), tensor.param))
+        return part_of(u, tensor.param).reshape(-1)
 
 
 def defaults(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> dict[str, Any]:
@@ -250,6 +254,8 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         self.saved["last_sync"] = 0
         self._sent: dict[int, tuple[Tensor, int]] = {}
         """Updates of tensors that span buckets, and how many of their elements are still to be sent."""
+        self._of_box: dict[int, Tensor] = {}
+        """Updates of this step, where tensors are cut over a box."""
         self._where: LeftInPlace | None = None
 
     def make_state(self) -> OneBitMuonState:
@@ -259,6 +265,12 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
     def plan(self, step: int) -> StepPlan:
         """Every step is compressed."""
         return linear_plan()
+
+    def waits_for(self, plan: StepPlan) -> str | None:
+        """As FlatOptimizer.waits_for."""
+        if self.space.box is not None:
+            return "updates of tensors that are cut over a box are made by all of its ranks in one order"
+        return super().waits_for(plan)
 
     @property
     def has_one_momentum(self) -> bool:
@@ -344,6 +356,10 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         """This rank's update, made tensor by tensor when a bucket has the first elements of it."""
         self._sent.clear()
         m_N, g_N = self.vectors.m_N, self.space.g_N
+        if self.space.box is not None:  # in one order, whatever buckets each rank of the box has
+            for h in self.hypers(self.num_steps + 1):
+                for i, at in tensors_in(self, h.span):
+                    self._of_box[i] = self.update_of(i, self._taken_in(at, g_N[at], h), g_N[at], h)
         self._where = LeftInPlace(self.reduce.buckets.layout, g_N)
         # One rank looks at the gradient alone, where the momentum is known to be finite: else updates are made twice.
         known = g_N if self.group.size == 1 and bool(torch.isfinite(witness(m_N))) else None
@@ -357,7 +373,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
             for i, own in tensors_in(self, slice(max(at.start, h.span.start), min(at.stop, h.span.stop))):
                 tensor = self.space.tensors[i]
                 low, high = max(at.start, tensor.start), min(at.stop, tensor.stop)
-                made = self._sent.pop(i, None)
+                made = (self._of_box[i], 0) if self._of_box else self._sent.pop(i, None)
                 if made is None:
                     g = self._gradient(i, own, runs)
                     made = self.update_of(i, self._taken_in(own, g, h), g, h), own.stop - own.start
@@ -402,6 +418,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
             for i, at in tensors_in(self, h.span):
                 self.vectors.m_N[at] = self._taken_in(at, self._gradient(i, at, runs), h)
         self._sent.clear()
+        self._of_box.clear()
         self._where = None
         if self.group.size == 1:
             self.saved["last_sync"] = self.num_steps + 1
@@ -425,7 +442,8 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
 def tensors_in(optimizer: Algorithm[Any], span: slice) -> Iterator[tuple[int, slice]]:
     """The tensors that have elements in a span of the flat vectors: number and place of each, whole."""
     tensors = optimizer.space.tensors
-    first = bisect_left(tensors, span.start + 1, key=attrgetter("stop"))
+    first = bisect_left(tensors, span.start, key=attrgetter("start"))  # one without elements, of a box, too
+    first -= first > 0 and tensors[first - 1].stop > span.start
     for i in range(first, len(tensors)):
         if tensors[i].start >= span.stop:
             return

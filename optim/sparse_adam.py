@@ -32,6 +32,7 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.hyperparameters import BETAS, EPS, LR
 from thinwire.optim.engine.checking import ABSENT, Row, is_count, merged_groups, refuse, refuse_missing
 from thinwire.optim.engine.hyperparameters import check_group
+from thinwire.optim.engine.local import is_dtensor
 from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_edited
 
 Exchanged = Literal["int8", "fp32"]
@@ -75,6 +76,11 @@ class SparseAdam(Optimizer):
         for param_group in self.param_groups:
             _check_group(param_group)
             for param in param_group["params"]:
+                if is_dtensor(param):
+                    raise ValueError(
+                        f"a DTensor of shape {tuple(param.shape)}: SparseAdam exchanges rows of whole tables. Leave "
+                        "its layer out of fully_shard(), on every rank, and train it beside (docs/sharded.md)"
+                    )
                 if param.dim() != 2 or param.dtype not in (torch.float32, torch.float64):
                     what = f"a parameter of {param.dtype}, shape {tuple(param.shape)}"
                     raise ValueError(f"{what}: must be a matrix of float32 or float64, as that of an nn.Embedding is")

@@ -85,9 +85,6 @@ class Algorithm(Generic[State]):
     sends_in_full: ClassVar[bool] = True
     """Does some step exchange the mean gradient in full?"""
 
-    takes_shards: ClassVar[bool] = True
-    """May its parameters be DTensors, of which this rank has a shard? Not where its rule is of whole matrices."""
-
     undone: Callable[[CommError], None] | None = None
     """Called with the error of a lost step, which step() and zero_grad() then do not raise (workers/session)."""
 

@@ -31,7 +31,7 @@ from thinwire.optim.engine.box import refuse_other_mesh
 from thinwire.optim.engine.buffers import Buffers, excepted_of
 from thinwire.optim.engine.exchanges import refusal
 from thinwire.optim.engine.flat import FlatSpace
-from thinwire.optim.engine.local import is_dtensor, local
+from thinwire.optim.engine.local import local
 from thinwire.optim.engine.loss_scaling import is_scaled
 from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.parameters import (
@@ -125,7 +125,6 @@ def lay_out(optimizer: Algorithm[Any], call: str) -> None:
         optimizer.check_group(param_group)
     compute_dtype(optimizer.param_groups)
     refuse_other_mesh(optimizer.group, optimizer.param_groups)
-    refuse_shards(optimizer)
     refuse_mismatch(optimizer, call, [f"{name} = {value}" for name, value in settings(optimizer).items()])
     if optimizer.group.size > 1 and None in names_of(optimizer.param_groups, optimizer.model):
         refuse_other_order(optimizer.group, optimizer.param_groups, _device(optimizer.param_groups))
@@ -248,20 +247,7 @@ def go_on_with_trained(optimizer: Algorithm[Any], call: str) -> None:
     refuse_mismatch(optimizer, call)
     compute_dtype(optimizer.param_groups)
     refuse_other_mesh(optimizer.group, optimizer.param_groups)
-    refuse_shards(optimizer)
     _lay_out_anew(optimizer)
-
-
-def refuse_shards(optimizer: Algorithm[Any]) -> None:
-    """Raises: ValueError for DTensors where the rule of the optimizer is of whole matrices."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not optimizer.takes_shards and is_trained(param) and is_dtensor(param):
-                raise ValueError(
-                    f"{type(optimizer).__name__} orthogonalises whole matrices, and this rank has a shard of "
-                    f"{tuple(param.shape)}, a DTensor: leave fully_shard() or parallelize_module() out, or take "
-                    "OneBitAdam, OneBitLamb, OneBitSGD or ZeroOneAdam (docs/sharded.md)"
-                )
 
 
 @torch.no_grad()

@@ -51,6 +51,21 @@ def as_dtensor(here: Tensor, param: Any) -> Tensor:
     return made
 
 
+def whole(here: Tensor, param: Any) -> Tensor:
+    """All of a value of which this is here, laid out as the parameter: gathered over its mesh, collective there."""
+    return as_dtensor(here, param).full_tensor() if is_dtensor(param) else here  # type: ignore[attr-defined]
+
+
+def part_of(whole: Tensor, param: Any) -> Tensor:
+    """What is here of a value that this rank has all of, cut as the parameter is. Local."""
+    if not is_dtensor(param):
+        return whole
+    mesh, tensors = param.device_mesh, sys.modules["torch.distributed.tensor"]
+    copies = [tensors.Replicate()] * mesh.ndim
+    cut: Tensor = tensors.DTensor.from_local(whole, mesh, copies, run_check=False).redistribute(mesh, param.placements)
+    return local(cut)
+
+
 def mark(x: Tensor) -> tuple[int, int]:
     """Changes when its memory is replaced, or written by anything but `.data`."""
     if not is_dtensor(x):

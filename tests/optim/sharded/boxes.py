@@ -16,7 +16,7 @@ from torch import nn
 from tests.optim.sharded.boxes import Net, data, every, full, grid, refused, sharded, train
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from thinwire.comm import NonFiniteInput, SoloGroup
-from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, OneBitSGD, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, OneBitSGD, SparseAdam, ZeroOneAdam
 join()
 found = {}
 """

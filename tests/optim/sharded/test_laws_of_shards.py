@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.optim.constructing import construct
 from tests.optim.regroup.ranks import together
 from thinwire.comm import SoloGroup, run_threads
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
+from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, OneBitSGD, ZeroOneAdam
 from thinwire.optim.engine.local import local
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.regroup import hand_over, regroup
@@ -19,11 +19,13 @@ KINDS = [
     (SGD, {}),
     (Adam, {"max_grad_norm": 0.5}),
     (Lamb, {}),
+    (Muon, {}),
     (OneBitAdam, {"warmup": 4}),
     (OneBitAdam, {"warmup": 4, "max_grad_norm": 0.5, "non_finite": "skip"}),
     (OneBitAdam, {"warmup": 4, "overlap": True}),
     (OneBitLamb, {"warmup": 4}),
     (OneBitSGD, {}),
+    (OneBitMuon, {}),
     (ZeroOneAdam, {"var_freeze_step": 4}),
 ]
 NAMES = [f"{kind.__name__} {more}" for kind, more in KINDS]
@@ -86,7 +88,7 @@ def test_a_box_of_one_rank_trains_its_shards_as_whole_tensors(kind, more, dtype)
             rank.optimizer = rank.make(group)
             where = [local(param.detach()).data_ptr() for param in rank.params]
             rank.train(group, 9)
-            if kind is ZeroOneAdam:
+            if kind in (ZeroOneAdam, OneBitMuon):
                 rank.optimizer.prepare_to_save()
             found.append(rank.values())
             if sharded:
@@ -105,7 +107,7 @@ def test_a_box_of_one_rank_trains_its_shards_as_whole_tensors(kind, more, dtype)
                 assert torch.equal(whole, shards)
 
 
-@pytest.mark.parametrize(("kind", "more"), KINDS[3:], ids=NAMES[3:])
+@pytest.mark.parametrize(("kind", "more"), KINDS[4:], ids=NAMES[4:])
 @pytest.mark.law
 def test_boxes_that_come_and_go_keep_the_residual_of_every_shard(kind, more):
     """3 boxes, 2, and 3 again, one of them new."""

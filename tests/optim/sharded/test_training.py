@@ -41,8 +41,8 @@ if k == 2:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     beside("mixed", mp_policy=bf16)
 
-# LAMB's trust ratios are of whole tensors: as one that has the whole model on each rank.
-for kind, more in ((Lamb, {}), (OneBitLamb, {"warmup": 3}), (OneBitLamb, {"warmup": 9})):
+# LAMB's trust ratios and Muon's matrices are whole: as one that has the whole model on each rank.
+for kind, more in ((Muon, {}), (Lamb, {}), (OneBitLamb, {"warmup": 3}), (OneBitLamb, {"warmup": 9})):
     model = sharded(mesh["shard"])
     lamb = kind(model.parameters(), lr=1e-2, group=boxes_of, **more)
     train(model, lamb, steps)
@@ -64,6 +64,7 @@ for kind, more in (
     (OneBitAdam.sized(128), {"warmup": 2, "overlap": False}),
     (OneBitAdam.sized(128), {"warmup": 2, "overlap": True}),
     (OneBitSGD, {}),
+    (OneBitMuon.sized(128), {}),
     (ZeroOneAdam, {"var_freeze_step": 3}),
 ):
     model = sharded(mesh["shard"])
@@ -99,7 +100,7 @@ def test_sharded_boxes_train_as_replicated_by_fsdp_itself(tmp_path, size):
         for name in ("plain", "clipped", *more):
             assert found[name]["apart"] < 2e-6, (name, found[name])
             assert found[name]["losses"] < 4e-6, (name, found[name])
-        for name in ("Lamb {}", "OneBitLamb {'warmup': 9}"):
+        for name in ("Muon {}", "Lamb {}", "OneBitLamb {'warmup': 9}"):
             assert found[name]["apart"] < 2e-6, (name, found[name])
         assert found["OneBitLamb {'warmup': 3}"]["coefficients"]
         assert len(set(found["norms"])) == 1
