@@ -42,12 +42,15 @@ def compressed(inner: Optimizer, **options: Unpack[Options]) -> OneBitSGD:
     """A torch.optim.SGD with its exchange in one bit:  optimizer = compressed(torch.optim.SGD(...), model=model).
 
     What is returned is stepped, saved and loaded in inner's place. It has inner's own groups, so that a scheduler that
-    holds inner, made before or later, goes on. A momentum that inner has is gone on from, rank 0's.
+    holds inner, made before or later, goes on. A momentum that inner has is gone on from, rank 0's;
+    that of a parameter which is frozen then is not, and hooks that were registered on inner stay there.
     inner: from here on its step(), state_dict() and load_state_dict() raise RuntimeError. options: as in OneBitSGD.
     Collective, as constructors are. Raises: TypeError for any other class: why, and what to take in its place;
-    ValueError; PeerLost, WireMismatch. Then inner is as before.
+    RuntimeError where inner was given before; ValueError; PeerLost, WireMismatch. Then inner is as before.
     """
     _refuse_other(inner)
+    if _refuse_use in inner._optimizer_step_pre_hooks.values():
+        _refuse_use()
     aside = [{name: group.pop(name) for name in OF_TORCH_ALONE if name in group} for group in inner.param_groups]
     try:
         if any(one.get("differentiable") for one in aside):

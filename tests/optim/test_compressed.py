@@ -96,6 +96,16 @@ def test_what_was_given_away_is_not_used_any_more(use):
         getattr(inner, use)(*([{}] if use == "load_state_dict" else []))
 
 
+def test_what_was_given_away_is_not_given_again():
+    """As where a notebook's cell is run twice: the second would begin from a momentum of before the first."""
+    net = network()
+    inner = torch_sgd(net)
+    optimizer = compressed(inner)
+    with pytest.raises(RuntimeError, match=r"was given to compressed\(\)"):
+        compressed(inner)
+    train(net, optimizer, range(2))
+
+
 def test_a_group_that_is_added_to_inner_alone_is_found_in_the_next_step():
     net, more = network(), torch.nn.Linear(2, 2).double()
     inner = torch_sgd(net)
