@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.buffers import excepted_of
-from thinwire.optim.engine.local import local
+from thinwire.optim.engine.local import local, named_parameters
 from thinwire.optim.engine.parameters import digest, is_cut, named_as_trained
 
 _threads = threading.local()
@@ -39,7 +39,7 @@ def digests(optimizer: Algorithm[Any]) -> dict[str, dict[str, list[int]]]:
     """
     stepped = list(_stepped())
     ours = [one for one in stepped if isinstance(one, Algorithm)]
-    named = {} if optimizer.model is None else dict(optimizer.model.named_parameters())
+    named = {} if optimizer.model is None else named_parameters(optimizer.model)
     held = {id(param) for one in (optimizer, *ours) for param in _params(one)}
     held |= {id(named[name]) for name in excepted_of(optimizer.model) if name in named}
     names = {id(param): named_as_trained(name) for name, param in named.items()}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.comm.calls import calls_of
 from thinwire.comm.protocol import Group
+from thinwire.optim.engine.local import local
 from thinwire.optim.engine.parameters import named_as_trained, refuse_other_models
 
 _COUNTS = struct.Struct("<qq")
@@ -112,7 +113,7 @@ class Buffers:
         for name, buffer in () if self._model is None else self._model.named_buffers():
             if name in excepted:
                 continue
-            name = named_as_trained(name)
+            name, buffer = named_as_trained(name), local(buffer)
             if buffer.layout != torch.strided or buffer.is_meta or buffer.is_quantized:
                 raise ValueError(
                     f"buffer {name}: is {buffer.layout}, {buffer.dtype} on {buffer.device}; the buffers of model= "

@@ -31,7 +31,7 @@ from thinwire.optim.engine.box import refuse_other_mesh
 from thinwire.optim.engine.buffers import Buffers, excepted_of
 from thinwire.optim.engine.exchanges import refusal
 from thinwire.optim.engine.flat import FlatSpace
-from thinwire.optim.engine.local import local
+from thinwire.optim.engine.local import local, named_parameters
 from thinwire.optim.engine.loss_scaling import is_scaled
 from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.parameters import (
@@ -79,7 +79,7 @@ def not_given(optimizer: Algorithm[Any]) -> dict[str, Tensor]:
         return {}
     given = {id(param) for group in optimizer.param_groups for param in group["params"]}
     excepted = excepted_of(optimizer.model)
-    named = optimizer.model.named_parameters()
+    named = named_parameters(optimizer.model).items()
     return {name: param for name, param in named if id(param) not in given and name not in excepted}
 
 

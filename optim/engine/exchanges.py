@@ -49,6 +49,7 @@ from thinwire.comm.layout import Span, VectorLayout
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.comm.signals import deferred
 from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.local import local
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +204,8 @@ class _Round:
     left: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of each that is taken: where its gradient was left in memory, and its version; another one in step() says that it
     was written since."""
+    neighbours: dict[int, list[int]] = field(default_factory=dict)
+    """Of shards, by the memory that their gradients lie in: those that are taken."""
     quiet: list[int] = field(default_factory=list)
     """Of those that are taken and lie in g_N: which had got no gradient."""
     awaits_end: bool = False
@@ -303,7 +306,7 @@ class Overlap:
         here = self._round
         if here is None:
             return
-        if any(_identity(self._space.gradient(i)) != known for i, known in here.left.items()):
+        if any(self._space.mark_of_gradient(i) != known for i, known in here.left.items()):
             raise RuntimeError(
                 "gradients were written between backward and step(), and with overlap they may have been sent before: "
                 "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
@@ -459,9 +462,24 @@ class Overlap:
                 others.append(index)
         here.quiet += self._space.take_gradients(others)
         for index in here.arrived:
-            here.left[index] = _identity(self._space.gradient(index))
+            here.left[index] = self._space.mark_of_gradient(index)
             here.taken[index] = True
+            if self._space.box is not None:
+                self._follow_version(here, index)
         here.arrived.clear()
+
+    def _follow_version(self, here: _Round, index: int) -> None:
+        """FSDP makes the gradients of a module in one piece of memory, which has one version, and adds to one after
+        another: those that were taken before have this one's version now.
+        """
+        grad = self._space.tensors[index].param.grad
+        if grad is None:
+            return
+        neighbours = here.neighbours.setdefault(local(grad).untyped_storage().data_ptr(), [])
+        for i in neighbours:
+            now = self._space.mark_of_gradient(i)
+            here.left[i] = now if now[0] == here.left[i][0] else here.left[i]
+        neighbours.append(index)
 
 
 def _is_nested() -> bool:
@@ -476,11 +494,6 @@ def _is_nested() -> bool:
 
 _NODE = BackwardCFunction.apply.__code__
 """What the engine calls in a backward to run the backward of an autograd.Function."""
-
-
-def _identity(grad: Tensor | None) -> tuple[int, int]:
-    """Changes when the gradient's memory is replaced or written."""
-    return (0, 0) if grad is None else (grad.data_ptr(), grad._version)
 
 
 def _forget(params: list[int], owner: weakref.ref[Overlap]) -> None:

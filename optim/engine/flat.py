@@ -78,7 +78,7 @@ class FlatSpace:
         self._written: dict[int, tuple[int, int]] = {}
         self._looks, self._looks_at_all = 0, False
         self._sampled = [self._few_masters(dtype) for dtype in LOW_PRECISION]
-        self._samples: tuple[list[int], list[list[Tensor]]] = [], []
+        self._samples: tuple[list[int], list[list[Tensor]]] = [], [[] for _ in LOW_PRECISION]
         """Where low-precision parameters lie, and of each type a few elements of each: views."""
         self._unlike: _Answer | None = None
         """Did look_at_values find other values than the rounded masters?"""
@@ -310,6 +310,11 @@ class FlatSpace:
         """What is here of the gradient of a tensor, as backward has left it. Collective where local_gradient is."""
         param = self.tensors[index].param
         return param.grad if self.box is None or param.grad is None else local_gradient(param.grad, param)
+
+    def mark_of_gradient(self, index: int) -> tuple[int, int]:
+        """Changes when the gradient's memory is replaced or written, of a shard through its DTensor too."""
+        grad = self.tensors[index].param.grad
+        return (0, 0) if grad is None else mark(grad)
 
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""

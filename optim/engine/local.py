@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_dtensor(x: object) -> bool:
@@ -18,6 +18,19 @@ def is_dtensor(x: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(x, kind)
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name. Those that FSDP has gathered for a forward are given back first, and are shards again.
+
+    After a forward without a backward, as in evaluation, the root's stand whole in the model in place of the shards.
+    Local; the next forward gathers them again.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for module in model.modules():
+        if kind is not None and isinstance(module, kind):
+            module.reshard()  # of this module alone
+    return dict(model.named_parameters())
 
 
 def local(x: Tensor) -> Tensor:

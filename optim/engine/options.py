@@ -14,7 +14,7 @@ from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.layout import default_bucket
 from thinwire.comm.protocol import FullWire
 from thinwire.contract.hyperparameters import MAX_GRAD_NORM
-from thinwire.optim.engine.local import local
+from thinwire.optim.engine.local import local, named_parameters
 
 NonFinite = Literal["raise", "skip"]
 """What a step does about a gradient that is not finite: raise on every rank, or leave the step out on every rank."""
@@ -140,7 +140,15 @@ def refuse_wrapped(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> 
                 'fully_shard(model, mesh=mesh["shard"]) (docs/sharded.md)'
             )
     ours = {id(param) for group in param_groups for param in group["params"]}
-    if not any(id(param) in ours for param in model.parameters()):
+    before = {id(param): name for name, param in model.named_parameters() if id(param) in ours}
+    after = {id(param) for param in named_parameters(model).values()}
+    if gathered := [name for at, name in before.items() if at not in after]:
+        raise ValueError(
+            f"{gathered[0]}: is whole, as FSDP has gathered it for a forward, and will not be trained: take "
+            "model.parameters() before the first forward, or call reshard() first on each module that was given to "
+            "fully_shard"
+        )
+    if not before:
         raise ValueError(
             f"model = {type(model).__name__} has none of the parameters that were given: pass the module that is "
             "trained, not a copy of it, OneBitAdam(model.parameters(), model=model)"

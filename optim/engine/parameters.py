@@ -18,14 +18,14 @@ from thinwire.comm.calls import refuse_other_calls
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.texts import texts_if_they_differ
 from thinwire.comm.protocol import Group
-from thinwire.optim.engine.local import is_dtensor, local
+from thinwire.optim.engine.local import is_dtensor, local, named_parameters
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters that get a master in float32."""
 FROZEN = ", frozen"
 """How the line of a frozen parameter ends."""
-COMPILED = "_orig_mod."
-"""What torch.compile puts before names: a rank that compiles has the same ones as one that does not."""
+WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and activation checkpointing put into names: who does so has the same ones as who does not."""
 SHARD = "; shard "
 """How the line of a DTensor goes on."""
 SAME_SHARDS = (
@@ -183,13 +183,15 @@ def _refuse_unfit(param: Tensor, label: str) -> None:
 
 
 def named_as_trained(name: str) -> str:
-    """The name of a tensor where nothing is compiled."""
-    return name.replace(COMPILED, "")
+    """The name of a tensor where nothing is compiled, and nothing checkpointed."""
+    for part in WRAPPED:
+        name = name.replace(part, "")
+    return name
 
 
 def names_of(param_groups: Sequence[dict[str, Any]], model: nn.Module | None) -> list[str | None]:
     """Of each parameter, in order, what it is called on every rank: in model=, else where it was given with a name."""
-    of_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+    of_model = {} if model is None else {id(param): name for name, param in named_parameters(model).items()}
     found = []
     for group in param_groups:
         given = group.get("param_names") or [None] * len(group["params"])
