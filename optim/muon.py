@@ -160,7 +160,7 @@ class Muon(DenseOptimizer[MuonState], Orthogonalising[MuonState]):
     params: parameters or groups, as torch.optim takes them, all of a model: which are which is found from model=, the
     names that they were given with and their shapes (optim.muon_rules), shown as `rules`, and can be said by a group's
     `rule`: {"params": ..., "rule": "matrix"}. momentum, nesterov, weight_decay (decoupled): as in torch.optim.Muon with
-    adjust_lr_fn="match_rms_adamw", so that AdamW's rates carry over.
+    adjust_lr_fn="match_rms_adamw", where AdamW's rates are to begin with.
     group, model, max_grad_norm, non_finite, overlap, full_exchange, topology: as in CheckedOptions.
     The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
     """
