@@ -51,6 +51,7 @@ class Algorithm(Generic[State]):
     defaults: dict[str, Any]
 
     gradients: Gradients
+
     # as in CheckedOptions
     overlaps: bool
     max_grad_norm: float | None
