@@ -117,6 +117,15 @@ def test_show_gives_reason_folder_and_dashboard(
     assert json.loads(thinwire("show", job_id, "--json").out) == live.service.job(job_id)
 
 
+def test_a_run_without_a_warm_up_was_compressed_from_its_first_step_on(
+    thinwire: Callable[..., Run], live: LiveService
+) -> None:
+    job_id = live.service.running()
+    live.service.post(job_id, summary={**SUMMARY, "frozen_at": None})
+    live.finish(job_id)
+    assert "compressed from the first step on" in thinwire("show", job_id).out
+
+
 def test_what_a_job_says_steers_no_terminal(thinwire: Callable[..., Run], live: LiveService) -> None:
     job_id = live.service.running()
     live.finish(job_id, LaunchState.FAILED, "\x1b]0;owned\x07 \x1b[2J and \u202e so on")

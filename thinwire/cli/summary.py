@@ -76,7 +76,8 @@ def _what(summary: Summary) -> Text:
     so_far = "" if summary.state else " so far"
     text = Text(f"{parameters}{_workers(summary.world_size)}, {summary.steps} steps{so_far}, ")
     if summary.frozen_at is None:
-        text.append("nothing was compressed, ")
+        compressed = bool(summary.payload_bytes.compressed_phase)  # where there is no variance to freeze
+        text.append("compressed from the first step on, " if compressed else "nothing was compressed, ")
     elif not summary.payload_bytes.sent:
         text.append(f"variance frozen after step {summary.frozen_at}, nothing was sent, ")
     elif summary.rounds.skipped:

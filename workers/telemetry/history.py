@@ -207,8 +207,9 @@ def _title(summary: Summary) -> str:
     where = f"{workers} workers, {summary.parameters / 1e6:.1f} M parameters"
     if ratios.compressed_phase is None:
         return f"{where}: not compressed, fp32 / sent = {ratios.overall:.2f}"
+    when = "from the first step on" if summary.frozen_at is None else "after the warm-up"
     return (
-        f"{where}: compressed {ratios.compressed_phase:.1f}x against fp32 after the warm-up,\n"
+        f"{where}: compressed {ratios.compressed_phase:.1f}x against fp32 {when},\n"
         f"{ratios.overall:.1f}x over {'the whole run' if summary.state else f'{summary.steps:,} steps so far'}"
     )
 
