@@ -13,6 +13,7 @@ namespace host {
 namespace {
 struct Cell {  // of one byte: who wrote it last, and two of those who have read it since
     Moment write, read, other;
+    bool was_read = false, was_written = false;
 };
 struct Span {
     uint64_t begin;
@@ -55,10 +56,10 @@ void access(const void* pointer, size_t size, bool writes, bool aligned) {
         if (writes) {
             for (const Moment* reader : {&cell.read, &cell.other})
                 if (!in_order(*reader, now)) refuse("in a race: " + told(now, *reader) + " reads them");
-            cell.write = now, cell.read = cell.other = Moment{};
+            cell.write = now, cell.read = cell.other = Moment{}, cell.was_written = true;
         } else {
             if (cell.read.lane != now.lane && !in_order(cell.read, now)) cell.other = cell.read;
-            cell.read = now;
+            cell.read = now, cell.was_read |= !cell.was_written;
         }
     }
 }
@@ -75,7 +76,13 @@ void check_begins(unsigned count, const uint64_t* addresses, const uint64_t* siz
         spans[end] = Span{begin, false, std::vector<Cell>(end - begin)};
     }
 }
-void check_ends() { spans.clear(); }
+void check_ends(uint64_t* moved) {
+    moved[0] = moved[1] = 0;
+    for (auto& [end, span] : spans)
+        if (!span.shared)
+            for (const Cell& cell : span.cells) moved[0] += cell.was_read, moved[1] += cell.was_written;
+    spans.clear();
+}
 void check_shared_ends(const char* memory, size_t bytes) { spans.erase(reinterpret_cast<uint64_t>(memory) + bytes); }
 void check_shared(const char* memory, size_t bytes) {
     auto begin = reinterpret_cast<uint64_t>(memory);

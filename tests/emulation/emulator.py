@@ -52,6 +52,8 @@ class Emulator:
         self._library = _library(source)
         self.seed, self.resident = seed, resident
         self.launched: list[str] = []
+        self.moved: list[tuple[str, int]] = []
+        """Of each that has ended, bytes of memory: those that it read and those that it wrote, each once."""
 
     def launch(
         self, kernel: str, blocks: int, shared_bytes: int, arguments: Sequence[Argument], reads: Sequence[Tensor] = ()
@@ -63,16 +65,17 @@ class Emulator:
         pointers = (ctypes.c_void_p * len(held))(*(one.ctypes.data for one in held))
         addresses = (ctypes.c_uint64 * len(tensors))(*(t.data_ptr() for t in tensors))
         sizes = (ctypes.c_uint64 * len(tensors))(*(t.numel() * t.element_size() for t in tensors))
-        told = ctypes.create_string_buffer(TOLD_BYTES)
+        told, moved = ctypes.create_string_buffer(TOLD_BYTES), (ctypes.c_uint64 * 2)()
         entry = getattr(self._library, f"kernel_{kernel}")
         entry.restype = ctypes.c_void_p
         numbers = ctypes.c_uint(blocks), ctypes.c_uint(THREADS), ctypes.c_uint(shared_bytes), ctypes.c_uint64(self.seed)
         spans = ctypes.c_uint(len(tensors)), addresses, sizes
         lane = ctypes.c_void_p(entry())
         if self._library.emulate(
-            lane, pointers, *numbers, ctypes.c_uint(self.resident), *spans, told, ctypes.c_uint(TOLD_BYTES)
+            lane, pointers, *numbers, ctypes.c_uint(self.resident), *spans, moved, told, ctypes.c_uint(TOLD_BYTES)
         ):
             raise KernelFault(f"{kernel}: {told.value.decode()}")
+        self.moved.append((kernel, sum(moved)))
 
 
 def require_compiler() -> None:

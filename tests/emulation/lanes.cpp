@@ -230,10 +230,10 @@ unsigned long long exchange(uint32_t mask, unsigned long long value, unsigned fr
 }
 }  // namespace host
 
-// One launch. spans: the memory that the kernel may touch. Returns 0, or 1 and what was wrong.
+// One launch. spans: the memory that the kernel may touch. moved: how much of it was read, and written. Returns 0, or 1 and what was wrong.
 extern "C" int emulate(void* entry_of_lane, void** arguments, unsigned blocks, unsigned threads, unsigned shared_bytes,
                        uint64_t seed, unsigned resident, unsigned spans, const uint64_t* addresses,
-                       const uint64_t* sizes, char* told, unsigned told_bytes) {
+                       const uint64_t* sizes, uint64_t* moved, char* told, unsigned told_bytes) {
     using namespace host;
     std::lock_guard<std::mutex> alone(one_at_a_time);
     kernel = reinterpret_cast<void (*)(void**)>(entry_of_lane), kernel_arguments = arguments;
@@ -256,7 +256,7 @@ extern "C" int emulate(void* entry_of_lane, void** arguments, unsigned blocks, u
         if (ended != teams.end()) end(**ended), teams.erase(ended);
     }
     for (auto& team : teams) end(*team);
-    check_ends();
+    check_ends(moved);
     me = nullptr;
     std::strncpy(told, error.c_str(), told_bytes - 1);
     return error.empty() ? 0 : 1;

@@ -21,7 +21,7 @@ const Running* running();                        // nullptr outside of a kernel
 
 // checks.cpp
 void check_begins(unsigned spans, const uint64_t* addresses, const uint64_t* sizes);
-void check_ends();
+void check_ends(uint64_t* moved);  // bytes of memory read before they were written, and written
 void check_shared(const char* memory, size_t bytes);  // of a block that starts: nobody has written it
 void check_shared_ends(const char* memory, size_t bytes);
 }  // namespace host

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2",
 READ_AN_ARGUMENT = {"masked_fill", "masked_fill_", "index_fill", "index_fill_"}
 """Those that read the value to fill with, where it is a tensor on the device."""
 COPIES = {"copy_", "_to_copy", "_copy_from"}
+WRITE_ONLY = ("aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_copy_", "aten::_foreach_zero_")
+"""They do not read what they write."""
 
 
 class _Device(ctypes.Structure):
@@ -51,6 +54,9 @@ _waits: Counter[str] = Counter()
 _listening = [False]
 operations = [0]
 """How many have been run."""
+passes: list[tuple[str, str, int]] = []
+"""Of each of these: for what it was (noted_as), its name, and the bytes of memory that it reads and writes."""
+_purpose = threading.local()
 _libraries: list[Any] = []
 
 
@@ -81,6 +87,16 @@ def noted() -> Iterator[Counter[str]]:
         yield _waits
     finally:
         _listening[0] = False
+
+
+@contextmanager
+def noted_as(purpose: str) -> Iterator[None]:
+    """Operations of this thread are for that, inside."""
+    _purpose.name = purpose
+    try:
+        yield
+    finally:
+        _purpose.name = ""
 
 
 def on_host(x: Tensor) -> Tensor:
@@ -115,6 +131,7 @@ def _run(op: Any, *given: Any, **named: Any) -> Any:
     given, named = tree_unflatten(hosts, form)
     given = tuple(_number(x, argument, hosts) for x, argument in zip(given, op._schema.arguments, strict=False))
     made = op(*given, **named)
+    passes.append((getattr(_purpose, "name", ""), op._schema.name.removeprefix("aten::"), _moved(op, given, named, made)))
     for one, host in zip(ours, hosts, strict=True):
         if one is not None and one.shape != host.shape:  # what had no room got some
             one.data = _as(host, _ELSEWHERE)
@@ -128,6 +145,30 @@ def _run(op: Any, *given: Any, **named: Any) -> Any:
         return _as(x, _ELSEWHERE) if found is None else found
 
     return tree_map(device_of, made)
+
+
+def _moved(op: Any, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> int:
+    """Bytes that this operation reads and writes, each once; 0 of one that only looks at memory in another way."""
+    pairs = [*zip(op._schema.arguments, given, strict=False), *((a, named.get(a.name)) for a in op._schema.arguments)]
+    written = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+    if views or op._schema.name.startswith(("aten::empty", "aten::new_empty")):
+        return 0
+    only = op._schema.name.startswith(WRITE_ONLY)
+    total = 0
+    for argument, x in pairs:
+        writes = argument in written
+        each = (not writes or not (only or argument.kwarg_only)) + writes
+        total += each * sum(_bytes_of(one) for one in tree_flatten(x)[0] if isinstance(one, Tensor))
+    return total if written else total + sum(_bytes_of(x) for x in tree_flatten(made)[0] if isinstance(x, Tensor))
+
+
+def _bytes_of(x: Tensor) -> int:
+    """Of memory: what is expanded lies there once."""
+    elements = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        elements *= size if stride or not size else 1
+    return elements * x.element_size()
 
 
 def _number(x: Any, argument: Any, others: list[Any]) -> Any:
