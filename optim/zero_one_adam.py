@@ -33,6 +33,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.errors import CommError, NonFiniteInput, Refused
 from thinwire.comm.exchange.alone import Results
+from thinwire.comm.kernels.added import Advanced
 from thinwire.comm.layout import BYTE, round_up
 from thinwire.comm.protocol import Group, Result
 from thinwire.contract.hyperparameters import BETAS, EPS, LR, WEIGHT_DECAY
@@ -55,6 +56,7 @@ from thinwire.optim.zero_one_round import (
     local_step,
     mark_lost_,
     propose_,
+    proposed,
     units_of,
 )
 
@@ -209,6 +211,13 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
                 propose_(z, g, s, part, h, done, unit)
         mark_lost_(z_b, s)
         return z_b
+
+    def _added(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], at: slice) -> Advanced | None:
+        """What _formed gives, for kernels that form it as they encode; None where several groups have a part of it."""
+        for h, done, unit in zip(groups, rounds, self._units(self._rounds_after(groups)), strict=True):
+            if h.span.start <= at.start and at.stop <= h.span.stop:
+                return proposed(self.space.g_N[at], self.vectors, at, h, done, unit)
+        return None
 
     def _gradients_in(self, at: slice, span: slice, runs: LeftGradients) -> Iterator[tuple[slice, Tensor]]:
         """The parts of the elements `at` that a group owns, each with its gradients, where those are."""
@@ -539,7 +548,9 @@ class ZeroOneAdam(SparseVarianceOptimizer[ZeroOneAdamState]):
         where = LeftInPlace(self.reduce.buckets.layout, g_N) if updates.fits(g_N) else None
         # On a CPU it is known at once whether this rank has a gradient to report that was lost.
         known = g_N if g_N.device.type == "cpu" and not bool(s.lost) else None
-        return formed_sum(self.reduce, s.update_error, partial(self._formed, groups, self._rounds), where, known)
+        form = partial(self._formed, groups, self._rounds)
+        added = partial(self._added, groups, self._rounds) if where is None else None
+        return formed_sum(self.reduce, s.update_error, form, where, known, added)
 
     def _receive(self, groups: Sequence[AdamHyper], rounds: Sequence[Round], result: Result) -> None:
         """All groups take the sum that was received."""

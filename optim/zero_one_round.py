@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from thinwire.comm.kernels.added import Advanced
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.comm.kernels.peak import witness
@@ -100,16 +101,19 @@ def local_step(
     groups: Sequence[AdamHyper],
     rounds: Sequence[Round],
 ) -> None:
-    """A step without communication, in place, after begin_round. p, s, g: modified. rounds: so far.
+    """A step without communication, in place, after begin_round. p, s: modified. rounds: so far.
 
     Does not wait for the device.
 
-    A gradient that is not finite counts as zero, and is reported to all at the next sync: to raise here would leave the
-    peers alone in their next collective. A step with lr = 0 leaves m as it is, for u could not carry it to the others.
+    A gradient that is not finite counts as zero, and without kernels g becomes zero. It is reported to all at the
+    next sync: to raise here would leave the peers alone in their next collective. A step with lr = 0 leaves m as it is,
+    for u could not carry it to the others.
     """
-    finite = torch.isfinite(witness(g_N))
-    s.lost.logical_or_(~finite)
-    _fill_where_(g_N, ~finite, 0.0)
+    lost = ~torch.isfinite(witness(g_N))
+    s.lost.logical_or_(lost)
+    in_kernels = updates.in_one_pass(g_N) and not updates.fits(g_N) and all(h.lr for h in groups)
+    if not in_kernels:
+        _fill_where_(g_N, lost, 0.0)
     assert s.u_N is not None
     # Where x_s is not kept u takes its place in the loop, which writes u last.
     vectors = p_N, g_N, s.m_N, s.used, s.u_N, s.u_N if s.x_s_N is None else s.x_s_N
@@ -117,9 +121,9 @@ def local_step(
         p, g, m, v, u, x_s = (x[h.span] for x in vectors)
         if h.lr and updates.in_one_pass(p):
             if done.is_new:
-                updates.first_local_(p, g, m, u, x_s, v, h, kept_by(h))
+                updates.first_local_(p, g, m, u, x_s, v, h, kept_by(h), lost)
             else:
-                updates.local_(p, g, m, u, v, h, kept_by(h))
+                updates.local_(p, g, m, u, v, h, kept_by(h), lost)
             continue
         if done.is_new:
             x_s.copy_(p)
@@ -169,6 +173,14 @@ def propose_(
     z_s.mul_(h.lr)
     if u is not None:
         z_s.add_(u, alpha=keep)
+
+
+def proposed(g_s: Tensor, s: ZeroOneAdamState, at: slice, h: AdamHyper, done: Round, unit: float) -> Advanced | None:
+    """What propose_ and mark_lost_ give together, as the exchange can form it; None at a rate of 0."""
+    if h.lr == 0:
+        return None
+    u = None if s.u_N is None or done.is_new else s.u_N[at]
+    return Advanced([g_s], s.m_N[at], u, 1 - h.beta1, h.lr / unit, kept_by(h) / unit, s.lost)
 
 
 def mark_lost_(z_b: Tensor, s: ZeroOneAdamState) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -29,11 +30,16 @@ HYPER = AdamHyper(slice(0, 8), 1e-3, 0.9, 0.999, 1e-8, 0.01)
 EPS = 1e-8
 UPDATES: dict[str, tuple[float, Callable[..., None]]] = {
     "adam": (28.0, lambda c, x, p, v, out: updates.adam_(p, x, c, v, HYPER, 3)),
-    "local": (32.0, lambda c, x, p, v, out: updates.local_(p, x, c, out, v, HYPER, 0.999)),
+    "local": (32.0, lambda c, x, p, v, out: updates.local_(p, x, c, out, v, HYPER, 0.999, _found_on(x.device))),
     "propose": (16.0, lambda c, x, p, v, out: updates.propose_(out, x, c, p, HYPER, 0.999)),
     "receive": (20.0, lambda c, x, p, v, out: updates.receive_(p, p, x, v, out, (1.0, 1e-3, 0.7, 0.999), EPS)),
 }
 """Bytes a value, read and written once each, and the call."""
+
+
+@cache
+def _found_on(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.bool, device=device)
 
 
 class NoKernels(Exception):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.memory import ErrorMemory
+from thinwire.comm.kernels.added import Added
 from thinwire.comm.kernels.blocks import spread
 from thinwire.comm.layout import Buckets, VectorLayout
 from thinwire.comm.protocol import Pending, Reader, Result
@@ -64,7 +65,8 @@ class Given:
 
     runs: what was read in place of parts of x. start: what stood for the last result. factor: of each live run, where
     what was sent is so many times that. form: what makes x, where it is no vector; then vector and runs are those it is
-    made of, if known. usable: False where the rows that were sent say that they are not, and every rank undoes the
+    made of, if known. added: gives of such elements what kernels can form the same by in the pass that encodes it, bit
+    for bit, or None. usable: False where the rows that were sent say that they are not, and every rank undoes the
     exchange.
     """
 
@@ -74,6 +76,7 @@ class Given:
     start_N: Tensor | None = None
     factor_r: Tensor | None = None
     form: Callable[[slice], Tensor] | None = None
+    added: Callable[[slice], Added | None] | None = None
     usable: bool = True
 
     @property

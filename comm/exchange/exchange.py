@@ -33,6 +33,7 @@ from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
 from thinwire.comm.exchange.coder import ABSENT, GIVEN_AGAIN, UNUSABLE, Coder, Given
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.pipeline import Pipeline
+from thinwire.comm.kernels.added import Added
 from thinwire.comm.protocol import Group, Leavable, Pending, Result, Stats
 from thinwire.comm.signals import deferred
 
@@ -147,14 +148,16 @@ class Exchange:
         form: Callable[[slice], Tensor],
         x_N: Tensor | None = None,
         runs: Sequence[Tensor | None] = (),
+        added: Callable[[slice], Added | None] | None = None,
     ) -> None:
         """As launch_sum of a vector that nobody keeps: form(at) makes its elements `at`, new, whenever it is called.
 
         It is called now, and again where the exchange is undone or redone: what it reads must not change before
         commit(); of one rank whose results are "read" before that is read, and of parts of a bucket.
         x, runs: as in launch_lerp, where what is formed is finite if these are: one rank looks at them in its place.
+        added: added(at) gives what kernels of signs form the same by, or None, as Given has it.
         """
-        self._launch(k, Given(x_N, runs=runs, form=form))
+        self._launch(k, Given(x_N, runs=runs, form=form, added=added))
 
     def launch_absent(self, k: int) -> None:
         """Send in place of bucket k that this rank gives nothing this time: its part of the mean is 0. Of a rank alone.

@@ -109,9 +109,9 @@ class SignCoder(Coder):
             self.results = [Received.of(self._rows, self._kernels, self.like, cut) for _ in range(2)]
 
     def form(self, k: int, given: Given) -> Tensor | None:
-        """Bucket k of what is added to the kept sums; None where the kernels form it from the last result."""
+        """Bucket k of what is added to the kept sums; None where the kernels form it themselves."""
         in_kernel = given.form is None and given.weight is not None and given.start_N is None
-        return None if in_kernel else self.formed(k, given)
+        return None if in_kernel or self._advanced(k, given) is not None else self.formed(k, given)
 
     def encode(self, k: int, given: Given, formed_b: Tensor | None) -> None:
         """Add what was given to the kept sums of bucket k, and write its rows and their flags."""
@@ -251,11 +251,19 @@ class SignCoder(Coder):
     def _added(self, k: int, given: Given, formed_b: Tensor | None) -> Added:
         if formed_b is not None:
             return Vector(formed_b)
+        if (advanced := self._advanced(k, given)) is not None:
+            return advanced
         assert given.weight is not None
         lerp = self.parts_of(k, given), given.weight, self._rows[k].gathered[self.turn]
         if given.factor_r is None:
             return Lerp(*lerp)
         return ScaledLerp(*lerp, given.factor_r, self._pieces_of(k))
+
+    def _advanced(self, k: int, given: Given) -> Added | None:
+        """What the kernels form bucket k by in the pass that encodes it, where they can."""
+        if given.added is None or not self._kernels.advances:
+            return None
+        return given.added(slice(*self.buckets.spans[k]))
 
     def _serve(self, kept: Kept, rows: RowMemory, table: BlockTable, served: RowMemory, noise: Noise) -> None:
         mean = MeanOfRows(rows, self._group.size)

@@ -41,6 +41,21 @@ class ScaledLerp(NamedTuple):
     pieces: Pieces
 
 
+class Advanced(NamedTuple):
+    """z = rate (m + weight (x - m)), + keep u where u is not None; NaN where `lost` holds, a bool of no dimension.
+
+    x_parts: as in Lerp. m, u: float[c].
+    """
+
+    x_parts: Sequence[Tensor]
+    m_c: Tensor
+    u_c: Tensor | None
+    weight: float
+    rate: float
+    keep: float
+    lost: Tensor
+
+
 class MeanOfRows(NamedTuple):
     """z = the mean of the decoded rows, in rank order.
 
@@ -51,4 +66,4 @@ class MeanOfRows(NamedTuple):
     num_rows: int
 
 
-Added = Vector | Lerp | ScaledLerp | MeanOfRows
+Added = Vector | Lerp | ScaledLerp | Advanced | MeanOfRows

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.added import Added, Lerp, MeanOfRows, ScaledLerp, Vector
+from thinwire.comm.kernels.added import Added, Advanced, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.arrays import (
     Blocks,
     Collected,
@@ -42,7 +42,7 @@ from thinwire.comm.kernels.arrays import (
 from thinwire.comm.kernels.bf16 import NONE, Noise
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.compiled import Array, compiled
-from thinwire.comm.kernels.fused_reference import Kernels
+from thinwire.comm.kernels.fused_reference import Kernels, sum_of
 from thinwire.comm.kernels.threads import MIN_BLOCKS, Threads
 from thinwire.comm.kernels.vectors import (
     BYTE,
@@ -80,6 +80,8 @@ class CpuKernels(Kernels):
         self, c_c: Tensor, scale_b: Tensor, z: Added, table: BlockTable, out: RowMemory, noise: Noise = NONE
     ) -> None:
         """As Kernels.encode, and the flags of all rows that it wrote."""
+        if isinstance(z, Advanced):
+            z = Vector(sum_of(z, table))
         c, scale, loop = sums_of(c_c, table), scales_of(scale_b, table), _LOOPS[type(z)]
         parts: Sequence[Tensor] = ()  # held here: loops read them by address
         given: tuple[Any, ...]

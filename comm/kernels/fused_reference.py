@@ -4,6 +4,7 @@ Kept sums: per element c, per block the scale s that was sent for it; the compre
 stored. sgn(0) = sgn(-0) = +1: the bit is (c >= 0). s = 0 means that nothing was sent and the error is c.
 
     encode      c' = e + z           s' = sqrt(sum c'^2 / live)    bits' = (c' >= 0)       z: what is added
+    advanced    z = keep u + rate (m + w (x - m))
     scaled      z = f (m + w (x - m)), f a factor for each live run, m what the last rows say, over f
     serve       the same with z = the mean of the decoded rows, on the server's chunk
 
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import bf16
-from thinwire.comm.kernels.added import Added, Lerp, MeanOfRows, ScaledLerp, Vector
+from thinwire.comm.kernels.added import Added, Advanced, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import NONE, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.reference import pack_signs
@@ -40,7 +41,12 @@ LANES = 64
 
 
 class Kernels:
-    """The fused kernels, each called once for a bucket or a chunk: here in plain torch, in subclasses compiled."""
+    """The fused kernels, each called once for a bucket or a chunk: here in plain torch, in subclasses compiled.
+
+    advances: is Advanced formed in the pass that encodes it? Else it takes as much as to form it before.
+    """
+
+    advances = False
 
     def encode(
         self, c_c: Tensor, scale_b: Tensor, z: Added, table: BlockTable, out: RowMemory, noise: Noise = NONE
@@ -51,7 +57,7 @@ class Kernels:
         noise: what is drawn where c is bfloat16.
         Source of the mean of rows: Tang et al. 2021, Alg. 1, l. 9-10.
         """
-        _encode(c_c, scale_b, _sum_of(z, table), table, out, noise)
+        _encode(c_c, scale_b, sum_of(z, table), table, out, noise)
         self.flag(table, out)
 
     def flag(self, table: BlockTable, out: RowMemory) -> None:
@@ -112,7 +118,8 @@ def root(x_b: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(wide_b.numpy())).to(x_b.dtype)
 
 
-def _sum_of(z: Added, table: BlockTable) -> Tensor:
+def sum_of(z: Added, table: BlockTable) -> Tensor:
+    """z, float[c]. Not to be modified."""
     match z:
         case Vector(x_c):
             return x_c
@@ -128,6 +135,11 @@ def _sum_of(z: Added, table: BlockTable) -> Tensor:
             factor_c = pieces.spread(factor_r)
             m_c = decoded(last, table).div_(factor_c)
             return (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c).mul_(factor_c)
+
+        case Advanced(x_parts, m_c, u_c, weight, rate, keep, lost):
+            require_cover(x_parts, table)
+            z_c = (_joined(x_parts, m_c) - m_c).mul_(weight).add_(m_c).mul_(rate)
+            return torch.where(lost, torch.nan, z_c if u_c is None else z_c.add_(u_c * keep))
 
 
 def _encode(c_c: Tensor, scale_b: Tensor, z_c: Tensor, table: BlockTable, out: RowMemory, noise: Noise) -> None:

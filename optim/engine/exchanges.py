@@ -44,6 +44,7 @@ from thinwire.comm.errors import CommError, PeerLost
 from thinwire.comm.exchange.exchange import leave
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.reducer import Reducer
+from thinwire.comm.kernels.added import Added
 from thinwire.comm.kernels.choose import reads_narrow
 from thinwire.comm.layout import Span, VectorLayout
 from thinwire.comm.protocol import FullWire, Group
@@ -137,15 +138,21 @@ def formed_sum(
     form: Callable[[slice, LeftGradients], Tensor],
     where: LeftInPlace | None = None,
     g_N: Tensor | None = None,
+    added: Callable[[slice], Added | None] | None = None,
 ) -> Exchange:
     """A sum through the codec that exists a bucket at a time. form(slice, runs): makes these elements of it, new.
 
     Of gradients that are final, and of what else stays as it is until the commit. memory: modified; as before, to
     rounding, where it fails or is abandoned. g: the gradients, where what is made is finite if these are.
+    added: as in Reducer.launch_formed; then all gradients are in one place, and where is None.
     """
     reduce.begin(memory)
     runs: LeftGradients = () if where is None else where.runs
-    return Exchange(reduce, lambda k: reduce.launch_formed(k, lambda at: form(at, runs), g_N, runs), where)
+
+    def launch(k: int) -> None:
+        reduce.launch_formed(k, lambda at: form(at, runs), g_N, runs, added)
+
+    return Exchange(reduce, launch, where)
 
 
 def whole_sum(reduce: Reducer, memory: ErrorMemory, z_N: Tensor) -> Exchange:

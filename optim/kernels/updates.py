@@ -102,18 +102,22 @@ def first_local_(
     v_s: Tensor,
     h: AdamHyper,
     keep: float,
+    lost: Tensor,
 ) -> None:
     """zero_one_round.local_step of one slice, the first of a round. p, m, u, begun: modified; u is not read.
 
+    lost: a bool of no dimension; on a GPU g counts as zero where it holds, on a CPU g is zero then.
     On a CPU begun may be u: then it is not there afterwards.
     """
-    _run("first_local", (p_s, g_s, m_s, u_s, begun_s, v_s), (1 - h.beta1, keep, h.lr, h.eps))
+    _run("first_local", (p_s, g_s, m_s, u_s, begun_s, v_s), (1 - h.beta1, keep, h.lr, h.eps), lost)
     increment_version((p_s, m_s, u_s, begun_s))
 
 
-def local_(p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, v_s: Tensor, h: AdamHyper, keep: float) -> None:
-    """zero_one_round.local_step of one slice. p, m, u: modified."""
-    _run("local", (p_s, g_s, m_s, u_s, v_s), (1 - h.beta1, keep, h.lr, h.eps))
+def local_(
+    p_s: Tensor, g_s: Tensor, m_s: Tensor, u_s: Tensor, v_s: Tensor, h: AdamHyper, keep: float, lost: Tensor
+) -> None:
+    """zero_one_round.local_step of one slice. p, m, u: modified. lost: as in first_local_."""
+    _run("local", (p_s, g_s, m_s, u_s, v_s), (1 - h.beta1, keep, h.lr, h.eps), lost)
     increment_version((p_s, m_s, u_s))
 
 
@@ -222,8 +226,11 @@ def _threads(most: int) -> Threads:
     return Threads(most)
 
 
-def _run(name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
-    """The loop, or the kernel, of this name over all eights of the slices, which have one length and type."""
+def _run(name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...], *told: Tensor) -> None:
+    """The loop, or the kernel, of this name over all eights of the slices, which have one length and type.
+
+    told: what a kernel alone looks at.
+    """
     first = slices[0]
     for x in slices:
         if x.shape != first.shape or x.dtype != first.dtype or not x.is_contiguous() or len(x) % BYTE:
@@ -232,7 +239,7 @@ def _run(name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> N
                 f"alike, contiguous, and whole multiples of {BYTE} elements"
             )
     if (cuda := _on_cuda(first)) is not None:
-        cuda.run(name, slices, numbers)
+        cuda.run(name, slices, numbers, *told)
         return
     number, loop = first.numpy().dtype.type, getattr(_loops(), name)
     over(first.numel() // BYTE, LEAST, loop, *(x.numpy() for x in slices), *map(number, numbers))
@@ -250,14 +257,14 @@ class CudaUpdates:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
-    def run(self, name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...]) -> None:
+    def run(self, name: str, slices: tuple[Tensor, ...], numbers: tuple[float, ...], *told: Tensor) -> None:
         """The kernel of this name over all elements of the slices, which have one length. Raises: ValueError."""
         for x in slices:
             if x.data_ptr() % ALIGNMENT:
                 raise ValueError(f"a slice at address {x.data_ptr()} must begin at a multiple of {ALIGNMENT}")
         numel = slices[0].numel()
         if numel:
-            arguments: tuple[Argument, ...] = (*slices, *map(np.float32, numbers), np.int64(numel))
+            arguments: tuple[Argument, ...] = (*slices, *map(np.float32, numbers), *told, np.int64(numel))
             self._launcher.launch(name, -(-numel // SPAN), 0, arguments)
 
     def over_rows(

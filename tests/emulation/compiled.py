@@ -40,6 +40,8 @@ BYTES = {
     "encode_lerp": 12 + 2 / 8,
     "encode_lerp_narrow": 8 + 2 / 8,
     "encode_scaled": 12 + 2 / 8,
+    "encode_first_advanced": 16 + 1 / 8,
+    "encode_advanced": 20 + 1 / 8,
     "serve": 8 + (ROWS + 1) / 8,
     "serve_narrow": 4 + (ROWS + 1) / 8,
     "decode": 4 + 1 / 8,

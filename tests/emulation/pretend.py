@@ -131,7 +131,9 @@ def _run(op: Any, *given: Any, **named: Any) -> Any:
     given, named = tree_unflatten(hosts, form)
     given = tuple(_number(x, argument, hosts) for x, argument in zip(given, op._schema.arguments, strict=False))
     made = op(*given, **named)
-    passes.append((getattr(_purpose, "name", ""), op._schema.name.removeprefix("aten::"), _moved(op, given, named, made)))
+    passes.append(
+        (getattr(_purpose, "name", ""), op._schema.name.removeprefix("aten::"), _moved(op, given, named, made))
+    )
     for one, host in zip(ours, hosts, strict=True):
         if one is not None and one.shape != host.shape:  # what had no room got some
             one.data = _as(host, _ELSEWHERE)

@@ -13,6 +13,8 @@ MOST_INSTRUCTIONS = {
     "encode_lerp": 43,
     "encode_lerp_narrow": 55,
     "encode_scaled": 55,
+    "encode_first_advanced": 41,
+    "encode_advanced": 39,
     "serve": 44,
     "serve_narrow": 56,
     "decode": 12,

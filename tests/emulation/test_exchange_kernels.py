@@ -18,11 +18,11 @@ from thinwire.comm.kernels.cpu import CpuKernels
 from thinwire.comm.kernels.cuda import kernels as cuda
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
 from thinwire.comm.kernels.cuda.launch import THREADS
-from thinwire.comm.kernels.cuda.tables import BLOCK, CUT, MOST_PARTS, PARTS
+from thinwire.comm.kernels.cuda.tables import ADVANCED, BLOCK, CUT, MOST_PARTS, PARTS
 from thinwire.comm.kernels.cuda.tables import NOISE as NOISES
 from thinwire.comm.kernels.fused_reference import PLAIN
 
-WIDE = [name for name in KERNELS if "scaled" in name or name == "decode"]
+WIDE = [name for name in KERNELS if "scaled" in name or "advanced" in name or name == "decode"]
 """What knows no kept sums in bfloat16."""
 NARROW = torch.bfloat16
 KERNEL_ARGUMENT_BYTES = 4096
@@ -142,6 +142,17 @@ def test_gradients_are_read_where_they_lie_and_in_the_type_that_they_have(name, 
         assert_same(do(PLAIN, parts), do(PLAIN, [part.float() for part in parts]))
 
 
+@pytest.mark.law
+@pytest.mark.parametrize("name", ["encode_advanced, lost", "encode_first_advanced, lost"])
+@pytest.mark.parametrize("kernels", ["emulated", "numba"])
+def test_of_what_is_lost_no_block_is_kept(name, kernels):
+    case = tame(Case([8, 72, 1000], [5, 77], num_rows=1, seed=3))
+    ours = run(emulated() if kernels == "emulated" else CpuKernels(), name, case)
+    assert_same(ours, run(PLAIN, name, case))
+    assert torch.equal(ours.slice("c"), case.slice("c"))
+    assert ours.wire("out").values_V[case.table.scale_at].isnan().all()
+
+
 def test_more_parts_than_a_launch_has_room_for_are_several_launches():
     sizes = [8] * (MOST_PARTS + 5)
     case = Case(sizes, [3, 1050], num_rows=1)
@@ -155,7 +166,7 @@ def test_a_call_is_one_launch_for_all_blocks_and_one_for_the_flags_that_are_aske
     case, launcher = Case([64, 8, 1000], [3], num_rows=2, cuts=(1,)), Emulator(cuda.source())
     for name in KERNELS:
         run(CudaKernels(launcher), name, case)
-    encodes = ["encode_sum", "encode_lerp", "encode_scaled", "serve"]
+    encodes = [name for name in KERNELS if name != "decode"]
     assert launcher.launched == [
         one for name in KERNELS for one in ([name, "flag_rows"] if name in encodes else [name])
     ]
@@ -256,8 +267,9 @@ def test_structures_are_laid_out_as_the_source_says():
     for name in ("MEANS", "PADDED", "FEW"):
         assert int(re.search(rf"#define {name} (\d+)u", source)[1]) == getattr(cuda, name)
     structures = {"Block": BLOCK, "Part": PARTS["part"].base, "Parts": PARTS, "Noise": NOISES, "Cut": CUT}
+    structures["Advanced"] = ADVANCED
     for name, record in structures.items():
-        fields = re.search(rf"struct {name} {{(.*?)}};", source, re.S)[1]
+        fields = re.search(rf"struct {name} {{(.*?)}};", source, re.S)[1].replace("*", "")
         assert re.findall(r"(\w+)(?:\[\w+\])?[,;]", fields) == list(record.names)
         assert record.itemsize == sum(record[field].itemsize for field in record.names)
         assert record.itemsize % 8 == 0

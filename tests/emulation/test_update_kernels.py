@@ -16,11 +16,12 @@ from thinwire.optim.kernels.updates import SPAN, CudaUpdates, descend_in_torch_
 
 HYPER = AdamHyper(slice(0, 8), 1.7e-3, 0.9, 0.997, 1e-8, 0.013)
 EPS, INF = 1e-8, float("inf")
+FOUND, LOST = torch.tensor(False), torch.tensor(True)
 UPDATES = {
     "adam": lambda x: updates.adam_(x[0], x[1], x[2], x[3].abs_(), HYPER, 3),
     "adam, not corrected": lambda x: updates.adam_(x[0], x[1], x[2], x[3].abs_(), HYPER, None),
-    "local": lambda x: updates.local_(x[0], x[1], x[2], x[3], x[4].abs_(), HYPER, 0.999),
-    "first_local": lambda x: updates.first_local_(*x[:5], x[5].abs_(), HYPER, 0.999),
+    "local": lambda x: updates.local_(x[0], x[1], x[2], x[3], x[4].abs_(), HYPER, 0.999, FOUND),
+    "first_local": lambda x: updates.first_local_(*x[:5], x[5].abs_(), HYPER, 0.999, FOUND),
     "first_proposal": lambda x: updates.first_proposal_(x[0], x[1], x[2], HYPER),
     "propose": lambda x: updates.propose_(x[0], x[1], x[2], x[3], HYPER, 0.999),
     "receive": lambda x: updates.receive_(x[0], x[1], x[2], x[3].abs_(), x[4], (-1.0, 3e-3, 0.7, 0.999), EPS),
@@ -62,6 +63,26 @@ def test_equal_to_the_compiled_loop_bit_for_bit(update, numel, monkeypatch):
     whole = vectors(numel, seed=numel)
     ours = updated(update, whole, emulated(), monkeypatch)
     assert_same_floats(ours, updated(update, whole, None, monkeypatch), update)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("first", [False, True])
+def test_a_lost_gradient_counts_as_zero_bit_for_bit(first, monkeypatch):
+    def moved(cuda, g, lost):
+        monkeypatch.setattr(updates, "_on_cuda", lambda _: cuda)
+        mine = vectors(SPAN + 8, seed=1)
+        p, m, u, begun, v = (x[8:-8] for x in mine[:5])
+        if first:
+            updates.first_local_(p, g, m, u, begun, v.abs_(), HYPER, 0.999, lost)
+        else:
+            updates.local_(p, g, m, u, v.abs_(), HYPER, 0.999, lost)
+        return mine
+
+    g = vectors(SPAN + 8, seed=2)[0, 8:-8]
+    ours = moved(emulated(), g, LOST)
+    assert_same_floats(ours, moved(None, torch.zeros_like(g), FOUND), "all")
+    with pytest.raises(AssertionError):
+        assert_same_floats(ours, moved(emulated(), g, FOUND), "all")
 
 
 @pytest.mark.law

@@ -129,7 +129,7 @@ def test_a_run_on_emulated_kernels_is_that_on_the_loops_bit_for_bit(name, size, 
                 "encode_lerp",
             },
             "1-bit LAMB": {"encode_scaled", "measure_rows", "measure_floats", "rates_of", "move_rows"},
-            "0/1 Adam": {"encode_sum", "first_proposal", "propose", "first_local", "receive_rows"},
+            "0/1 Adam": {"encode_first_advanced", "encode_advanced", "first_local", "receive_rows"},
         }
         assert due[name] <= launched
 

@@ -134,6 +134,9 @@ __device__ __forceinline__ float lerp(float x, float m, float weight) {
 __device__ __forceinline__ float4 lerp4(float4 x, float4 m, float weight) {
     return make_float4(lerp(x.x, m.x, weight), lerp(x.y, m.y, weight), lerp(x.z, m.z, weight), lerp(x.w, m.w, weight));
 }
+__device__ __forceinline__ float4 times4(float4 x, float factor) {
+    return make_float4(__fmul_rn(factor, x.x), __fmul_rn(factor, x.y), __fmul_rn(factor, x.z), __fmul_rn(factor, x.w));
+}
 
 // Every loop over fours: load(i, r) of two groups, then use(i, r) of them, so that their loads wait together.
 template <typename Load, typename Use>
@@ -304,14 +307,66 @@ KERNEL encode_lerp_narrow(narrow* c, float* scale, const __grid_constant__ Parts
     encode_lerp_of(c, scale, parts, first, weight, last_values, last_bits, blocks, dead, values, bits, noise);
 }
 
+// What a momentum and a sum become with a gradient, or what is added of them. lost: is all of it NaN?
+struct Advanced {
+    const float *m, *u;
+    const byte* lost;
+    float weight, rate, keep, unused;
+};
+template <bool SUMS>
+__device__ __forceinline__ void encode_advanced_of(float* c, float* scale, const Parts& parts, unsigned first,
+                                                   const Advanced& z, const Block* blocks, const long long* dead,
+                                                   float* values, byte* bits) {
+    extern __shared__ float shared[];
+    unsigned number = first + blockIdx.x;
+    Block b = blocks[number];
+    float sent = *z.lost ? __uint_as_float(0x7fc00000u) : scale[number];  // NaN in every error, and so in every sum
+    const float *own_m = z.m + b.at, *own_u = z.u + b.at;
+    __builtin_assume(__isGlobal(own_m));
+    if (SUMS) __builtin_assume(__isGlobal(own_u));
+    with_gradient(parts, number, b, [&](auto g) {
+        bool aligned = is_aligned(g);
+        if (SUMS) {  // four loads wait together: eight take more registers than there are
+#pragma unroll 1
+            for (unsigned i = FOUR * threadIdx.x; i < b.size; i += FOUR * THREADS) {
+                float4 kept = four(c + b.at, i), given = gradient4(g, i, aligned), m = four(own_m, i);
+                float4 u = times4(four(own_u, i), z.keep), x = times4(lerp4(given, m, z.weight), z.rate);
+                x = make_float4(__fadd_rn(u.x, x.x), __fadd_rn(u.y, x.y), __fadd_rn(u.z, x.z), __fadd_rn(u.w, x.w));
+                put_four(shared + TOLD, i, with_error4(kept, sent, x));
+            }
+            return;
+        }
+        float4 kept[2], given[2], m[2];
+        in_pairs(
+            0, b.size,
+            [&](unsigned i, unsigned r) {
+                kept[r] = four(c + b.at, i), given[r] = gradient4(g, i, aligned), m[r] = four(own_m, i);
+            },
+            [&](unsigned i, unsigned r) {
+                float4 x = times4(lerp4(given[r], m[r], z.weight), z.rate);
+                put_four(shared + TOLD, i, with_error4(kept[r], sent, x));
+            });
+    });
+    finish(b, shared, dead, c, scale + number, values, bits);
+}
+// c <- e + keep u + rate (m + weight (g - m)); the rows of it.
+KERNEL encode_advanced(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first,
+                       const __grid_constant__ Advanced z, const Block* blocks, const long long* dead, float* values,
+                       byte* bits) {
+    encode_advanced_of<true>(c, scale, parts, first, z, blocks, dead, values, bits);
+}
+// The same without u.
+KERNEL encode_first_advanced(float* c, float* scale, const __grid_constant__ Parts parts, unsigned first,
+                             const __grid_constant__ Advanced z, const Block* blocks, const long long* dead,
+                             float* values, byte* bits) {
+    encode_advanced_of<false>(c, scale, parts, first, z, blocks, dead, values, bits);
+}
+
 // The pieces of blocks, all of one run of the vector, and what is sent of a run: so many times the momentum.
 struct Cut {
     const long long *starts, *first, *run;
     const float* factor;
 };
-__device__ __forceinline__ float4 times4(float4 x, float factor) {
-    return make_float4(__fmul_rn(factor, x.x), __fmul_rn(factor, x.y), __fmul_rn(factor, x.z), __fmul_rn(factor, x.w));
-}
 // do(begin, end, factor, size) of each piece of a block; size: of the momentum, which the rows say times the factor.
 template <typename Do>
 __device__ __forceinline__ void in_pieces(const Cut& cut, unsigned number, const Block& b, float said, Do use) {

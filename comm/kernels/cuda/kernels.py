@@ -9,6 +9,7 @@ largest block does not fit into the memory that threads share is encoded in plai
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -16,11 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.added import Added, Lerp, MeanOfRows, ScaledLerp, Vector
+from thinwire.comm.kernels.added import Added, Advanced, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import NONE, WORD, Noise
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.kernels.cuda.launch import THREADS, Argument, Launcher
-from thinwire.comm.kernels.cuda.tables import CUT, CUT_FORM, NARROW, NOISE, NOISE_FORM, records_of, runs_of, structure
+from thinwire.comm.kernels.cuda.tables import (
+    ADVANCED,
+    ADVANCED_FORM,
+    CUT,
+    CUT_FORM,
+    NARROW,
+    NOISE,
+    NOISE_FORM,
+    records_of,
+    runs_of,
+    structure,
+)
 from thinwire.comm.kernels.fused_reference import Kernels, require_cover, require_factors, require_rows
 from thinwire.comm.layout import BYTE, round_up
 
@@ -47,13 +59,15 @@ def source() -> str:
 class CudaKernels(Kernels):
     """Kernels for contiguous float32 vectors where this launcher launches; kept sums may be bfloat16."""
 
+    advances = True
+
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
 
     def encode(
         self, c_c: Tensor, scale_b: Tensor, z: Added, table: BlockTable, out: RowMemory, noise: Noise = NONE
     ) -> None:
-        """As Kernels.encode. With factors, c is float32. Parts may be bfloat16, each by itself."""
+        """As Kernels.encode. With factors or Advanced c is float32. Parts may be bfloat16, each by itself."""
         shared_bytes = _shared_bytes(table, MEANS if isinstance(z, MeanOfRows) else 0)
         if shared_bytes > MOST_SHARED_BYTES:
             _say_large(table.largest)
@@ -65,15 +79,20 @@ class CudaKernels(Kernels):
             case Vector(x_c):
                 x_c = _vector(x_c, table, alignment=1)
                 self._run(_named("encode_sum", c_c), table, (*kept, x_c, *written, _drawn(noise)), shared_bytes)
-            case Lerp():
-                self._lerp(_named("encode_lerp", c_c), kept, z, table, (*written, _drawn(noise)), shared_bytes)
-            case ScaledLerp(_, _, _, factor_r, pieces):
+            case Lerp(x_parts, weight, last):
+                given = np.float32(weight), *_wire(last, table)
+                name, tail = _named("encode_lerp", c_c), (*given, *written, _drawn(noise))
+                self._of_parts(name, kept, x_parts, table, tail, shared_bytes)
+            case Advanced(x_parts, m_c, u_c, _, _, _, lost):
                 _vector(c_c, table)  # there is no kernel for sums in bfloat16
-                tail, reads = (
-                    (_cut(factor_r, pieces, table), *written),
-                    (pieces.starts, pieces.first, pieces.run, factor_r),
-                )
-                self._lerp("encode_scaled", kept, z, table, tail, shared_bytes, reads)
+                name = "encode_first_advanced" if u_c is None else "encode_advanced"
+                reads = (m_c, lost) if u_c is None else (m_c, lost, u_c)
+                self._of_parts(name, kept, x_parts, table, (_advanced(z, table), *written), shared_bytes, reads)
+            case ScaledLerp(x_parts, weight, last, factor_r, pieces):
+                _vector(c_c, table)  # there is no kernel for sums in bfloat16
+                tail = np.float32(weight), *_wire(last, table), _cut(factor_r, pieces, table), *written
+                reads = pieces.starts, pieces.first, pieces.run, factor_r
+                self._of_parts("encode_scaled", kept, x_parts, table, tail, shared_bytes, reads)
             case MeanOfRows(rows, num_rows):
                 kernel = _named("serve" if num_rows <= FEW else "serve_more", c_c)
                 collected = _collected(rows, num_rows, table)
@@ -102,25 +121,24 @@ class CudaKernels(Kernels):
             blocks = -(-numel // (4 * THREADS))
             self._launcher.launch("narrow_all", blocks, 0, (x_c, out_c, np.int64(numel), _drawn(noise)))
 
-    def _lerp(
+    def _of_parts(
         self,
         kernel: str,
         kept: tuple[Argument, ...],
-        z: Lerp | ScaledLerp,
+        x_parts: Sequence[Tensor],
         table: BlockTable,
         tail: tuple[Argument, ...],
         shared_bytes: int,
         reads: tuple[Tensor, ...] = (),
     ) -> None:
         """reads: what the tail has addresses of."""
-        require_cover(z.x_parts, table)
-        for part in z.x_parts:
+        require_cover(x_parts, table)
+        for part in x_parts:
             _require_part(part, table)
-        for run in runs_of(z.x_parts, table):
-            numbers = run.parts, np.uint32(run.first), np.float32(z.weight)
-            arguments = *kept, *numbers, *_wire(z.last, table), *tail
+        for run in runs_of(x_parts, table):
+            arguments = *kept, run.parts, np.uint32(run.first), *tail
             if run.blocks:
-                self._launcher.launch(kernel, run.blocks, shared_bytes, arguments, (*z.x_parts, *reads))
+                self._launcher.launch(kernel, run.blocks, shared_bytes, arguments, (*x_parts, *reads))
 
     def _run(self, kernel: str, table: BlockTable, arguments: tuple[Argument, ...], shared_bytes: int = 0) -> None:
         if table.num_blocks:
@@ -158,6 +176,13 @@ def _cut(factor_r: Tensor, pieces: Pieces, table: BlockTable) -> Argument:
     require_factors(factor_r, pieces, table)
     at = pieces.starts, pieces.first, pieces.run, factor_r
     return structure(CUT, CUT_FORM, *(x.data_ptr() for x in at))
+
+
+def _advanced(z: Advanced, table: BlockTable) -> Argument:
+    at = (0 if x_c is None else _vector(x_c, table).data_ptr() for x_c in (z.m_c, z.u_c))
+    if z.lost.dtype != torch.bool or z.lost.dim():
+        raise ValueError(f"lost is {z.lost.dtype}{list(z.lost.shape)}: must be a bool without dimensions")
+    return structure(ADVANCED, ADVANCED_FORM, *at, z.lost.data_ptr(), z.weight, z.rate, z.keep, 0.0)
 
 
 def _vector(vector_c: Tensor, table: BlockTable, alignment: int = ALIGNMENT) -> Tensor:

@@ -43,7 +43,11 @@ PART, COUNT = struct.Struct("=QII"), struct.Struct("=I")
 """Of PARTS: numpy takes 40 us to make one and write a part, and each launch has one."""
 
 NOISE: Structure = np.dtype([("key", "u4"), ("start", "u4")])
-NOISE_FORM, CUT_FORM = struct.Struct("=II"), struct.Struct("=QQQQ")
+ADVANCED: Structure = np.dtype(
+    [*((name, "u8") for name in ("m", "u", "lost")), *((name, "f4") for name in ("weight", "rate", "keep", "unused"))]
+)
+NOISE_FORM, ADVANCED_FORM = struct.Struct("=II"), struct.Struct("=QQQffff")
+CUT_FORM = struct.Struct("=QQQQ")
 CUT: Structure = np.dtype([("starts", "u8"), ("first", "u8"), ("run", "u8"), ("factor", "u8")])
 """Addresses of the pieces of blocks, and of the factor of each run."""
 
@@ -51,7 +55,7 @@ NARROW = torch.bfloat16
 """What a gradient may be beside the dtype of the vector: widened where it is read, which is exact."""
 
 
-def structure(kind: Structure, form: struct.Struct, *values: int) -> Array:
+def structure(kind: Structure, form: struct.Struct, *values: float) -> Array:
     """One structure. form: of its fields, as struct names them. Costs a third of what np.array takes."""
     return np.frombuffer(form.pack(*values), kind)
 

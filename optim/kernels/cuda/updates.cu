@@ -116,10 +116,14 @@ descend_narrow(float* p, const unsigned short* v, const float* values, const byt
 // 0/1 Adam's divisor: sqrt(v) + eps.
 __device__ __forceinline__ float divisor_of(float v, float eps) { return __fadd_rn(__fsqrt_rn(v), eps); }
 
-// m <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d.
+// x where these are all bits, 0 where none is.
+__device__ __forceinline__ float if_any(float x, unsigned bits) { return __uint_as_float(__float_as_uint(x) & bits); }
+
+// m <- m + w (g - m); u <- keep u + rate m; p <- keep p - rate m / d. lost: g counts as 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
 local(float* p, const float* g, float* m, float* u, const float* v, float weight, float keep, float rate, float eps,
-      long long numel) {
+      const byte* lost, long long numel) {
+    unsigned counts = *lost ? 0u : ~0u;
     float4 p4[2], g4[2], m4[2], u4[2], v4[2];
     long long first = (long long)blockIdx.x * SPAN;
     in_pairs(
@@ -130,7 +134,7 @@ local(float* p, const float* g, float* m, float* u, const float* v, float weight
         [&](long long i, unsigned r) {
 #pragma unroll
             for (unsigned k = 0; k < FOUR; ++k) {
-                float mean = lerp(at(g4[r], k), at(m4[r], k), weight), moved = __fmul_rn(rate, mean);
+                float mean = lerp(if_any(at(g4[r], k), counts), at(m4[r], k), weight), moved = __fmul_rn(rate, mean);
                 float step = __fdiv_rn(moved, divisor_of(at(v4[r], k), eps));
                 at(m4[r], k) = mean;
                 at(u4[r], k) = __fadd_rn(__fmul_rn(keep, at(u4[r], k)), moved);
@@ -143,7 +147,8 @@ local(float* p, const float* g, float* m, float* u, const float* v, float weight
 // begun <- p, and local of u = 0; u is not read.
 extern "C" __global__ void __launch_bounds__(THREADS)
 first_local(float* p, const float* g, float* m, float* u, float* begun, const float* v, float weight, float keep,
-            float rate, float eps, long long numel) {
+            float rate, float eps, const byte* lost, long long numel) {
+    unsigned counts = *lost ? 0u : ~0u;
     float4 p4[2], g4[2], m4[2], v4[2];
     long long first = (long long)blockIdx.x * SPAN;
     in_pairs(
@@ -156,7 +161,7 @@ first_local(float* p, const float* g, float* m, float* u, float* begun, const fl
             put_four(begun, i, p4[r]);
 #pragma unroll
             for (unsigned k = 0; k < FOUR; ++k) {
-                float mean = lerp(at(g4[r], k), at(m4[r], k), weight), moved = __fmul_rn(rate, mean);
+                float mean = lerp(if_any(at(g4[r], k), counts), at(m4[r], k), weight), moved = __fmul_rn(rate, mean);
                 float step = __fdiv_rn(moved, divisor_of(at(v4[r], k), eps));
                 at(m4[r], k) = mean, at(u4, k) = moved;
                 at(p4[r], k) = __fsub_rn(__fmul_rn(keep, at(p4[r], k)), step);

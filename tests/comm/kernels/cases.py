@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
+from thinwire.comm.kernels.added import Advanced, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.bf16 import noise_of
 from thinwire.comm.kernels.blocks import BlockTable, Pieces, RowMemory
 from thinwire.comm.layout import VectorLayout
@@ -140,11 +140,15 @@ def added(name, case, parts):
     """What the kernel of this name adds. parts: of x, end to end."""
     if name == "encode_sum":
         return Vector(*parts)
+    if "advanced" in name:
+        lost = torch.tensor("lost" in name)
+        m, u = (case.slice("out_c").roll(n) for n in (0, 1))
+        return Advanced(parts, m, None if "first" in name else u, WEIGHT, 1.7e-3, 0.3, lost)
     lerp = parts, WEIGHT, case.wire("last")
     return Lerp(*lerp) if name == "encode_lerp" else ScaledLerp(*lerp, case.factors, case.pieces)
 
 
-KERNELS = ["encode_sum", "encode_lerp", "encode_scaled", "serve", "decode"]
+KERNELS = ["encode_sum", "encode_lerp", "encode_scaled", "encode_first_advanced", "encode_advanced", "serve", "decode"]
 
 
 def assert_same(ours, theirs):

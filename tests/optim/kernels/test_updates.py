@@ -77,9 +77,9 @@ def test_local_step_and_proposal(dtype, numel):
         z.clone(),
     )
     updates.first_proposal_(first_z, g, m, h)
-    updates.first_local_(first_p, g, first_m, first_u, begun, v, h, keep)
+    updates.first_local_(first_p, g, first_m, first_u, begun, v, h, keep, torch.tensor(False))
     assert torch.equal(begun, p)
-    updates.local_(p, g, m, u, v, h, keep)
+    updates.local_(p, g, m, u, v, h, keep, torch.tensor(False))
     assert torch.equal(u, z), "what a rank proposes is what it would have done"
     assert torch.equal(first_u, first_z)
     assert torch.equal(first_u, h.lr * m2) or (first_u - h.lr * m2).abs().max() <= torch.finfo(dtype).eps
@@ -200,8 +200,8 @@ def test_what_is_written_has_a_new_version_and_nothing_else_has():
     v.abs_()
     calls = [
         (lambda: updates.adam_(p, g, m, v, hyper(64), 1), [p, m, v]),
-        (lambda: updates.first_local_(p, g, m, u, divisor, v, hyper(64), 1.0), [p, m, u, divisor]),
-        (lambda: updates.local_(p, g, m, u, v, hyper(64), 1.0), [p, m, u]),
+        (lambda: updates.first_local_(p, g, m, u, divisor, v, hyper(64), 1.0, torch.tensor(False)), [p, m, u, divisor]),
+        (lambda: updates.local_(p, g, m, u, v, hyper(64), 1.0, torch.tensor(False)), [p, m, u]),
         (lambda: updates.first_proposal_(v, g, m, hyper(64)), [v]),
         (lambda: updates.propose_(v, g, m, u, hyper(64), 1.0), [v]),
         (lambda: updates.receive_(p, p, g, divisor, m, (1.0,) * 4, 1.0), [p, m]),
