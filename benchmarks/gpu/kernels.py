@@ -100,10 +100,11 @@ def _in_8_bits(x: Tensor, out: Tensor) -> dict[str, tuple[float, Call]]:
     row_bytes = int8.HEADER_BYTES + 4 * (own // RUN) + own
     rows = torch.zeros((ROWS, -(-row_bytes // 8) * 8), dtype=torch.uint8, device=x.device)
     every.encode(x[:numel], rows)
-    a_mean = (8 + ROWS * (1 + scales)) / ROWS
+    row, served = torch.zeros_like(rows[:1]), (9 + scales + ROWS * (1 + scales)) / ROWS
+    given = x[:numel], x[:numel], out[:numel]
     return {
         "encode in 8 bits": (5 + scales, lambda: every.encode(x[:numel], rows)),
         "decode of 8 bits": (5 + scales, lambda: every.decode(rows, out[:numel])),
-        "left out of 8 bits": (9 + scales, lambda: every.left_out(rows, x[:numel], out[:numel])),
-        "mean of 8 rows of 8 bits": (a_mean, lambda: one.mean(rows, x[:own], out[:own])),
+        "encode in 8 bits, error kept": (13 + scales, lambda: every.encode_left(*given, rows)),
+        "serve 8 rows of 8 bits": (served, lambda: one.serve(rows, x[:own], out[:own], row)),
     }

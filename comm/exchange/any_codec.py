@@ -111,16 +111,11 @@ class KernelRows(CodecRows):
 
     def encode_left(self, x_b: Tensor, error_b: Tensor, left_b: Tensor) -> None:
         """sent <- x + error; left <- what that leaves out. All of the bucket."""
-        torch.add(x_b, error_b, out=left_b)
-        self._all.encode(left_b, self.sent_nB)
-        self._all.left_out(self.sent_nB, left_b, left_b)
+        self._all.encode_left(x_b, error_b, left_b, self.sent_nB)
 
     def serve(self, error_c: Tensor | None) -> None:
         """served <- the mean of what was collected, in rank order, + the error; left <- what that leaves out."""
-        self._own.mean(self.collected_nB, error_c, self.left_c)
-        self._own.encode(self.left_c, self._served_1B, self.collected_nB)
-        if error_c is not None:
-            self._own.left_out(self._served_1B, self.left_c, self.left_c)
+        self._own.serve(self.collected_nB, error_c, self.left_c, self._served_1B)
 
     def decode_(self, rows_nB: Tensor, out_b: Tensor) -> None:
         """out <- what these gathered rows say."""

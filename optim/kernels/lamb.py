@@ -39,9 +39,7 @@ SHARED_FLOATS = 2 * KINDS * (4 * THREADS + BYTE)
 """Of measure: two slabs of squares, of each kind."""
 SHARED_FOUND = (KINDS + 1) * (THREADS + BYTE)
 """Of rates_of, in floats."""
-NUMBERS: Structure = np.dtype(
-    [*((name, "f4") for name in ("beta1", "weight1", "beta2", "weight2", "eps", "decay")), ("sums", "u4")]
-)
+NUMBERS: Structure = np.dtype([(name, "f4") for name in ("beta1", "weight1", "beta2", "weight2", "eps", "decay")])
 BOUNDS: Structure = np.dtype(
     [
         ("least_factor", "f4"),
@@ -357,9 +355,8 @@ class CudaLamb:
         if not tiles.count:
             return
         scaling_t, scaling_before_t = self._now.factor_T[tensors], self._before.factor_T[tensors]
-        sums = self._bounds.follows
-        beta2 = 1.0 if sums else h.beta2
-        given = h.beta1, 1 - h.beta1, beta2, 1 - h.beta2, h.eps, h.weight_decay, sums
+        given = h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, h.weight_decay
+        measure = "sum" if self._bounds.follows else "measure"
         vectors, scalings = (self._p_N, self._v_N, self._fresh_v_N), (scaling_t, scaling_before_t)
         tail: tuple[Argument, ...] = (np.array([given], NUMBERS), tiles.found)
         said, said_before = self._now.in_rows, self._before.in_rows
@@ -367,11 +364,11 @@ class CudaLamb:
             (rows, table), (rows_before, _) = said, said_before
             both = *_wire(rows, table), *_wire(rows_before, table), records_of(table).blocks
             arguments = tiles.records, tiles.block_of(table), *vectors, *scalings, *both, *tail
-            self._launch("measure_rows", tiles.count, arguments, SHARED_FLOATS)
+            self._launch(f"{measure}_rows", tiles.count, arguments, SHARED_FLOATS)
         else:
             floats = self._now.floats(), self._before.floats()
             self._launch(
-                "measure_floats", tiles.count, (tiles.records, *vectors, *scalings, *floats, *tail), SHARED_FLOATS
+                f"{measure}_floats", tiles.count, (tiles.records, *vectors, *scalings, *floats, *tail), SHARED_FLOATS
             )
         rates = tiles.first, tiles.found, np.uint32(tiles.count), self._coeff_T[tensors], self._factor_T[tensors]
         self._launch("rates_of", tiles.num_tensors, (*rates, self._bounds_of(h), tiles.rates), SHARED_FOUND)

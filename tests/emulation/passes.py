@@ -79,6 +79,11 @@ class _Wire(Echo):
         with pretend.noted_as(WIRE):
             super().all_gather(out_nB, in_B)
 
+    def sum_(self, x: Tensor) -> None:
+        """As Echo."""
+        with pretend.noted_as(WIRE):
+            super().sum_(x)
+
     def second_communicator(self) -> _Wire:
         """As Echo."""
         if self._second is None:
@@ -91,7 +96,9 @@ def counted(step: Step, device: torch.device, launchers: dict[str, Emulator]) ->
     """Of that step: launches, and bytes a value of each kernel and each operation."""
     random = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape, generator=random).to(device)) for shape in SHAPES]
-    optimizer = construct(step.make, params, group=_Wire(RANKS), lr=1e-3, bucket_elements=BUCKET, **step.options)
+    optimizer: Any = construct(  # type: ignore[no-untyped-call]
+        step.make, params, group=_Wire(RANKS), lr=1e-3, bucket_elements=BUCKET, **step.options
+    )
     numel = optimizer.space.p_N.numel()
     for number in range(1, step.number + 1):
         for p in params:
@@ -101,7 +108,8 @@ def counted(step: Step, device: torch.device, launchers: dict[str, Emulator]) ->
                 p.grad.copy_(torch.randn(p.shape, generator=random), non_blocking=True)
         if number == step.number:
             for one in launchers.values():
-                one.launched.clear(), one.moved.clear()
+                one.launched.clear()
+                one.moved.clear()
             pretend.passes.clear()
         optimizer.step()
     each: dict[str, float] = defaultdict(float)
@@ -139,7 +147,7 @@ def main() -> None:
     def launcher(device: torch.device, dtype: torch.dtype, source: str) -> Emulator | None:
         return launchers.setdefault(source, Emulator(source)) if dtype == torch.float32 else None
 
-    choose.cuda_launcher = updates.cuda_launcher = launcher  # type: ignore[assignment]
+    choose.cuda_launcher = updates.cuda_launcher = launcher  # type: ignore[assignment,attr-defined]
     device = pretend.start()
     found = {name: counted(STEPS[name], device, launchers) for name in given.names or STEPS}
     if given.json:

@@ -60,6 +60,7 @@ def assert_same(ours, theirs):
         (1000, 8, 7, 64),
         (8, 2, 1, 256),
         (3000, 2, 0, 8),
+        (3000, 2, 1, 512),
         pytest.param(40_000, 4, 3, 4096, marks=pytest.mark.slow),
         pytest.param(70_001, 1, 0, 256, marks=pytest.mark.slow),
     ],
@@ -73,11 +74,10 @@ def test_a_bucket_is_exchanged_as_by_the_loops_bit_for_bit(numel, size, rank, bl
         assert_same(*(exchanged(rows, x_N.clone(), error, size) for rows in (kernels, loops)))
 
 
-def test_a_bucket_is_8_launches_whatever_the_number_of_ranks():
+def test_a_bucket_is_5_launches_whatever_the_number_of_ranks():
     layout, _, kernels, launcher = both(1000, 8, 3, 64)
     exchanged(kernels, torch.ones(layout.numel), torch.zeros(kernels.own.stop - kernels.own.start), 8)
-    encode = ["encode_rows", "flag_rows", "left_out_of_rows"]
-    assert launcher.launched == [*encode, "mean_of_rows", *encode, "decode_rows"]
+    assert launcher.launched == ["encode_left", "flag_rows", "serve_rows", "flag_rows", "decode_rows"]
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -92,9 +92,11 @@ def test_one_value_that_is_not_finite_is_told_by_its_row_and_by_what_is_served_o
 
 FAULTS = [
     ("begin + r.run < numel ? begin + r.run : numel", "begin + r.run", "outside|race|differ"),
-    ("__shfl_sync(ALL, most, 0)", "__uint_as_float(most) * 0 + most", "differ"),
+    ("__uint_as_float(__shfl_sync(ALL, most, 0))", "__uint_as_float(most)", "differ"),
     ("(8u * k)", "(24u - 8u * k)", "differ"),
-    ("__fadd_rn(total.x, z.x)", "__fadd_rn(z.x, z.x)", "differ"),
+    ("total = added4(total, decoded4(", "total = added4(total, total = decoded4(", "differ"),
+    ("i < run.end) put(i, held[k])", "true) put(i, held[k])", "outside|race|differ"),
+    ("store(i, x);", "", "differ"),
 ]
 
 
@@ -105,11 +107,11 @@ def test_a_planted_fault_is_found(fault):
     old, new, found = fault
     source = cuda.source()
     assert source.count(old) == 1
-    layout, loops, kernels, _ = both(5003, 3, 1, 256, source.replace(old, new))
-    x_N = torch.zeros(layout.numel)
+    layout, loops, kernels, _ = both(5003, 3, 1, 512 if "store" in old else 256, source.replace(old, new))
+    x_N, error_c = torch.zeros(layout.numel), torch.ones(loops.own.stop - loops.own.start)
     x_N[:5003] = values(5003, torch.float32)
     with pytest.raises((KernelFault, AssertionError), match=found):
-        assert_same(*(exchanged(rows, x_N.clone(), None, 3) for rows in (kernels, loops)))
+        assert_same(*(exchanged(rows, x_N.clone(), error_c, 3) for rows in (kernels, loops)))
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_launched():
@@ -131,5 +133,5 @@ def test_the_source_is_what_the_launches_take_it_for():
     assert int(re.search(r"#define HEADER (\d+)u", source)[1]) == cuda.HEADER_BYTES
     fields = re.search(r"struct Rows {(.*?)};", source, re.S)[1].split("//")[0]
     assert re.findall(r"(\w+)[,;]", fields) == list(cuda.ROWS.names)
-    names = {"encode_rows", "flag_rows", "mean_of_rows", "decode_rows", "left_out_of_rows"}
+    names = {"encode_rows", "encode_left", "flag_rows", "serve_rows", "decode_rows"}
     assert set(kernels_in(source)) == names

@@ -13,7 +13,7 @@ from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.optim.kernels import lamb as cuda
 from thinwire.optim.kernels.lamb import TILE, CudaLamb, CudaTiles, Descent, Heard, Tiles
 
-KERNELS = {"measure_rows", "measure_floats", "rates_of", "move_rows", "move_floats"}
+KERNELS = {"measure_rows", "measure_floats", "sum_rows", "sum_floats", "rates_of", "move_rows", "move_floats"}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,8 @@ def test_a_step_equals_that_of_the_compiled_loops_bit_for_bit(lengths, decay, fo
     launcher = Emulator(cuda.source(), seed=3, resident=3)
     assert_equal(stepped(problem, *said, launcher), stepped(problem, *said))
     last = "floats" if kind == "floats" else "rows"
-    assert launcher.launched == [f"measure_{'rows' if kind == 'rows' else 'floats'}", "rates_of", f"move_{last}"]
+    found = f"{'sum' if follow else 'measure'}_{'rows' if kind == 'rows' else 'floats'}"
+    assert launcher.launched == [found, "rates_of", f"move_{last}"]
 
 
 @pytest.mark.parametrize("kind", ["rows", "floats"])

@@ -45,35 +45,39 @@ class CudaInt8:
         self._count, self._most = len(bounds), max(stop - start for start, stop in bounds)
         self._numel = starts[-1]
 
-    def encode(self, x_b: Tensor, rows_nB: Tensor, others_nB: Tensor | None = None) -> None:
-        """Rows <- x, flags with them. others: rows that must be finite, too, for the flags to be 1."""
+    def encode(self, x_b: Tensor, rows_nB: Tensor) -> None:
+        """Rows <- x, flags with them."""
         rows = self._rows(rows_nB)
-        warps = self._count * -(-self._most // self._run)
-        self._launch("encode_rows", -(-warps // WARPS), self._vector(x_b), self._starts, rows_nB, rows)
-        others, number = (rows_nB, 0) if others_nB is None else (others_nB, len(others_nB))
-        self._launcher.launch("flag_rows", self._count, 0, (self._starts, rows_nB, rows, others, np.uint32(number)))
+        self._launch("encode_rows", self._vector(x_b), self._starts, rows_nB, rows)
+        self._flag(rows_nB, rows)
+
+    def encode_left(self, x_b: Tensor, error_b: Tensor, left_b: Tensor, rows_nB: Tensor) -> None:
+        """Rows <- x + error, flags with them; left <- what they leave out of it."""
+        rows, vectors = self._rows(rows_nB), map(self._vector, (x_b, error_b, left_b))
+        self._launch("encode_left", *vectors, self._starts, rows_nB, rows)
+        self._flag(rows_nB, rows)
+
+    def serve(self, given_nB: Tensor, error_c: Tensor | None, left_c: Tensor, row_1B: Tensor) -> None:
+        """Row <- the mean of rows of this one chunk, in their order, + error, and its flag; left <- what it leaves out.
+
+        The flag is 0 where that of a given row is. Without an error left <- the mean.
+        """
+        if self._count != 1:
+            raise ValueError(f"the rows of {self._count} chunks: a mean is of one")
+        given = np.array([(len(given_nB), given_nB.shape[1], self._run, self._numel)], ROWS)
+        row, error_c = self._rows(row_1B), left_c if (without := error_c is None) else error_c
+        vectors = self._vector(error_c), np.uint32(not without), self._vector(left_c)
+        self._launch("serve_rows", given_nB, given, *vectors, self._starts, row_1B, row)
+        self._flag(row_1B, row, given_nB)
 
     def decode(self, rows_nB: Tensor, out_b: Tensor) -> None:
         """out <- what the rows say."""
-        self._launch("decode_rows", self._blocks, rows_nB, self._starts, self._rows(rows_nB), self._vector(out_b))
+        self._launch("decode_rows", rows_nB, self._starts, self._rows(rows_nB), self._vector(out_b))
 
-    def left_out(self, rows_nB: Tensor, x_b: Tensor, out_b: Tensor) -> None:
-        """out <- x - what the rows say. out may be x."""
-        vectors = self._vector(x_b), self._vector(out_b)
-        self._launch("left_out_of_rows", self._blocks, rows_nB, self._starts, self._rows(rows_nB), *vectors)
-
-    def mean(self, rows_nB: Tensor, error_c: Tensor | None, out_c: Tensor) -> None:
-        """out <- the mean of rows of this one chunk, in their order, + error."""
-        if self._count != 1:
-            raise ValueError(f"the rows of {self._count} chunks: a mean is of one")
-        rows = np.array([(len(rows_nB), rows_nB.shape[1], self._run, self._numel)], ROWS)
-        error = out_c if error_c is None else error_c
-        given = self._vector(error), np.uint32(error_c is not None), self._vector(out_c)
-        self._launch("mean_of_rows", self._blocks, rows_nB, rows, *given)
-
-    @property
-    def _blocks(self) -> int:
-        return self._count * -(-self._most // (FOUR * THREADS))
+    def _flag(self, rows_nB: Tensor, rows: Argument, others_nB: Tensor | None = None) -> None:
+        """others: rows whose flags must be 1, too, for these to be."""
+        others, number = (rows_nB, 0) if others_nB is None else (others_nB, len(others_nB))
+        self._launcher.launch("flag_rows", self._count, 0, (self._starts, rows_nB, rows, others, np.uint32(number)))
 
     def _rows(self, rows_nB: Tensor) -> Argument:
         runs = -(-self._most // self._run)
@@ -95,6 +99,7 @@ class CudaInt8:
             )
         return x_b
 
-    def _launch(self, kernel: str, blocks: int, *arguments: Argument) -> None:
-        if blocks:
+    def _launch(self, kernel: str, *arguments: Argument) -> None:
+        """A warp for each run of each row."""
+        if blocks := -(-self._count * -(-self._most // self._run) // WARPS):
             self._launcher.launch(kernel, blocks, 0, arguments)

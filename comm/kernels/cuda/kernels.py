@@ -75,6 +75,8 @@ class CudaKernels(Kernels):
             return
         kept = _sums(c_c, table), _scales(scale_b, table)
         written = *_blocks(table), *_written(out, table)
+        tail: tuple[Argument, ...]
+        reads: tuple[Tensor, ...]
         match z:
             case Vector(x_c):
                 x_c = _vector(x_c, table, alignment=1)

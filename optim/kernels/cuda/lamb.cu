@@ -45,11 +45,10 @@ __device__ __forceinline__ float& at(float4& x, unsigned k) { return k == 0 ? x.
 __device__ __forceinline__ float larger(float x, float y) { return y > x ? y : x; }  // x where y is no number
 __device__ __forceinline__ float square(float x) { return __fmul_rn(x, x); }
 
-// What a step's numbers are. beta1, weight1: of the gradient that two momenta imply; weight2: of its square. sums: v_fresh
-// is A of optim/variance/sums.py, takes in m - beta1 m_before, with a beta2 of 1, and no ratio is looked for.
+// What a step's numbers are. beta1, weight1: of the gradient that two momenta imply; weight2: of its square. Where SUMS,
+// v_fresh is A of optim/lamb_math.py: it takes in m - beta1 m_before, and no ratio is looked for.
 struct Numbers {
     float beta1, weight1, beta2, weight2, eps, decay;
-    unsigned sums;
 };
 
 // Momenta in rows. block: the number of a block that the tile begins in; each thread goes on to the one that it needs.
@@ -69,11 +68,12 @@ struct FromRows {
         return moves;
     }
     // Its size, and what the square of the implied gradient adds where signs have stayed and where they have turned.
+    template <bool SUMS>
     __device__ __forceinline__ void measure(const Numbers& n) {
         size = __fdiv_rn(values[b.scale], k);
         float before = __fmul_rn(n.beta1, __fdiv_rn(values_before[b.scale], k_before));
         steady = __fsub_rn(size, before), moving = __fadd_rn(size, before);
-        if (n.sums) return;
+        if (SUMS) return;
         float agreed = __fdiv_rn(steady, n.weight1), turned = __fdiv_rn(moving, n.weight1);
         steady = __fmul_rn(__fmul_rn(n.weight2, agreed), agreed);
         moving = __fmul_rn(__fmul_rn(n.weight2, turned), turned);
@@ -88,9 +88,10 @@ struct FromRows {
         for (unsigned k = 0; k < FOUR; ++k) at(m, k) = __uint_as_float(minus ^ ((signs << k) & SIGN));
         return m;
     }
+    template <bool SUMS>
     __device__ __forceinline__ void both4(long long i, const Numbers& n, float4& m, float4& adds) {
-        if (go_on(i)) measure(n);
-        unsigned now = signs(bits, i), differ = now ^ signs(bits_before, i), minus = n.sums ? ~now : 0u;
+        if (go_on(i)) measure<SUMS>(n);
+        unsigned now = signs(bits, i), differ = now ^ signs(bits_before, i), minus = SUMS ? ~now : 0u;
         m = signed4(now);
 #pragma unroll
         for (unsigned k = 0; k < FOUR; ++k) {
@@ -115,20 +116,23 @@ struct FromFloats {
         for (unsigned j = 0; j < FOUR; ++j) at(m, j) = __fdiv_rn(at(m, j), k);
         return m;
     }
+    template <bool SUMS>
     __device__ __forceinline__ void both4(long long i, const Numbers& n, float4& m, float4& adds) const {
         m = m4(i), adds = four(before, i);
 #pragma unroll
         for (unsigned j = 0; j < FOUR; ++j) {
             float was = __fmul_rn(n.beta1, __fdiv_rn(at(adds, j), k_before));
-            float given = __fsub_rn(at(m, j), was), implied = __fdiv_rn(given, n.weight1);
-            at(adds, j) = n.sums ? given : __fmul_rn(__fmul_rn(n.weight2, implied), implied);
+            at(adds, j) = __fsub_rn(at(m, j), was);
+            if (SUMS) continue;
+            float implied = __fdiv_rn(at(adds, j), n.weight1);
+            at(adds, j) = __fmul_rn(__fmul_rn(n.weight2, implied), implied);
         }
     }
 };
 
 // v_fresh, and of the tile the largest ratio of roots, and the sums of the three squares: found, float[4, tiles].
-// Behind a tensor v_fresh becomes 0. Slabs are squared into two places in turns, so that one warp adds up the one before.
-template <typename From>
+// Behind a tensor v_fresh becomes 0, where only its last thread looks for dead elements. Slabs are squared into two places in turns, so that one warp adds up the one before.
+template <bool SUMS, typename From>
 __device__ __forceinline__ void measure(From from, const Tile& tile, const float* p, const float* v, float* fresh_v,
                                         const Numbers& n, float* found) {
     extern __shared__ float shared[];
@@ -140,17 +144,21 @@ __device__ __forceinline__ void measure(From from, const Tile& tile, const float
         if (unsigned i = begin + inside; i < (tile.size + BYTE - 1u) / BYTE * BYTE) {
             float4 p4 = four(p, tile.at + i), v4 = four(v, tile.at + i), f4 = four(fresh_v, tile.at + i);
             float4 m4, adds, of[KINDS];
-            from.both4(tile.at + i, n, m4, adds);
+            from.template both4<SUMS>(tile.at + i, n, m4, adds);
+            bool ends = i + FOUR > tile.size;
 #pragma unroll
             for (unsigned k = 0; k < FOUR; ++k) {
                 float d = __fadd_rn(__fsqrt_rn(at(v4, k)), n.eps);
-                float fresh = __fadd_rn(__fmul_rn(n.beta2, at(f4, k)), at(adds, k));
+                at(f4, k) = __fadd_rn(SUMS ? at(f4, k) : __fmul_rn(n.beta2, at(f4, k)), at(adds, k));
                 float u0 = __fdiv_rn(at(m4, k), d), u = __fadd_rn(u0, __fmul_rn(n.decay, at(p4, k)));
-                float ratio = __fdiv_rn(d, __fadd_rn(__fsqrt_rn(fresh), n.eps));
                 at(of[0], k) = square(u0), at(of[1], k) = square(u), at(of[2], k) = square(at(p4, k));
-                if (i + k < tile.size && !n.sums) most = larger(most, ratio);
-                at(f4, k) = i + k < tile.size ? fresh : 0.f;
+                if (SUMS) continue;
+                float ratio = __fdiv_rn(d, __fadd_rn(__fsqrt_rn(at(f4, k)), n.eps));
+                if (!ends || i + k < tile.size) most = larger(most, ratio);
             }
+            if (ends)
+#pragma unroll
+                for (unsigned k = 0; k < FOUR; ++k) at(f4, k) = i + k < tile.size ? at(f4, k) : 0.f;
             put_four(fresh_v, tile.at + i, f4);
 #pragma unroll
             for (unsigned j = 0; j < KINDS; ++j) put_four(squares, j * ROOM + inside, of[j]);
@@ -184,22 +192,39 @@ __device__ __forceinline__ void measure(From from, const Tile& tile, const float
 
 // Of momenta in rows. block_of: of each tile, the number of the block that it begins in.
 KERNEL measure_rows(const Tile* tiles, const unsigned* block_of, const float* p, const float* v, float* fresh_v,
-                    const float* scaling, const float* scaling_before, const float* values, const byte* bits,
-                    const float* values_before, const byte* bits_before, const Block* blocks,
-                    const __grid_constant__ Numbers numbers, float* found) {
+                   const float* scaling, const float* scaling_before, const float* values, const byte* bits,
+                   const float* values_before, const byte* bits_before, const Block* blocks,
+                   const __grid_constant__ Numbers numbers, float* found) {
     Tile tile = tiles[blockIdx.x];
     FromRows from = {values, values_before, bits, bits_before, blocks, scaling[tile.tensor], scaling_before[tile.tensor]};
     from.begin(block_of[blockIdx.x]);
-    from.measure(numbers);
-    measure(from, tile, p, v, fresh_v, numbers, found);
+    from.measure<false>(numbers);
+    measure<false>(from, tile, p, v, fresh_v, numbers, found);
+}
+KERNEL sum_rows(const Tile* tiles, const unsigned* block_of, const float* p, const float* v, float* fresh_v,
+               const float* scaling, const float* scaling_before, const float* values, const byte* bits,
+               const float* values_before, const byte* bits_before, const Block* blocks,
+               const __grid_constant__ Numbers numbers, float* found) {
+    Tile tile = tiles[blockIdx.x];
+    FromRows from = {values, values_before, bits, bits_before, blocks, scaling[tile.tensor], scaling_before[tile.tensor]};
+    from.begin(block_of[blockIdx.x]);
+    from.measure<true>(numbers);
+    measure<true>(from, tile, p, v, fresh_v, numbers, found);
 }
 // Of momenta in floats.
 KERNEL measure_floats(const Tile* tiles, const float* p, const float* v, float* fresh_v, const float* scaling,
-                      const float* scaling_before, const float* z, const float* before,
-                      const __grid_constant__ Numbers numbers, float* found) {
+                     const float* scaling_before, const float* z, const float* before,
+                     const __grid_constant__ Numbers numbers, float* found) {
     Tile tile = tiles[blockIdx.x];
     FromFloats from = {z, before, scaling[tile.tensor], scaling_before[tile.tensor]};
-    measure(from, tile, p, v, fresh_v, numbers, found);
+    measure<false>(from, tile, p, v, fresh_v, numbers, found);
+}
+KERNEL sum_floats(const Tile* tiles, const float* p, const float* v, float* fresh_v, const float* scaling,
+                 const float* scaling_before, const float* z, const float* before,
+                 const __grid_constant__ Numbers numbers, float* found) {
+    Tile tile = tiles[blockIdx.x];
+    FromFloats from = {z, before, scaling[tile.tensor], scaling_before[tile.tensor]};
+    measure<true>(from, tile, p, v, fresh_v, numbers, found);
 }
 
 // Bounds of r, of its change, of the trust ratio c, and by how many times that a step is bounded; bounded: is it? weighs:
