@@ -23,7 +23,7 @@ SHELL := bash
 LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
 # Where those of the one Ray are.
 RAYS := tests/tools/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/tools/drill tests/workers/elastic
-TEST_JOBS ?= 4
+TEST_JOBS ?= 6
 # Those of the one Ray run one at a time; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
 

@@ -15,11 +15,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 from alembic import command
 from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Double, create_engine, event, func, make_url, select, text
 from sqlalchemy.exc import ArgumentError, DatabaseError
@@ -90,9 +93,11 @@ class Database:
 
     def upgrade_in(self, session: Session) -> None:
         """The same in the transaction of `exclusive`."""
-        config = Config()
-        config.set_main_option("script_location", "thinwire.service:migrations")
-        config.attributes["connection"] = session.connection()
+        connection = session.connection()
+        if MigrationContext.configure(connection).get_current_revision() == _newest():
+            return
+        config = _alembic()
+        config.attributes["connection"] = connection
         command.upgrade(config, "head")
 
     @contextmanager
@@ -149,6 +154,18 @@ class Database:
     def close(self) -> None:
         """Close all connections. Safe to call twice."""
         self.engine.dispose()
+
+
+def _alembic() -> Config:
+    config = Config()
+    config.set_main_option("script_location", "thinwire.service:migrations")
+    return config
+
+
+@cache
+def _newest() -> str | None:
+    """This version's newest revision. To read the revisions takes longer than all else that a start asks of it."""
+    return ScriptDirectory.from_config(_alembic()).get_current_head()
 
 
 def _advice(error: DatabaseError) -> str:
