@@ -177,9 +177,21 @@ FAULTS = [
         "serve",
         f"{LANES_RACE}|{UNWRITTEN}",
     ),
-    Fault("rows and elements do not change places", "(x.x ^ x.x >> 14)", "(x.x ^ x.x >> 13)", "serve", DIFFERS),
+    Fault("rows and elements do not change places", "(x ^ x >> 14)", "(x ^ x >> 13)", "serve", DIFFERS),
+    Fault("one draw for all elements", "rounded(x.y, w + STRIDE)", "rounded(x.y, w)", "encode_sum, narrow", DIFFERS),
     Fault(
-        "one draw for all elements", "bits + drawn(noise, i)", "bits + drawn(noise, 0)", "encode_sum, narrow", DIFFERS
+        "signs of bfloat16 in another order",
+        "signs4(low) << 4 | signs4(high)",
+        "signs4(high) << 4 | signs4(low)",
+        "encode_sum, narrow",
+        DIFFERS,
+    ),
+    Fault(
+        "the sums of rows from the fifth on are left out",
+        "if (rows.count > HALF)",
+        "if (rows.count > FEW)",
+        "serve of many",
+        DIFFERS,
     ),
     Fault(
         "the first piece of a block alone",

@@ -18,16 +18,16 @@ MOST_REGISTERS = {"exchange.cu": 48, "updates.cu": 64, "lamb.cu": 64, "int8.cu":
 """Of a thread. A multiprocessor has 65536: 1280 and 1024 threads are there at once."""
 MOST_INSTRUCTIONS = {
     "encode_sum": 34,
-    "encode_sum_narrow": 46,
+    "encode_sum_narrow": 41,
     "encode_lerp": 43,
-    "encode_lerp_narrow": 55,
+    "encode_lerp_narrow": 53,
     "encode_scaled": 55,
     "encode_first_advanced": 41,
     "encode_advanced": 39,
     "serve": 44,
-    "serve_narrow": 56,
+    "serve_narrow": 55,
     "decode": 12,
-    "narrow_all": 21,
+    "narrow_all": 19,
     "descend": 51,
     "descend_narrow": 52,
     "adam": 75,
@@ -49,8 +49,8 @@ MOST_INSTRUCTIONS = {
     "decode_rows": 27,
 }
 """For an element, of all threads: a tenth more than what was counted, on the architecture with most."""
-HALF_AS_WIDE = {"encode_sum_narrow", "encode_lerp_narrow", "serve_narrow", "narrow_all"}
-"""They write bfloat16."""
+HALF_AS_WIDE = {"encode_sum_narrow", "encode_lerp_narrow", "narrow_all"}
+"""They read, or write, four bfloat16."""
 NO_STORES, NO_LOADS = {"encode_rows"}, {"decode", "narrow_all", "decode_rows"}
 """Of four floats: they write bytes, or read bits, bytes, or another type."""
 ALWAYS = "sm_90"
@@ -77,7 +77,7 @@ def test_a_source_compiles_by_itself_within_its_bounds(name, architecture):
         assert not [one for one in kernel.operations if one.startswith(("LDL", "STL"))]
         if kernel.name in BYTES:
             width = 64 if kernel.name in HALF_AS_WIDE else 128  # four numbers
-            assert kernel.operations[f"STG.E.{width}"] >= 1 or kernel.name in NO_STORES
+            assert kernel.operations["STG.E.128"] + kernel.operations[f"STG.E.{width}"] >= 1 or kernel.name in NO_STORES
             assert kernel.operations[f"LDG.E.{width}"] >= 1 or kernel.name in NO_LOADS
             assert 1 < instructions_an_element(as_counted.kernels[kernel.name]) <= MOST_INSTRUCTIONS[kernel.name]
 

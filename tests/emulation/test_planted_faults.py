@@ -38,9 +38,16 @@ def lerp_of_parts(kernels, case):
 def what_is_found(source, kernel):
     """What is said of this source, by the first order of lanes that shows something."""
     kernel, _, narrow = kernel.partition(", ")
-    do = lerp_of_parts if kernel == "encode_lerp" else lambda kernels, case: run(kernels, kernel, case)
+    do = lerp_of_parts if kernel == "encode_lerp" else lambda kernels, case: run(kernels, kernel.split(" ")[0], case)
     for seed in range(4):
-        case = Case(SIZES, DEAD, num_rows=3, sums=torch.bfloat16 if narrow else None, cuts=(2, 4), seed=seed)
+        case = Case(
+            SIZES,
+            DEAD,
+            num_rows=7 if "many" in kernel else 3,
+            sums=torch.bfloat16 if narrow else None,
+            cuts=(2, 4),
+            seed=seed,
+        )
         for name in ("c", "x"):  # no value so large that its square is all of a sum
             case.slice(name).clamp_(-8, 8)
         case.slice("x")[1200] = case.poisonous("huge")

@@ -22,11 +22,13 @@
 #define TOLD 4u     // floats of shared memory in front of a block's new sums, which stay aligned to 16 bytes
 #define PARTS 128u  // the most parts of one launch: kernel arguments have room for 4 kB
 #define FEW 8u      // rows whose sums are looked up
+#define HALF (FEW / 2u)
 #define MEANS 256u  // floats of shared memory in front of all that, where rows are averaged: one for each of their signs
 #define STRIDE 0x61c88647u
 #define FACTOR 0x735a2d97u
 #define LARGEST 0x7f7f0000u  // bfloat16
 #define UPPER 0xffff0000u
+#define NAN_BITS 0x7fc00000u
 
 typedef unsigned char byte;
 typedef unsigned short narrow;  // a bfloat16
@@ -80,20 +82,22 @@ __device__ __forceinline__ float4 gradient4(const narrow* g, unsigned i, bool al
 struct Noise {
     unsigned key, start;
 };
-__device__ __forceinline__ unsigned drawn(Noise noise, unsigned i) {
-    unsigned w = (noise.start + i) * STRIDE + noise.key;
-    return (w ^ w >> 16) * FACTOR >> 16;
+// By what element i of the table is rounded; the next one by STRIDE more.
+__device__ __forceinline__ unsigned noise_of(Noise noise, long long i) {
+    return (noise.start + (unsigned)i) * STRIDE + noise.key;
 }
-__device__ __forceinline__ float rounded(float x, Noise noise, unsigned i) {
-    unsigned bits = __float_as_uint(x);  // what becomes infinite here is too large for its square, and is not kept
-    return __uint_as_float((is_nan(x) ? bits : bits + drawn(noise, i)) & UPPER);
+__device__ __forceinline__ unsigned drawn(unsigned w) { return (w ^ w >> 16) * FACTOR >> 16; }
+__device__ __forceinline__ float rounded(float x, unsigned w) {
+    unsigned nan = is_nan(x) ? NAN_BITS : 0u;  // whatever is added to it, it stays one
+    // What becomes infinite here is too large for its square, and is not kept.
+    return __uint_as_float(((__float_as_uint(x) + drawn(w)) & UPPER) | nan);
 }
 __device__ __forceinline__ bool is_above(float x) { return (__float_as_uint(x) & ~SIGN) > LARGEST; }
-// The four elements from i on of the table, as sums of this type are kept.
-__device__ __forceinline__ float4 kept4(float4 x, const float*, Noise, unsigned) { return x; }
-__device__ __forceinline__ float4 kept4(float4 x, const narrow*, Noise noise, unsigned i) {
-    return make_float4(rounded(x.x, noise, i), rounded(x.y, noise, i + 1u), rounded(x.z, noise, i + 2u),
-                       rounded(x.w, noise, i + 3u));
+// Four elements, as sums of this type are kept; the first is rounded by w.
+__device__ __forceinline__ float4 kept4(float4 x, const float*, unsigned) { return x; }
+__device__ __forceinline__ float4 kept4(float4 x, const narrow*, unsigned w) {
+    return make_float4(rounded(x.x, w), rounded(x.y, w + STRIDE), rounded(x.z, w + 2u * STRIDE),
+                       rounded(x.w, w + 3u * STRIDE));
 }
 // The upper halves of two numbers.
 __device__ __forceinline__ unsigned pair(unsigned low, unsigned high) { return low >> 16 | (high & UPPER); }
@@ -103,6 +107,26 @@ __device__ __forceinline__ void put_four(narrow* x, unsigned i, float4 values) {
     two.x = pair(__float_as_uint(values.x), __float_as_uint(values.y));
     two.y = pair(__float_as_uint(values.z), __float_as_uint(values.w));
     *reinterpret_cast<uint2*>(x + i) = two;
+}
+
+// Eight of them, in one load or store of 16 bytes.
+__device__ __forceinline__ void eight(const float* x, unsigned i, float4& low, float4& high) {
+    low = four(x, i), high = four(x, i + FOUR);
+}
+__device__ __forceinline__ void eight(const narrow* x, unsigned i, float4& low, float4& high) {
+    uint4 all = *reinterpret_cast<const uint4*>(x + i);
+    low = make_float4(__uint_as_float(all.x << 16), __uint_as_float(all.x & UPPER), __uint_as_float(all.y << 16),
+                      __uint_as_float(all.y & UPPER));
+    high = make_float4(__uint_as_float(all.z << 16), __uint_as_float(all.z & UPPER), __uint_as_float(all.w << 16),
+                       __uint_as_float(all.w & UPPER));
+}
+__device__ __forceinline__ void put_eight(narrow* x, unsigned i, float4 low, float4 high) {
+    uint4 all;
+    all.x = pair(__float_as_uint(low.x), __float_as_uint(low.y));
+    all.y = pair(__float_as_uint(low.z), __float_as_uint(low.w));
+    all.z = pair(__float_as_uint(high.x), __float_as_uint(high.y));
+    all.w = pair(__float_as_uint(high.z), __float_as_uint(high.w));
+    *reinterpret_cast<uint4*>(x + i) = all;
 }
 
 // size, or -size where the bit that is shifted to the top is 0. minus: the bits of -size.
@@ -164,6 +188,31 @@ __device__ __forceinline__ float sum_of_squares(const float* fresh, unsigned pad
     return sum;
 }
 
+// The signs of new sums, and where they are finite the sums. Of floats each thread keeps fours, and its neighbour's four
+// signs make a byte of them; eight bfloat16 are as many bytes.
+__device__ __forceinline__ void keep(const Block& b, const float* fresh, bool finite, float* c, byte* bits) {
+    unsigned padded = (b.size + PADDED - 1u) & ~(PADDED - 1u);
+    float* kept = c + b.at + FOUR * threadIdx.x;
+    byte* signs = bits + b.bits + threadIdx.x / 2u;
+    const float* x = fresh + FOUR * threadIdx.x;
+    for (unsigned i = FOUR * threadIdx.x; i < padded; i += FOUR * THREADS) {  // all of a warp, or none
+        float4 values = four(x, 0);
+        unsigned own = signs4(values), next = __shfl_down_sync(ALL, own, 1);
+        if (i < b.size) {
+            if (finite) put_four(kept, 0, values);
+            if (!(threadIdx.x & 1u)) *signs = (byte)(own << 4 | next);
+        }
+        x += FOUR * THREADS, kept += FOUR * THREADS, signs += FOUR * THREADS / BYTE;
+    }
+}
+__device__ __forceinline__ void keep(const Block& b, const float* fresh, bool finite, narrow* c, byte* bits) {
+    for (unsigned i = BYTE * threadIdx.x; i < b.size; i += BYTE * THREADS) {
+        float4 low = four(fresh, i), high = four(fresh, i + FOUR);
+        if (finite) put_eight(c + b.at, i, low, high);
+        bits[b.bits + i / BYTE] = (byte)(signs4(low) << 4 | signs4(high));
+    }
+}
+
 // A block's new sums lie in shared memory: write its scale and signs, and keep the sums and the scale where the sum of
 // their squares is finite. values, bits: of the wire memory that is written.
 template <typename K>
@@ -183,24 +232,13 @@ __device__ __forceinline__ void finish(const Block& b, float* shared, const long
         if (threadIdx.x == 0) {
             float root = __fsqrt_rn(__fdiv_rn(sum, b.live));
             told[0] = is_finite(sum) ? 1.f : 0.f;
-            values[b.scale] = is_finite(sum) ? root : __uint_as_float(0x7fc00000u);
+            values[b.scale] = is_finite(sum) ? root : __uint_as_float(NAN_BITS);
             if (is_finite(sum)) *scale = root;
         }
     }
     __syncthreads();
     bool finite = told[0] != 0.f;
-    K* kept = c + b.at + FOUR * threadIdx.x;
-    byte* signs = bits + b.bits + threadIdx.x / 2u;
-    const float* x = fresh + FOUR * threadIdx.x;
-    for (unsigned i = FOUR * threadIdx.x; i < padded; i += FOUR * THREADS) {  // all of a warp, or none
-        float4 values = four(x, 0);
-        unsigned own = signs4(values), next = __shfl_down_sync(ALL, own, 1);
-        if (i < b.size) {
-            if (finite) put_four(kept, 0, values);
-            if (!(threadIdx.x & 1u)) *signs = (byte)(own << 4 | next);
-        }
-        x += FOUR * THREADS, kept += FOUR * THREADS, signs += FOUR * THREADS / BYTE;
-    }
+    keep(b, fresh, finite, c, bits);
 }
 
 __device__ __forceinline__ void zero_dead(const Block& b, const long long* dead, float* x) {
@@ -216,6 +254,7 @@ __device__ __forceinline__ void encode_sum_of(K* c, float* scale, const float* x
     extern __shared__ float shared[];
     Block b = blocks[blockIdx.x];
     float sent = scale[blockIdx.x];
+    unsigned w = noise_of(noise, b.at);
     bool aligned = is_aligned(x);
     float4 kept[2], given[2];
     in_pairs(
@@ -226,7 +265,7 @@ __device__ __forceinline__ void encode_sum_of(K* c, float* scale, const float* x
         },
         [&](unsigned i, unsigned r) {
             float4 z = with_error4(kept[r], sent, given[r]);
-            put_four(shared + TOLD, i, kept4(z, c, noise, (unsigned)b.at + i));
+            put_four(shared + TOLD, i, kept4(z, c, w + i * STRIDE));
         });
     finish(b, shared, dead, c, scale + blockIdx.x, values, bits);
 }
@@ -275,6 +314,7 @@ __device__ __forceinline__ void encode_lerp_of(K* c, float* scale, const Parts& 
     unsigned number = first + blockIdx.x;
     Block b = blocks[number];
     float sent = scale[number], m_size = last_values[b.scale];
+    unsigned w = noise_of(noise, b.at);
     const byte* m_bits = last_bits + b.bits;
     with_gradient(parts, number, b, [&](auto g) {
         bool aligned = is_aligned(g);
@@ -289,7 +329,7 @@ __device__ __forceinline__ void encode_lerp_of(K* c, float* scale, const Parts& 
             },
             [&](unsigned i, unsigned r) {
                 float4 z = lerp4(given[r], signed4(signs[r], i, m_size), weight);
-                put_four(shared + TOLD, i, kept4(with_error4(kept[r], sent, z), c, noise, (unsigned)b.at + i));
+                put_four(shared + TOLD, i, kept4(with_error4(kept[r], sent, z), c, w + i * STRIDE));
             });
     });
     finish(b, shared, dead, c, scale + number, values, bits);
@@ -320,7 +360,7 @@ __device__ __forceinline__ void encode_advanced_of(float* c, float* scale, const
     extern __shared__ float shared[];
     unsigned number = first + blockIdx.x;
     Block b = blocks[number];
-    float sent = *z.lost ? __uint_as_float(0x7fc00000u) : scale[number];  // NaN in every error, and so in every sum
+    float sent = *z.lost ? __uint_as_float(NAN_BITS) : scale[number];  // NaN in every error, and so in every sum
     const float *own_m = z.m + b.at, *own_u = z.u + b.at;
     __builtin_assume(__isGlobal(own_m));
     if (SUMS) __builtin_assume(__isGlobal(own_u));
@@ -432,22 +472,24 @@ __device__ __forceinline__ void make_means(float* means, float* sizes, const Row
     means[threadIdx.x] = rows.count <= FEW ? __fdiv_rn(total, (float)rows.count) : total;
     __syncthreads();
 }
+// Of each of the first rows, HALF at most, a byte with the signs of eight elements. Rows and elements change places: in
+// squares of two, of four; those of eight are left. [Warren 2013, section 7-3]
+__device__ __forceinline__ unsigned bytes_of_rows(const byte* at, unsigned row_bytes, unsigned count) {
+    unsigned x = *at;
+#pragma unroll
+    for (unsigned row = 1; row < HALF; ++row)
+        if (row < count) x |= (unsigned)at[(unsigned long long)row * row_bytes] << (BYTE * row);
+    unsigned t = (x ^ x >> 7) & 0x00aa00aau;
+    x ^= t ^ t << 7;
+    t = (x ^ x >> 14) & 0x0000ccccu;
+    return x ^ t ^ t << 14;
+}
 // Four elements a word, the first in its highest byte: of each the signs of FEW rows, bit r that of row r.
 __device__ __forceinline__ uint2 signs_of_rows(const Rows& rows, unsigned i) {
-    uint2 x = {0u, 0u};  // of each row a byte with the signs of eight elements
+    uint2 x = {0u, 0u};
     const byte* at = rows.bits + i / BYTE;
-#pragma unroll
-    for (unsigned row = 0; row < FEW; ++row, at += rows.row_bytes)
-        if (row < rows.count) (row < FEW / 2u ? x.x : x.y) |= (unsigned)*at << (BYTE * (row % (FEW / 2u)));
-    // Rows and elements change places: in squares of two, of four, of eight. [Warren 2013, section 7-3]
-    unsigned t = (x.x ^ x.x >> 7) & 0x00aa00aau;
-    x.x ^= t ^ t << 7;
-    t = (x.y ^ x.y >> 7) & 0x00aa00aau;
-    x.y ^= t ^ t << 7;
-    t = (x.x ^ x.x >> 14) & 0x0000ccccu;
-    x.x ^= t ^ t << 14;
-    t = (x.y ^ x.y >> 14) & 0x0000ccccu;
-    x.y ^= t ^ t << 14;
+    x.x = bytes_of_rows(at, rows.row_bytes, rows.count);
+    if (rows.count > HALF) x.y = bytes_of_rows(at + (unsigned long long)HALF * rows.row_bytes, rows.row_bytes, rows.count - HALF);
     uint2 found;
     found.x = (x.y & 0xf0f0f0f0u) | (x.x >> 4 & 0x0f0f0f0fu);
     found.y = (x.y << 4 & 0xf0f0f0f0u) | (x.x & 0x0f0f0f0fu);
@@ -476,16 +518,18 @@ __device__ __forceinline__ void serve_of(K* c, float* scale, const float* row_va
     Block b = blocks[blockIdx.x];
     float sent = scale[blockIdx.x], *fresh = shared + MEANS + TOLD;
     Rows rows = {row_values + b.scale, row_bits + b.bits, num_rows, row_bytes};
+    unsigned w = noise_of(noise, b.at);
     make_means(shared, fresh, rows);
     for (unsigned i = BYTE * threadIdx.x; i < b.size; i += BYTE * THREADS) {
-        float4 low = four(c + b.at, i), high = four(c + b.at, i + FOUR);
+        float4 low, high;
+        eight(c + b.at, i, low, high);
         uint2 signs = signs_of_rows(rows, i);
         float4 z = means4(shared, signs.x);
         if (MORE) z = with_more4(z, rows, i);
-        put_four(fresh, i, kept4(with_error4(low, sent, z), c, noise, (unsigned)b.at + i));
+        put_four(fresh, i, kept4(with_error4(low, sent, z), c, w + i * STRIDE));
         z = means4(shared, signs.y);
         if (MORE) z = with_more4(z, rows, i + FOUR);
-        put_four(fresh, i + FOUR, kept4(with_error4(high, sent, z), c, noise, (unsigned)b.at + i + FOUR));
+        put_four(fresh, i + FOUR, kept4(with_error4(high, sent, z), c, w + (i + FOUR) * STRIDE));
     }
     finish(b, shared + MEANS, dead, c, scale + blockIdx.x, values, bits);
 }
@@ -526,7 +570,7 @@ KERNEL decode(const float* values, const byte* bits, const Block* blocks, const 
 KERNEL narrow_all(const float* x, narrow* out, long long numel, Noise noise) {
     long long i = ((long long)blockIdx.x * THREADS + threadIdx.x) * FOUR;
     if (i >= numel) return;
-    float4 given = four(x + i, 0), z = kept4(given, out, noise, (unsigned)i);
+    float4 given = four(x + i, 0), z = kept4(given, out, noise_of(noise, i));
     z.x = __uint_as_float(is_above(given.x) ? __float_as_uint(given.x) & UPPER : __float_as_uint(z.x));
     z.y = __uint_as_float(is_above(given.y) ? __float_as_uint(given.y) & UPPER : __float_as_uint(z.y));
     z.z = __uint_as_float(is_above(given.z) ? __float_as_uint(given.z) & UPPER : __float_as_uint(z.z));
