@@ -5,6 +5,7 @@ import torch
 
 from tests.emulation.emulator import Emulator, require_compiler
 from tests.optim.constructing import construct
+from thinwire.comm.errors import NonFiniteInput
 from thinwire.comm.exchange import any_codec, sign
 from thinwire.comm.groups.threads import run_threads
 from thinwire.comm.kernels.cuda import int8
@@ -131,6 +132,47 @@ def test_a_run_on_emulated_kernels_is_that_on_the_loops_bit_for_bit(name, size, 
             "0/1 Adam": {"encode_first_advanced", "encode_advanced", "first_local", "receive_rows"},
         }
         assert due[name] <= launched
+
+
+def with_a_lost_gradient():
+    """Of two ranks with two groups the parameters after 12 steps, and which steps said that a gradient was lost."""
+    kind, options = OPTIMIZERS["0/1 Adam"]
+
+    def work(group):
+        start = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape, generator=start)) for shape in SHAPES]
+        groups = [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:], "lr": 3e-3}]
+        optimizer = construct(
+            kind, groups, lr=1e-2, group=group, overlap=False, **{**HYPER, **options, "local_step_clipper": 4}
+        )
+        own, told = torch.Generator().manual_seed(1 + group.rank), []
+        for step in range(1, 13):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=own)
+            if group.rank == 1 and step in (7, 10):
+                params[3].grad[5, 2] = torch.inf
+            try:
+                optimizer.step()
+            except NonFiniteInput as error:
+                told.append((step, error.ranks))
+        return optimizer.space.p_N.clone(), told, bool(optimizer.at_sync)
+
+    return run_threads(2, work)
+
+
+@pytest.mark.law
+def test_a_lost_gradient_is_told_and_undone_as_by_the_loops_bit_for_bit(monkeypatch):
+    require_compiler()
+    theirs = with_a_lost_gradient()
+    with monkeypatch.context() as inside:
+        launchers = Launchers(inside)
+        ours = with_a_lost_gradient()
+        launched = set(launchers.take())
+    assert {"encode_first_advanced", "encode_advanced", "local", "receive_rows"} <= launched
+    assert all(told for _, told, _ in ours)
+    for (a, *mine), (b, *those) in zip(ours, theirs, strict=True):
+        assert mine == those
+        assert torch.equal(a, b)
 
 
 class Counting:
