@@ -262,6 +262,12 @@ class CudaUpdates:
         for x in slices:
             if x.data_ptr() % ALIGNMENT:
                 raise ValueError(f"a slice at address {x.data_ptr()} must begin at a multiple of {ALIGNMENT}")
+        for one in told:
+            if one.dtype != torch.bool or one.dim() or one.device != slices[0].device:
+                raise ValueError(
+                    f"{one.dtype}{list(one.shape)} on {one.device}: must be a bool without dimensions on "
+                    f"{slices[0].device}"
+                )
         numel = slices[0].numel()
         if numel:
             arguments: tuple[Argument, ...] = (*slices, *map(np.float32, numbers), *told, np.int64(numel))

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.comm.kernels.cases import KERNELS, NOISE, POISON, WEIGHT, Case, added, assert_same, assert_same_floats, run
 from tests.emulation.emulator import Emulator, kernels_in, require_compiler
-from thinwire.comm.kernels.added import Lerp, MeanOfRows, ScaledLerp, Vector
+from thinwire.comm.kernels.added import Advanced, Lerp, MeanOfRows, ScaledLerp, Vector
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import narrow
 from thinwire.comm.kernels.cpu import CpuKernels
@@ -252,6 +252,8 @@ def test_what_does_not_fit_the_table_is_refused_before_anything_is_launched():
     ):
         with pytest.raises(ValueError, match=told):
             kernels.encode(c, s, Lerp(parts, WEIGHT, case.wire("last")), t, out)
+    with pytest.raises(ValueError, match="must be a bool without dimensions on cpu"):
+        kernels.encode(c, s, Advanced([x], x, None, WEIGHT, 1.0, 1.0, torch.zeros(())), t, out)
     z = ScaledLerp([x], WEIGHT, case.wire("last"), case.factors, case.pieces)
     with pytest.raises(ValueError, match=r"vector of torch.bfloat16, .* must be contiguous torch.float32"):
         kernels.encode(c.bfloat16(), s, z, t, out)

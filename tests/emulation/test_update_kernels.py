@@ -20,8 +20,8 @@ FOUND, LOST = torch.tensor(False), torch.tensor(True)
 UPDATES = {
     "adam": lambda x: updates.adam_(x[0], x[1], x[2], x[3].abs_(), HYPER, 3),
     "adam, not corrected": lambda x: updates.adam_(x[0], x[1], x[2], x[3].abs_(), HYPER, None),
-    "local": lambda x: updates.local_(x[0], x[1], x[2], x[3], x[4].abs_(), HYPER, 0.999, FOUND),
-    "first_local": lambda x: updates.first_local_(*x[:5], x[5].abs_(), HYPER, 0.999, FOUND),
+    "local": lambda x: updates.local_(x[0], x[1], x[2], x[3], x[4].abs_(), HYPER, 0.999, FOUND.to(x[0].device)),
+    "first_local": lambda x: updates.first_local_(*x[:5], x[5].abs_(), HYPER, 0.999, FOUND.to(x[0].device)),
     "first_proposal": lambda x: updates.first_proposal_(x[0], x[1], x[2], HYPER),
     "propose": lambda x: updates.propose_(x[0], x[1], x[2], x[3], HYPER, 0.999),
     "receive": lambda x: updates.receive_(x[0], x[1], x[2], x[3].abs_(), x[4], (-1.0, 3e-3, 0.7, 0.999), EPS),
@@ -130,6 +130,9 @@ def test_what_is_not_aligned_or_does_not_fit_is_refused_before_anything_is_launc
     cuda, odd = CudaUpdates(launcher), torch.zeros(65)[1:]
     with pytest.raises(ValueError, match="must begin at a multiple of 16"):
         cuda.run("propose", (odd, odd, odd, odd), (1.0, 1.0, 1.0))
+    for wrong in (torch.zeros(()), torch.zeros(1, dtype=torch.bool), FOUND.to("meta")):
+        with pytest.raises(ValueError, match="must be a bool without dimensions on cpu"):
+            cuda.run("local", (torch.zeros(64),) * 5, (1.0,) * 4, wrong)
     for wrong in (odd, torch.zeros(56)):
         with pytest.raises(ValueError, match=r"of shape \(64,\), at a multiple of 16"):
             cuda.over_rows("descend", (wrong, torch.zeros(64)), case.wire("last"), (1e-8, 1.0, 1.0), case.table)

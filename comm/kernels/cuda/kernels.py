@@ -182,8 +182,11 @@ def _cut(factor_r: Tensor, pieces: Pieces, table: BlockTable) -> Argument:
 
 def _advanced(z: Advanced, table: BlockTable) -> Argument:
     at = (0 if x_c is None else _vector(x_c, table).data_ptr() for x_c in (z.m_c, z.u_c))
-    if z.lost.dtype != torch.bool or z.lost.dim():
-        raise ValueError(f"lost is {z.lost.dtype}{list(z.lost.shape)}: must be a bool without dimensions")
+    if z.lost.dtype != torch.bool or z.lost.dim() or z.lost.device != table.starts.device:
+        raise ValueError(
+            f"lost is {z.lost.dtype}{list(z.lost.shape)} on {z.lost.device}: must be a bool without dimensions on "
+            f"{table.starts.device}"
+        )
     return structure(ADVANCED, ADVANCED_FORM, *at, z.lost.data_ptr(), z.weight, z.rate, z.keep, 0.0)
 
 

@@ -141,7 +141,7 @@ def added(name, case, parts):
     if name == "encode_sum":
         return Vector(*parts)
     if "advanced" in name:
-        lost = torch.tensor("lost" in name)
+        lost = torch.tensor("lost" in name, device=parts[0].device)
         m, u = (case.slice("out_c").roll(n) for n in (0, 1))
         return Advanced(parts, m, None if "first" in name else u, WEIGHT, 1.7e-3, 0.3, lost)
     lerp = parts, WEIGHT, case.wire("last")
