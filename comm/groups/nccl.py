@@ -89,6 +89,11 @@ class Communicators:
         """Close this first. Weak."""
         self._gates.add(gate)
 
+    @property
+    def to_abort(self) -> bool:
+        """Would abort() have something to do?"""
+        return not self.aborted and any(known() is not None for known in self._made)
+
     def abort(self) -> None:
         """Close all gates, then abort all that NCCL carries; the kernels of their collectives end. Once.
 
