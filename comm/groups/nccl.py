@@ -47,8 +47,9 @@ SETTINGS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 """With these a lost peer is a PeerLost, and never the end of this process."""
-ABORT_S = 4.0
-"""How long an abort waits for it. NCCL's own threads see the flag within a second."""
+ABORT_S = 2.0
+"""How long an abort waits for it. NCCL's own threads see the flag within a second. For the kernels themselves the
+exchange waits after that (exchange/pipeline.py)."""
 
 
 def prepare_nccl() -> None:

@@ -63,7 +63,7 @@ class Gpt(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """x, y: [batch, tokens]. The mean loss, in float32."""
-        h = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1], dtype=torch.int64, device=x.device))
         for block in self.blocks:
             h = block(h)
         return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1).float(), y.flatten())
