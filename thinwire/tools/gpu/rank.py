@@ -61,6 +61,7 @@ class Rank:
             os.environ |= {"NCCL_HOSTID": f"thinwire-{self.rank}", "NCCL_IB_DISABLE": "1"}
             prepare_nccl()
             self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            os.environ["LOCAL_RANK"] = str(self.device.index)  # by which libraries choose a GPU
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if self.on_gpu else "gloo", timeout=timedelta(seconds=COLLECTIVE_S))
         if self.rank == 0:
