@@ -3,7 +3,8 @@
 # make test      set up, run the checks and the tests; make test-all adds the slow ones and more random examples
 # make test-fast set up, run the laws, until the first that fails: about a minute
 # make check     formatting, lint, types, import rules, spelling
-# make bench-gpu on a machine with an NVIDIA GPU: what only a GPU can show, in ten minutes; ARGS="--minutes 20"
+# make bench-gpu on a machine with an NVIDIA GPU: what only a GPU can show, in ten minutes (ARGS="--minutes 20"); then
+#                steps of ranks as hosts, in ten more, which need root and iproute2 (HOSTS_ARGS="--minutes 5")
 # make manifests render deploy/chart with its own values into deploy/manifests/
 
 PYTHON ?= python3
@@ -66,7 +67,8 @@ check: .venv/.dev
 
 # With what is installed: neither Ray nor the service is needed there.
 bench-gpu:
-	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(ARGS)
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(ARGS); first=$$?; \
+		$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu_hosts $(HOSTS_ARGS) && exit $$first
 
 manifests: .venv/.dev
 	@$(BIN)/helm template thinwire deploy/chart --namespace thinwire > deploy/manifests/thinwire.yaml

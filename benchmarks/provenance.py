@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import thinwire
-from thinwire.tools.drill.job import hardware
+from thinwire.tools.hardware import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "tests" / "data" / "tinyshakespeare.txt"

@@ -50,7 +50,7 @@ Stage = Callable[[int], None]
 """One stage of bucket k."""
 CLOSE_S = 0.5
 """How long closing the gate may take: one tiny kernel on a stream of its own."""
-DRAIN_S = 3.0
+DRAIN_S = 5.0
 """How long the GPU may take, after a failure, to come to the end of what was queued."""
 _NOTHING = nullcontext()
 

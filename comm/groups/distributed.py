@@ -11,6 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from thinwire.comm.calls import NOWHERE, ON_THE_WIRE, Calls, Place, interrupted
 from thinwire.comm.errors import CallMismatch, CommError, PeerLost
-from thinwire.comm.groups.failure_detector import FailureDetector, Seen, StoreDetector
+from thinwire.comm.groups.failure_detector import FailureDetector, Lost, Seen, StoreDetector
 from thinwire.comm.groups.nccl import Communicators, ends_the_process, has_failed, is_nccl
 from thinwire.comm.groups.nodes import Part, PartStats
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
@@ -336,13 +337,22 @@ class TorchGroup:
             raise
         except RuntimeError as error:
             self._communicators.failures += 1
-            self._communicators.abort()
             if self._detector.left is not None:
+                self._communicators.abort()
                 raise self._has_left() from error
-            lost = self._detector.find_lost(self._answer_s, at)
+            lost = self._aborted_and_asked(at)
             if lost.mismatch:
                 _hold_for_good(dist.distributed_c10d._world.pg_map)
             raise lost.error(*self._told, collective, error, self.calls) from error
+
+    def _aborted_and_asked(self, at: Place) -> Lost:
+        """Who is gone. Beside the abort, which may take seconds: others wait for a word of this rank no longer."""
+        if not self._communicators.to_abort:
+            return self._detector.find_lost(self._answer_s, at)
+        with ThreadPoolExecutor(1, "thinwire-lost") as asking:
+            lost = asking.submit(self._detector.find_lost, self._answer_s, at)
+            self._communicators.abort()
+            return lost.result()
 
 
 class TorchPending:

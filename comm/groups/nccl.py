@@ -47,8 +47,9 @@ SETTINGS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 """With these a lost peer is a PeerLost, and never the end of this process."""
-ABORT_S = 4.0
-"""How long an abort waits for it. NCCL's own threads see the flag within a second."""
+ABORT_S = 2.0
+"""How long an abort waits for it. NCCL's own threads see the flag within a second. For the kernels themselves the
+exchange waits after that (exchange/pipeline.py)."""
 
 
 def prepare_nccl() -> None:
@@ -88,6 +89,11 @@ class Communicators:
     def before_abort(self, gate: Gate) -> None:
         """Close this first. Weak."""
         self._gates.add(gate)
+
+    @property
+    def to_abort(self) -> bool:
+        """Would abort() have something to do?"""
+        return not self.aborted and any(known() is not None for known in self._made)
 
     def abort(self) -> None:
         """Close all gates, then abort all that NCCL carries; the kernels of their collectives end. Once.

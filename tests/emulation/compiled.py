@@ -1,7 +1,7 @@
 """The CUDA sources through NVIDIA's own compiler, without a GPU: what it makes of them, read off the machine code.
 
 NVRTC compiles to PTX and to machine code for a named architecture; cuobjdump and nvdisasm print that. All three are
-wheels of the extra `dev`. `python -m tests.emulation.compiled` prints the tables of docs/gpu.md.
+wheels of the extra `dev`. `python -m tests.emulation.compiled` prints the tables of docs/gpu-kernels.md.
 """
 
 from __future__ import annotations

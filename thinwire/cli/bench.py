@@ -1,4 +1,4 @@
-"""`thinwire bench`: the benchmarks of a checkout, one command each. They are not in the wheel."""
+"""`thinwire bench`: the benchmarks of a checkout, one command each; all but `gpu` are not in the wheel."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from thinwire.cli.commands import work
 from thinwire.cli.screen import complain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Measure the kernels, the exchange and whole training steps. Needs a checkout of the repository.",
+    help="Measure the kernels, the exchange and whole training steps. All but `gpu` need a checkout of the repository.",
 )
 
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")]
@@ -42,6 +43,15 @@ def kernels(quick: Quick = False, out: Out = None) -> None:
     Example: `thinwire bench kernels --quick`
     """
     _benchmark("kernels.__main__").main(quick, out)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def gpu(context: typer.Context) -> None:
+    """Time whole steps over NCCL on one GPU, its ranks as hosts on links of a given rate; `gpu --help` says the rest.
+
+    Example: `sudo thinwire bench gpu --minutes 5 --rates 10000,1000`
+    """
+    raise typer.Exit(work("gpu")(context.args))
 
 
 def _over_links(name: str, loads: list[str] | None, tiny: str, words: str) -> None:

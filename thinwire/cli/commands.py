@@ -35,6 +35,7 @@ OWN_COMMANDS = {
 WORK = {
     "drill": "thinwire.tools.drill.run:run",
     "chaos": "thinwire.tools.drill.chaos:run",
+    "gpu": "thinwire.tools.gpu.run:main",
     "plan": "thinwire.workers.plan.run:run",
     "fetch": "thinwire.workers.weights:fetch",
     "picture": "thinwire.workers.telemetry.history:picture",

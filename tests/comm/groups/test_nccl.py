@@ -19,9 +19,13 @@ from thinwire.comm import PeerLost, TorchGroup, prepare_nccl
 from thinwire.comm.calls import Calls
 from thinwire.comm.exchange import pipeline as pipelines
 from thinwire.comm.groups import nccl
+from thinwire.comm.groups.distributed import ENDED_S
 from thinwire.comm.groups.failure_detector import Lost
 from thinwire.comm.groups.nccl import SETTINGS, Communicators, ends_the_process
 from thinwire.comm.groups.watching import poll
+
+TOLERANCE_S = 4.0
+"""For a machine that is busy."""
 
 
 class Aborted:
@@ -334,3 +338,36 @@ def test_a_peer_that_is_killed_costs_who_waits_for_a_device_less_than_ten_second
     rank, seconds = eval(said(tmp_path, 0, "lost"))
     assert rank == 1
     assert seconds < 10
+
+
+SLOW_ABORT = """
+from thinwire.comm.groups import distributed, failure_detector, nccl
+ABORT_S = 1.5
+nccl.is_nccl = lambda _: True  # what gloo carries here
+nccl._abort = lambda _: time.sleep(ABORT_S)
+distributed.has_failed = lambda _: False
+join()
+group = TorchGroup()
+group.mean_(torch.ones(3))
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:  # of the dead one it cannot know but by rank 0, as where it is not its neighbour
+    failure_detector.StoreDetector.ended = lambda _: {}
+began = time.monotonic()
+try:
+    group.await_device("finish", lambda: False)
+except PeerLost as error:
+    say("lost", repr((error.ranks, time.monotonic() - began)))
+os._exit(0)
+"""
+
+
+def test_a_slow_abort_delays_nobody_else_and_makes_nobody_a_lost_rank(tmp_path):
+    """A rank that aborts before it tells so has its peers wait for both aborts, one after the other, and be late."""
+    ranks = start(SLOW_ABORT, 3, tmp_path)
+    for one in ranks:
+        one.wait(timeout=60)
+    found = [eval(said(tmp_path, rank, "lost")) for rank in range(2)]
+    assert [lost for lost, _ in found] == [(2,), (2,)]
+    # Until a peer that has ended is missed, then one abort, beside the time to answer.
+    assert max(seconds for _, seconds in found) < ENDED_S + 1.5 + 1.0 + TOLERANCE_S

@@ -19,6 +19,7 @@ from typing import Any
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.tools.drill.asked import DrillFailed, Say
+from thinwire.tools.hardware import hardware
 from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.history import HistoryError
 
@@ -49,20 +50,6 @@ def made_by() -> dict[str, Any]:
     """Versions and hardware."""
     versions = {name: version(name) for name in ("thinwire", "torch", "ray")}
     return {"versions": {"python": platform.python_version(), **versions}, "hardware": hardware()}
-
-
-def hardware() -> dict[str, str]:
-    """Processor, cores, system."""
-    return {"cpu": _cpu_model(), "cores": str(os.cpu_count()), "system": f"{platform.system()} {platform.machine()}"}
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 @contextmanager
