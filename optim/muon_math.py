@@ -14,6 +14,7 @@ A value that is not finite reaches the update, whatever the rule. A tensor of ze
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import sqrt
 
 import torch
@@ -25,6 +26,8 @@ FLOOR = 0.1
 """Of the root mean square of a whole table: a row below that has an update as much smaller, so that one which was
 touched once does not go on at full size for good."""
 STEPS = 5
+WIDE, LARGE = 2, 128
+"""Times as wide as high: from there on steps on y y^T are fewer operations. Rows: from there on bfloat16 is faster."""
 A, B, C = 3.4445, -4.7750, 2.0315
 """The quintic that takes singular values from (0, 1] to about 0.7 to 1.2 in STEPS steps.  [Jordan et al. 2024]"""
 
@@ -32,16 +35,47 @@ A, B, C = 3.4445, -4.7750, 2.0315
 def orthogonalised(x: Tensor) -> Tensor:
     """Near U V^T of x = U S V^T, whatever the size of x. x: float[..., rows, columns], not modified. New.
 
-    Products are formed on the short side; on a GPU in bfloat16, of whose rounding the iteration makes little, elsewhere
-    in the type of x. Zeros stay zeros.  Source: Jordan et al. 2024, Newton-Schulz.
+    Products are formed on the short side, in `type_of_products`. In bfloat16 y is taken through all steps, as in the
+    source; in more digits a wide y has its steps on y y^T alone, with which their polynomials commute: y times their
+    product, in half the time where it is 4 times as wide as high. Zeros stay zeros.
+    Source: Jordan et al. 2024, Newton-Schulz.
     """
     tall = x.shape[-2] > x.shape[-1]
-    y = x.mT if tall else x
-    y = unit(y, (-2, -1)).to(torch.bfloat16 if x.device.type == "cuda" else x.dtype)
-    for _ in range(STEPS):
-        gram = y @ y.mT
-        y = A * y + (B * gram + C * (gram @ gram)) @ y
+    y = unit(x.mT if tall else x, (-2, -1)).to(type_of_products(x))
+    high, wide = y.shape[-2:]
+    if y.dtype != torch.bfloat16 and wide >= WIDE * high:
+        y = _product_of_steps(y @ y.mT) @ y
+    else:
+        for _ in range(STEPS):
+            gram = y @ y.mT
+            y = A * y + (B * gram + C * (gram @ gram)) @ y
     return (y.mT if tall else y).to(x.dtype)
+
+
+def type_of_products(x: Tensor) -> torch.dtype:
+    """bfloat16, of whose rounding the iteration makes little, on a GPU, and of a large float32 on a CPU that has it.
+
+    Elsewhere a product in bfloat16 takes longer than one in the type of x.
+    """
+    large = x.dtype == torch.float32 and min(x.shape[-2:]) >= LARGE
+    return torch.bfloat16 if x.device.type == "cuda" or (large and _cpu_multiplies_bf16()) else x.dtype
+
+
+@cache
+def _cpu_multiplies_bf16() -> bool:
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def _product_of_steps(gram: Tensor) -> Tensor:
+    """Q: Q y is y after all steps, of y y^T. float[..., high, high], new."""
+    all_steps = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    for _ in range(STEPS):
+        step = B * gram + C * (gram @ gram)
+        step.diagonal(dim1=-2, dim2=-1).add_(A)
+        all_steps = step @ all_steps
+        gram = step @ gram @ step
+    return all_steps
 
 
 def unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:

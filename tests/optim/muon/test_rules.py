@@ -8,7 +8,7 @@ from torch import nn
 
 from thinwire.comm import WireMismatch, run_threads
 from thinwire.optim import Muon, OneBitMuon
-from thinwire.optim.muon_math import RULES, SIZE, orthogonalised
+from thinwire.optim.muon_math import RULES, SIZE, WIDE, A, B, C, orthogonalised, type_of_products
 
 
 class Gpt(nn.Module):
@@ -165,6 +165,29 @@ def test_a_matrix_becomes_nearly_orthogonal_whatever_its_size(shape, size):
     assert u.shape == m.shape
     if min(shape) == 1:
         assert 0.6 < u.square().mean().sqrt() / SIZE < 1.25
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 8 * WIDE), (40, 5), (3, 4, 90)])
+def test_however_its_products_are_ordered_it_is_the_quintic_five_times(shape):
+    m = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    u, s, v = torch.linalg.svd(m, full_matrices=False)
+    s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
+    for _ in range(5):
+        s = A * s + B * s**3 + C * s**5
+    torch.testing.assert_close(orthogonalised(m), (u * s[..., None, :]) @ v, rtol=0, atol=1e-11)
+
+
+def test_a_large_float32_matrix_is_near_its_float64_form_whatever_its_products_are_in(monkeypatch):
+    m = torch.randn(128, 160, generator=torch.Generator().manual_seed(6))
+    exact = orthogonalised(m.double())
+    for has_bf16 in (True, False):
+        monkeypatch.setattr("thinwire.optim.muon_math._cpu_multiplies_bf16", lambda has_bf16=has_bf16: has_bf16)
+        assert type_of_products(m) == (torch.bfloat16 if has_bf16 else torch.float32)
+        assert type_of_products(m.double()) == torch.float64
+        assert type_of_products(m[:100]) == torch.float32
+        found = orthogonalised(m)
+        assert found.dtype == torch.float32
+        assert (found - exact).norm() < (0.03 if has_bf16 else 1e-5) * exact.norm()
 
 
 @pytest.mark.parametrize("rule", RULES)
