@@ -118,7 +118,8 @@ def table(out: Path) -> str:
         made = f"{made_by(kept)}; load average {load['before'][0]:.1f} before, {load['after'][0]:.1f} after."
         what = f"`python {' '.join(kept['argv'])}` {made} Turns of {kept['steps']} steps."
         lines += ["", f"## {path.stem}", "", what, "", *pipes(columns, shown)]
-    return "\n".join([*lines, ""])
+    notes = out / "notes.md"  # written by hand
+    return "\n".join([*lines, *(["", notes.read_text().rstrip()] if notes.exists() else []), ""])
 
 
 def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
