@@ -43,6 +43,10 @@ class Box:
         copies: Sequence[tuple[Sequence[int], Group]],
     ) -> None:
         self._meshes, self._counts_T, self._copies = meshes, counts_T, copies
+        self.found: Tensor | None = None
+        """Has this rank found something that all of the box are to know with the next least()? A bool, 0-dim."""
+        self.found_by_any = False
+        """Had any rank of the box at the last least()?"""
 
     @classmethod
     def of(cls, params: Sequence[Any]) -> Box | None:
@@ -98,11 +102,13 @@ class Box:
             )
 
     def least(self, here: int) -> int:
-        """The least of what the ranks of the box say. Collective; waits for the device."""
-        found = self._counts_T.new_tensor(float(here))
+        """The least of what the ranks of the box say. Collective; waits for the device. Modifies found_by_any."""
+        found = self._counts_T.new_tensor([here, 0 if self.found is None else -int(self.found)])
         for _, groups in self._meshes:
             found = _over(groups, found, lambda rows: rows.amin(0))
-        return int(found)
+        least, negated = found.tolist()
+        self.found_by_any = negated < 0
+        return int(least)
 
     def _of_tensors(self, values_T: Tensor, together: Together) -> Tensor:
         found_T = values_T.clone()

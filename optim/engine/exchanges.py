@@ -41,7 +41,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.errors import CommError, PeerLost
-from thinwire.comm.exchange.exchange import leave
+from thinwire.comm.exchange.exchange import gather_flags, leave
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.kernels.added import Added
@@ -51,6 +51,7 @@ from thinwire.comm.protocol import FullWire, Group
 from thinwire.comm.signals import deferred
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.local import local
+from thinwire.optim.engine.sent import Sent, spoil_
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,12 @@ ALIGNED = 16
 """Bytes: what kernels read at a time. FSDP makes the gradients of a module in one piece of memory."""
 LeftGradients = Sequence[Tensor | None]
 """Of each tensor: its gradient, float[elements], where it is not in g_N."""
+
+
+WRITTEN = (
+    "gradients were written between backward and step(), and with overlap they may have been sent before: clip with "
+    "max_grad_norm, do what else changes them in the loss, or use overlap=False"
+)
 
 
 class LeftInPlace:
@@ -120,6 +127,10 @@ class Exchange:
     def keeps(self, index: int, grad: Tensor) -> bool:
         """Will launch read this tensor's gradient where it is? Else it must be in g_N. Until the commit it stays so."""
         return self._where is not None and self._where.take(index, grad)
+
+    def reads(self, index: int) -> Tensor | None:
+        """This tensor's gradient, float[elements], where it is read where backward left it; None: it is in g_N."""
+        return None if self._where is None else self._where.runs[index]
 
 
 def mean_gradient(reduce: Reducer, g_N: Tensor, memory: ErrorMemory | None, wire: FullWire) -> Exchange:
@@ -217,6 +228,9 @@ class _Round:
     """Of those that are taken and lie in g_N: which had got no gradient."""
     awaits_end: bool = False
     """Is the end of this backward to launch what no hook has?"""
+    sent: Sent = field(default_factory=Sent)
+    written: bool = False
+    """Has step() found another version of one that is in `left`?"""
 
 
 _owners: dict[int, weakref.ref[Overlap]] = {}
@@ -243,6 +257,9 @@ class Overlap:
         self._space = space
         self._begin = weakref.WeakMethod(begin)  # an optimizer is to go when it is dropped, and its hooks with it
         self.num_buckets = len(spans)
+        # The last one tells what has been found in step(): it is ready when backward is over, or nearly.
+        self._num_early = len(spans) - (space.box is not None)
+        self._last = spans[-1]
         self._buckets = [
             [k for k, (start, stop) in enumerate(spans) if start < tensor.stop and tensor.start < stop]
             for tensor in space.tensors
@@ -309,15 +326,38 @@ class Overlap:
             )
 
     def refuse_written(self) -> None:
-        """Raises: RuntimeError where gradients have been written since hooks took them."""
+        """Raises: RuntimeError where gradients have been written since hooks took them.
+
+        Of shards, which one rank of a box may have written alone, what was written counts where nothing goes early, and
+        else look_at_shards() tells the others first.
+        """
         here = self._round
         if here is None:
             return
-        if any(self._space.mark_of_gradient(i) != known for i, known in here.left.items()):
-            raise RuntimeError(
-                "gradients were written between backward and step(), and with overlap they may have been sent before: "
-                "clip with max_grad_norm, do what else changes them in the loss, or use overlap=False"
-            )
+        changed = [i for i, known in here.left.items() if self._space.mark_of_gradient(i) != known]
+        if changed and self._space.box is None:
+            raise RuntimeError(WRITTEN)
+        if here.exchange is None:
+            for i in changed:
+                here.taken[i] = False
+        here.written = bool(changed)
+
+    def look_at_shards(self) -> None:
+        """Have all ranks learn of gradients of shards that are not as they were sent (sent.py). No wait, local."""
+        here, box = self._round, self._space.box
+        if box is not None:
+            box.found = None
+            if here is not None and here.exchange is not None:
+                box.found = here.sent.differ(self._space, here.written)
+                spoil_(self._space, self._last, here.exchange.reads, box.found)
+
+    def refuse_written_shards(self, group: Group) -> None:
+        """After NonFiniteInput: was it look_at_shards(), on any rank? Collective. Raises: RuntimeError, alike."""
+        box = self._space.box
+        if box is not None and self._handles:
+            own = self._space.g_N.new_tensor(float(box.found_by_any))
+            if gather_flags(group, own).any():
+                raise RuntimeError(WRITTEN)
 
     def complete(self, begin: Callable[[], Exchange], beside: Callable[[], None]) -> None:
         """Launch what hooks have not, and wait for all. begin: makes the exchange where no hook has.
@@ -455,22 +495,29 @@ class Overlap:
     @torch.no_grad()
     def _launch_ready(self, here: _Round, exchange: Exchange) -> None:
         with deferred():
-            while here.num_launched < self.num_buckets and not here.missing_K[here.num_launched]:
+            while here.num_launched < self._num_early and not here.missing_K[here.num_launched]:
                 self._take_arrived(here)
                 exchange.launch(here.num_launched)
                 here.num_launched += 1
+            if here.num_launched == self._num_early:
+                self._take_arrived(here)
 
     def _take_arrived(self, here: _Round) -> None:
         """Read the gradients that have arrived where they are, where the exchange can; bring the others into g_N."""
         others = []
         for index in here.arrived:
+            if here.exchange is None and self._space.is_low(index):
+                continue
             grad = self._space.gradient(index)
             if here.exchange is None or grad is None or not here.exchange.keeps(index, grad):
                 others.append(index)
         here.quiet += self._space.take_gradients(others)
+        if self._space.box is not None and here.exchange is not None:
+            here.sent.watch(self._space, here.arrived)
         for index in here.arrived:
             here.left[index] = self._space.mark_of_gradient(index)
-            here.taken[index] = True
+            # In low precision it stays where it is: where nothing goes early step() takes what unscale_() makes of it.
+            here.taken[index] = here.exchange is not None or not self._space.is_low(index)
             if self._space.box is not None:
                 self._follow_version(here, index)
         here.arrived.clear()

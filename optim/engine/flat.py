@@ -311,6 +311,14 @@ class FlatSpace:
         param = self.tensors[index].param
         return param.grad if self.box is None or param.grad is None else local_gradient(param.grad, param)
 
+    def is_low(self, index: int) -> bool:
+        """Is the tensor in low precision, so that its gradient lies in memory of its own?"""
+        return self._dtypes[index] in LOW_PRECISION
+
+    def lies_flat(self, x: Tensor) -> bool:
+        """Does it lie in g_N?"""
+        return 0 <= x.data_ptr() - self.g_N.data_ptr() < self.g_N.nbytes
+
     def mark_of_gradient(self, index: int) -> tuple[int, int]:
         """Changes when the gradient's memory is replaced or written, of a shard through its DTensor too."""
         grad = self.tensors[index].param.grad
@@ -351,12 +359,12 @@ class FlatSpace:
             if grad is None:
                 missing.append(view)
                 quiet.append(i)
-                self._untouched[i] = self._shown[i]._version
+                self._untouched[i] = self._version(i)
             elif not _is_same(grad, view):
                 into.append(view)
                 foreign.append(grad if grad.layout == torch.strided else grad.to_dense())
                 self._untouched[i] = -1
-            elif self.tensors[i].param.grad is self._given[i] and grad._version == self._taken[i]:
+            elif self.tensors[i].param.grad is self._given[i] and self._version(i) == self._taken[i]:
                 quiet.append(i)
         if missing:
             torch._foreach_zero_(missing)
@@ -364,8 +372,13 @@ class FlatSpace:
             torch._foreach_copy_(into, foreign)
         self._show_gradients(indices)
         for i in indices:
-            self._taken[i] = self._shown[i]._version
+            self._taken[i] = self._version(i)
         return quiet
+
+    def _version(self, index: int) -> int:
+        """Of the gradient shown: autograd adds to the DTensor where FSDP adds to what is in it."""
+        given, shown = self._given[index], self._shown[index]
+        return shown._version if given is shown else shown._version + given._version
 
     @property
     def is_untouched(self) -> bool:
@@ -373,10 +386,10 @@ class FlatSpace:
 
         One that was set to zero by other means (`p.grad.zero_()`), or that a step took and left, counts as got.
         """
-        found = zip(self.tensors, self._given, self._shown, self._untouched, strict=True)
-        return all(
-            (g := t.param.grad) is None or (g is given and shown._version == known) for t, given, shown, known in found
-        )
+        for i, (tensor, given, known) in enumerate(zip(self.tensors, self._given, self._untouched, strict=True)):
+            if (grad := tensor.param.grad) is not None and (grad is not given or self._version(i) != known):
+                return False
+        return True
 
     def shorten_gradient(self, max_norm: float | None) -> None:
         """g <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
@@ -432,7 +445,7 @@ class FlatSpace:
             elif param.grad is not None:
                 param.grad.detach_().zero_()
         self._show_gradients(range(len(self.tensors)))
-        self._untouched = [shown._version for shown in self._shown]
+        self._untouched = [self._version(i) for i in range(len(self._shown))]
 
     def _show_gradients(self, indices: Sequence[int]) -> None:
         """Backward adds into the flat gradient, where the parameter has its dtype."""

@@ -253,6 +253,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             space.clear_dead()
             if isinstance(error, Refused):
                 changing.refuse_mismatch(self, "step()")  # raises, for they have changed there and not here
+            else:
+                overlap.refuse_written_shards(self.group)
             if not self.skips_non_finite:
                 raise
             self.steps_skipped += 1
@@ -292,6 +294,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         space.gather_gradients(overlap.taken)
         refuse_orphans([space.tensors[i] for i in (*overlap.quiet, *space.quiet)], self.state)
         unscale_(space.g_N, self, space.first)
+        overlap.look_at_shards()
 
     def _gradient_to_leave(self, plan: StepPlan) -> Tensor | None:
         """What step() is to leave in p.grad, float[N]; None: what is there. Collective where this plan has no mean."""

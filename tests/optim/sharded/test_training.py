@@ -105,7 +105,7 @@ def test_sharded_boxes_train_as_replicated_by_fsdp_itself(tmp_path, size):
         assert found["OneBitLamb {'warmup': 3}"]["coefficients"]
         assert len(set(found["norms"])) == 1
         overlapped = found["OneBitAdam {'warmup': 2, 'overlap': True}"]
-        assert overlapped["overlapped"]["buckets"] == overlapped["overlapped"]["in_backward"] > 1
+        assert overlapped["overlapped"]["buckets"] - 1 == overlapped["overlapped"]["in_backward"] > 0
         assert overlapped["losses"] == found["OneBitAdam {'warmup': 2, 'overlap': False}"]["losses"]
         for kind in ("OneBitAdam {'warmup': 2}", "OneBitLamb {'warmup': 3}", "ZeroOneAdam {'var_freeze_step': 3}"):
             assert found[kind]["bytes"] * 10 < found["dense bytes"], kind

@@ -1,0 +1,77 @@
+"""Are the gradients of shards still as they were sent? Clipping them writes them, and torch leaves no trace of it.
+
+A tensor has a version, and who writes it raises that; but torch's foreach operations on DTensors do not, and
+clip_grad_norm_ is made of these. So a few elements of each gradient are kept when it is sent, and step() compares them
+with what lies there. Clipping scales all elements, so that few of them tell.
+
+One rank may find it alone, as where the norm of its box is above the limit and that of the others is not. It sends NaN
+in place of an element of the bucket that has not left yet: so the step is undone on all ranks, and nothing waits for
+the device. Why it was they ask then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.layout import Span
+from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.local import as_dtensor, local
+
+FEW, SMALL = 8, 1 << 14
+"""Elements of a gradient that are looked at, about; and of one that is copied for it, at most."""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Sent:
+    """A few elements of the gradients of a step, where they lie, and what they held when they were sent."""
+
+    def __init__(self) -> None:
+        self._there: list[Tensor] = []
+        self._kept: list[Tensor] = []
+
+    def watch(self, space: FlatSpace, indices: Sequence[int]) -> None:
+        """Keep those of these tensors, which are taken and not sent yet. Modifies p.grad of small ones.
+
+        Where the exchange has taken a gradient into g_N the mean will take its place there. Of a small one, as those of
+        vectors are, p.grad is a copy from here on.
+        """
+        found = []
+        for index in indices:
+            param = space.tensors[index].param
+            if param.grad is None:
+                continue
+            here = local(param.grad)
+            if space.lies_flat(here):
+                if here.numel() > SMALL:
+                    continue
+                here = here.clone()
+                param.grad = as_dtensor(here, param)
+            if here.numel() and here.is_contiguous():
+                flat = here.view(-1)
+                found.append(flat[:: 1 + len(flat) // FEW].view(_INTEGERS[here.element_size()]))
+        if found:
+            self._there += found
+            self._kept.append(torch.cat(found))
+
+    def differ(self, space: FlatSpace, already: bool) -> Tensor:
+        """Does one of them hold something else now? A bool, 0-dim. already: it is known that it does."""
+        found = space.g_N.new_tensor(already, dtype=torch.bool)
+        if self._there:
+            found |= (torch.cat(self._there) != torch.cat(self._kept)).any()
+        return found
+
+
+def spoil_(space: FlatSpace, last: Span, read_at: Callable[[int], Tensor | None], found: Tensor) -> None:
+    """The first live element of the gradient <- NaN where this is found, if the bucket `last`, which is to go, has it.
+
+    It has it on the rank of a box that has the beginning of the first tensor. read_at: where a tensor's gradient is
+    read; None: in g_N.
+    """
+    index = next((i for i, tensor in enumerate(space.tensors) if tensor.start < tensor.stop), None)
+    if index is not None and last[0] <= space.tensors[index].start < last[1]:
+        run = read_at(index)
+        read = space.g_N[space.first] if run is None else run[:1]
+        read.masked_fill_(found, torch.nan)
