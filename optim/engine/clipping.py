@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.layout import Span
 from thinwire.optim.engine.checking import ABSENT, refuse
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients
 from thinwire.optim.engine.flat import FlatSpace, shortening
@@ -33,15 +32,15 @@ from thinwire.optim.engine.share import REST
 
 
 class Clipping:
-    """Of the buckets of one optimizer. spans: the buckets, in order of launch."""
+    """Of the buckets of one optimizer. first: of each tensor, the first bucket that has elements of it, if any."""
 
-    def __init__(self, space: FlatSpace, spans: Sequence[Span]) -> None:
+    def __init__(self, space: FlatSpace, num_buckets: int, first: Sequence[int | None]) -> None:
         self._space = space
-        self._groups: list[list[int]] = [[] for _ in spans]
+        self._groups: list[list[int]] = [[] for _ in range(num_buckets)]
         """Of each bucket, the tensors that it is the first of: all of their gradient is there when it is launched."""
-        for index, tensor in enumerate(space.tensors):
-            first = next(k for k, (start, stop) in enumerate(spans) if start < tensor.stop and tensor.start < stop)
-            self._groups[first].append(index)
+        for index, k in enumerate(first):
+            if k is not None:
+                self._groups[k].append(index)
         self._rest_K: Tensor | None = None
         self.reset()
 
@@ -53,7 +52,7 @@ class Clipping:
     def reset(self) -> None:
         """Begin with other gradients: what was shortened of the last ones is no more."""
         self._there: list[Tensor] = []
-        self._squares_T: list[Tensor | None] = [None] * len(self._space.tensors)
+        self._squares: dict[int, Tensor] = {}
         self._next_K: Tensor | None = None
         self._num_shortened = 0
         self._runs: LeftGradients = ()
@@ -89,7 +88,7 @@ class Clipping:
         total = there_K[-1]
         if space.box is not None:
             zero = torch.zeros_like(total)
-            total = space.box.total(torch.stack([zero if one is None else one for one in self._squares_T]))
+            total = space.box.total(torch.stack([self._squares.get(i, zero) for i in range(len(space.tensors))]))
         space.gradient_norm = total.sqrt()
         self._next_K = (total - there_K).clamp_(min=0.0).nan_to_num_(0.0, 0.0, 0.0)
 
@@ -123,8 +122,7 @@ class Clipping:
         if pieces := self._pieces(k):
             squares = torch.stack(torch._foreach_norm(pieces)).square_()
             if self._space.box is not None:
-                for index, square in zip(self._groups[k], squares, strict=True):
-                    self._squares_T[index] = square
+                self._squares.update(zip(self._groups[k], squares, strict=True))
             before = before + squares.sum()
         self._there.append(before)
 

@@ -278,6 +278,11 @@ class Overlap:
             self._watch()
 
     @property
+    def first_buckets(self) -> list[int | None]:
+        """Of each tensor, the first of the buckets that have elements of it; None: none has."""
+        return [buckets[0] if buckets else None for buckets in self._buckets]
+
+    @property
     def is_open(self) -> bool:
         """Has a backward run that step() has not followed yet?"""
         return self._round is not None

@@ -499,8 +499,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.begin()
         self.begun = copy.deepcopy(self.saved)
         self.laid_out = changing.laid_out_ids(self.param_groups, self.space)
-        self.clipping = Clipping(self.space, self.reduce.buckets.spans)
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
+        self.clipping = Clipping(self.space, self.overlap.num_buckets, self.overlap.first_buckets)
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
