@@ -12,8 +12,9 @@ A bucket is sent while backward runs, so its rank does not know the norm of its 
     momentum      the update is shortened by the norm of the common momentum, and gradients are not
     overlap       "seen" as the optimizer has it, sent while backward runs
 
-1-bit Adam, two ranks, eight buckets, each task at a bound that half of its compressed steps or more reach. What is
-called "spikes" has gradients of 30 times the length in every fiftieth step of a rank. Each finished run is a JSON file.
+1-bit Adam, two ranks, eight buckets, each task at a bound that a third to nine tenths of its compressed steps reach. What
+is called "spikes" has gradients of 30 times the length in every fiftieth step of a rank. Each finished run is a JSON
+file.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def main(
 def markdown(runs: Sequence[dict[str, Any]]) -> str:
     """The table of these runs, paired with the exact way's of the same task and seed."""
     ends = {(one["name"], one["way"], one["seed"]): one for one in runs}
-    head = ["task, bound", "way", "loss, mean", "worse by, %", "verdict", "steps clipped", "factor off by"]
+    head = ["task, bound", "way", "seeds", "loss, mean", "worse by, %", "verdict", "steps clipped", "factor off by"]
     rows: list[Sequence[str]] = []
     for name in SETTINGS:
         for way in WAYS:
@@ -234,7 +235,7 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
                 continue
             label = f"{name}, {mine[0]['setting']['bound']:g}"
             if any(one["diverged"] for one in mine):
-                rows.append([label, way, "diverged", "", "diverged", "", ""])
+                rows.append([label, way, str(len(mine)), "diverged", "", "diverged", "", ""])
                 continue
             worse = interval([100 * (a["curve"][-1] / b["curve"][-1] - 1) for a, b in pairs])
             mean = sum(one["curve"][-1] for one in mine) / len(mine)
@@ -244,15 +245,14 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
                 cells = [f"{100 * clipped:.0f} %", f"{100 * sum(one['off'] for one in mine) / len(mine):.1f} %"]
             compared = way != "exact"
             shown = [f"{worse.mean:+.2f} +- {worse.half:.2f}", judge(worse).value] if compared else ["", ""]
-            rows.append([label, way, f"{mean:.4f}", *shown, *cells])
-    commits = ", ".join(sorted({one["commit"][:12] for one in runs}))
-    seeds = len({one["seed"] for one in runs})
+            rows.append([label, way, str(len(mine)), f"{mean:.4f}", *shown, *cells])
+    commits = ", ".join(sorted({one["commit"][:12] + one["commit"][40:] for one in runs}))
     return "\n".join(
         [
             "# By which norm a compressed step may clip",
             "",
-            f"`python -m benchmarks.clipping`, whose first lines say what the ways are. 1-bit Adam, two ranks, {seeds} "
-            f"seeds, commit {commits}. Validation loss in nats; beside the exact way of the same seed, in per cent of "
+            f"`python -m benchmarks.clipping`, whose first lines say what the ways are. 1-bit Adam, two ranks, "
+            f"commits {commits}. Validation loss in nats; beside the exact way of the same seed, in per cent of "
             "its loss, with the 95 % interval and the study's rule (benchmarks/paired.py). Factor off by: the mean "
             "over compressed steps and buckets of |log(factor / true factor)|.",
             "",
