@@ -12,9 +12,9 @@ A bucket is sent while backward runs, so its rank does not know the norm of its 
     momentum      the update is shortened by the norm of the common momentum, and gradients are not
     overlap       "seen" as the optimizer has it, sent while backward runs
 
-1-bit Adam, two ranks, eight buckets, each task at a bound that a third to nine tenths of its compressed steps reach. What
-is called "spikes" has gradients of 30 times the length in every fiftieth step of a rank. Each finished run is a JSON
-file.
+1-bit Adam, two ranks, eight buckets, each task at a bound that a third to nine tenths of its compressed steps reach.
+What is called "spikes" has gradients of 30 times the length in every fiftieth step of a rank. Each finished run is a
+JSON file.
 """
 
 from __future__ import annotations
