@@ -175,7 +175,7 @@ def picture(spans: Sequence[Span], rate_mbit: float) -> str:
         " .a{fill:#1f4e79}.b{fill:#7fa3c7}.c{fill:#d9822b} text{fill:#17212b} .g{stroke:#9aa7b4;stroke-width:.5}",
         " @media (prefers-color-scheme: dark){.a{fill:#5b9bd5}.b{fill:#33597d}text{fill:#e8eef4}}",
         "</style>",
-        f'<text x="{left}" y="20">One step of 1-bit Adam, {LAYERS} layers of {WIDTH} x {WIDTH}, two hosts, '
+        f'<text x="10" y="20">One step of 1-bit Adam, {LAYERS} layers of {WIDTH} x {WIDTH}, two hosts, '
         f"{rate_mbit:g} Mbit/s, max_grad_norm, overlap; a shade a bucket</text>",
     ]
     tick = next(t for t in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 1e9) if scale / t <= 12)
