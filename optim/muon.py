@@ -266,6 +266,10 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         """Every step is compressed."""
         return linear_plan()
 
+    def may_overlap(self, plan: StepPlan) -> bool:
+        """As FlatOptimizer.may_overlap."""
+        return self.space.box is None
+
     def waits_for(self, plan: StepPlan) -> str | None:
         """As FlatOptimizer.waits_for."""
         if self.space.box is not None:

@@ -171,21 +171,28 @@ def train_job(
 
 
 def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr: float, steps: int) -> Seen:
+    told = dict(SETTINGS.get(method, {}))
+    if method in FREEZING:
+        told["total_steps"] = steps
+    if method in FREEZING and task.schedule is not steady:
+        told["lr_warmup_steps"] = round(RISE * steps)
+    return train_problem(task, problem, partial(MAKE[method], lr=lr, **told), seed, lr, steps)
+
+
+def train_problem(
+    task: DefaultsTask, problem: Problem, make: Callable[..., Any], seed: int, lr: float, steps: int
+) -> Seen:
+    """Train a problem from its first step to its last. make: of (parameters, group, model) the optimizer."""
     torch.manual_seed(seed)
     models = [problem.make() for _ in range(task.ranks)]
     if task.start is not None:
         for model in models:
             model.load_state_dict(task.start())
     validation = problem.validation_batch()
-    told = dict(SETTINGS.get(method, {}))
-    if method in FREEZING:
-        told["total_steps"] = steps
-    if method in FREEZING and task.schedule is not steady:
-        told["lr_warmup_steps"] = round(RISE * steps)
 
     def work(group: Turns) -> Seen:
         model, seen = models[group.rank], Seen([], Counter())
-        optimizer = MAKE[method](model.parameters(), lr=lr, group=group, model=model, **told)
+        optimizer = make(model.parameters(), group=group, model=model)
 
         def validate() -> None:
             with torch.no_grad():

@@ -29,6 +29,7 @@ from thinwire.comm.protocol import Codec, FullWire, Group
 from thinwire.contract.hyperparameters import ADAM
 from thinwire.optim.engine.ages import Age, Run, runs_of
 from thinwire.optim.engine.buffers import Buffers
+from thinwire.optim.engine.clipping import Clipping
 from thinwire.optim.engine.exchanges import Exchange, Overlap, mean_gradient
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
@@ -104,6 +105,7 @@ class Algorithm(Generic[State]):
     vectors: Any
     """Of the type that make_state() gives."""
     overlap: Overlap
+    clipping: Clipping
     buffers: Buffers
     first: FirstStep
     scaled: bool | None
@@ -379,6 +381,12 @@ class Algorithm(Generic[State]):
         """The mean gradient, opened."""
         return mean_gradient(self.reduce, self.space.g_N, self.gradient_memory, self.mean_wire)
 
+    def clips_in_time(self, plan: StepPlan) -> bool:
+        """Does this rank shorten its own gradient bucket by bucket, as hooks may send it? The same on every rank."""
+        if self.max_grad_norm is None or not self.overlaps or self.scaled or self.group.size == 1:
+            return False
+        return plan.gradient is Wire.LOCAL and plan.momentum is Wire.COMPRESSED and self.may_overlap(plan)
+
     def waits_for(self, plan: StepPlan) -> str | None:
         """Why nothing of this plan's exchange can be sent before step(); None where it can. The same on every rank."""
         if self.group.size == 1:
@@ -389,8 +397,8 @@ class Algorithm(Generic[State]):
             return "the first step finds out whether a GradScaler calls it"
         if self.scaled:
             return "a GradScaler's gradients are divided by their scale in step()"
-        if plan.gradient is Wire.LOCAL and self.max_grad_norm is not None:
-            return "max_grad_norm needs the whole gradient before the first bucket can be encoded"
+        if self.clips_in_time(plan) and not self.clipping.is_known:
+            return "max_grad_norm waits for a first norm: at first, and after a save or a change of ranks"
         return None
 
     @property

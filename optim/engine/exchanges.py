@@ -91,9 +91,13 @@ class LeftInPlace:
     def __init__(self, layout: VectorLayout, g_N: Tensor, also: Sequence[torch.dtype] = ()) -> None:
         self._alone = frozenset(layout.alone())
         self._g_N = g_N
-        self._types = (g_N.dtype, *also)
+        self._types: Sequence[torch.dtype] = (g_N.dtype, *also)
         self._first, self._bytes = g_N.data_ptr(), g_N.nbytes
         self.runs: list[Tensor | None] = [None] * len(layout.live)
+
+    def refuse_others(self) -> None:
+        """Take only what is like g in type."""
+        self._types = self._types[:1]
 
     def take(self, index: int, grad: Tensor) -> bool:
         """Use it, where that can be done; it must not change until the commit. What lies in g is read there."""
@@ -123,6 +127,22 @@ class Exchange:
     def has_failed(self) -> bool:
         """Is a peer lost, as far as is known? finish() raises it."""
         return self._carrier.has_failed
+
+    def preceded(self, first: Callable[[int, LeftGradients], None]) -> Exchange:
+        """The same exchange, where first(k, runs) comes before each bucket k is launched. Returns itself.
+
+        It writes this rank's gradients, in g or in runs: so they are of g's type wherever they are.
+        """
+        launch, where = self.launch, self._where
+
+        def both(k: int) -> None:
+            first(k, () if where is None else where.runs)
+            launch(k)
+
+        self.launch = both
+        if where is not None:
+            where.refuse_others()
+        return self
 
     def keeps(self, index: int, grad: Tensor) -> bool:
         """Will launch read this tensor's gradient where it is? Else it must be in g_N. Until the commit it stays so."""
@@ -273,6 +293,11 @@ class Overlap:
                 owner.close()
         if hooks:
             self._watch()
+
+    @property
+    def first_buckets(self) -> list[int | None]:
+        """Of each tensor, the first of the buckets that have elements of it; None: none has."""
+        return [buckets[0] if buckets else None for buckets in self._buckets]
 
     @property
     def is_open(self) -> bool:

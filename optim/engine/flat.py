@@ -395,8 +395,13 @@ class FlatSpace:
         """g <- g, shortened to this 2-norm as torch.nn.utils.clip_grad_norm_ does it. Does not wait for the device."""
         if max_norm is not None:
             self.gradient_norm = self.norm(self.g_N)
-            self.shortened_by = shortening(self.gradient_norm, max_norm)
-            self.g_N.mul_(self.shortened_by)
+            self.shorten_by_known_norm(max_norm)
+
+    def shorten_by_known_norm(self, max_norm: float) -> None:
+        """The same where its norm has been found."""
+        assert self.gradient_norm is not None
+        self.shortened_by = shortening(self.gradient_norm, max_norm)
+        self.g_N.mul_(self.shortened_by)
 
     def norm(self, x_N: Tensor) -> Tensor:
         """||x||_2 of a vector of all elements, 0-dim: of whole tensors, where this rank has shards of them.

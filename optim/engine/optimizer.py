@@ -31,6 +31,7 @@ from thinwire.optim.engine import beside, changing, saving, shares
 from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.buffers import Buffers
+from thinwire.optim.engine.clipping import Clipping
 from thinwire.optim.engine.exchanges import Exchange, Overlap
 from thinwire.optim.engine.first_step import FirstStep, refuse_apart
 from thinwire.optim.engine.flat import shortening
@@ -142,6 +143,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         """As Algorithm.prepare_to_save."""
         self.note_evidence()
         self._agree_on_load()
+        self.clipping.forget()
 
     def _agree_on_load(self) -> None:
         """As shares.agree_on_load(). Then all ranks have one step of the last sync, by which replicas are compared."""
@@ -163,8 +165,26 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
 
     def exchange_(self, plan: StepPlan) -> None:
         """What this plan exchanges, all of it: reduce.result has it until commit. Raises: PeerLost, NonFiniteInput."""
-        self.overlap.complete(lambda: self.begin_exchange(plan), self.send_due)
+        self.overlap.complete(lambda: self._opened(plan), self.send_due)
         self.space.take_unlike()
+
+    def _opened(self, plan: StepPlan) -> Exchange:
+        """What this plan exchanges; where gradients are shortened in time, bucket by bucket."""
+        exchange = self.begin_exchange(plan)
+        if self.max_grad_norm is None or not (self.clips_in_time(plan) and self.clipping.is_known):
+            return exchange
+        return self.clipping.over(exchange, self.max_grad_norm)
+
+    def _shorten(self, plan: StepPlan) -> None:
+        """Shorten this rank's own gradient, or find how long it is where each bucket is shortened when it is sent."""
+        if self.max_grad_norm is None:
+            return
+        if not self.overlaps:
+            self.space.shorten_gradient(self.max_grad_norm)
+            return
+        self.clipping.measure()
+        if not (self.clips_in_time(plan) and self.clipping.is_known):
+            self.space.shorten_by_known_norm(self.max_grad_norm)
 
     def set_global_batch(self, size: int) -> bool:
         """Say how many samples a step has over all ranks. Returns whether a warm-up begins again; here none does."""
@@ -246,10 +266,11 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             self.first.look(plan, space.g_N, self.mean_wire, has_sent=overlap.has_launched)
             left_N = self._gradient_to_leave(plan)
             if plan.gradient is Wire.LOCAL:
-                space.shorten_gradient(self.max_grad_norm)
+                self._shorten(plan)
             self.update(plan, self.hypers(self.num_steps + 1))
         except NonFiniteInput as error:
             overlap.abandon()
+            self.clipping.reset()
             space.clear_dead()
             if isinstance(error, Refused):
                 changing.refuse_mismatch(self, "step()")  # raises, for they have changed there and not here
@@ -266,6 +287,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             raise
         overlap.abandon()  # of a local step: nothing of it was sent
         self.num_steps += 1
+        self.clipping.taken()
         if self.at_sync:
             self.handed_over = None
         space.equalise_copies()
@@ -346,6 +368,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
                 self.overlap.abandon()
         else:
             self.overlap.abandon()
+        self.clipping.reset()
         for param in changing.others(self):
             param.grad = None
         if self.overlaps and set_to_none:
@@ -480,6 +503,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.begun = copy.deepcopy(self.saved)
         self.laid_out = changing.laid_out_ids(self.param_groups, self.space)
         self.overlap = Overlap(self.space, self.reduce.buckets.spans, self._begin_early, hooks=self.overlaps)
+        self.clipping = Clipping(self.space, self.overlap.num_buckets, self.overlap.first_buckets)
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
@@ -488,4 +512,5 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             return "other parameters are trained than in the step before: step() lays them out anew"
         plan = self.plan(self.num_steps + 1)
         self.reduce.draw = self.num_steps
-        return self.waits_for(plan) or self.begin_exchange(plan)
+        self.clipping.reset()
+        return self.waits_for(plan) or self._opened(plan)

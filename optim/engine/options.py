@@ -52,7 +52,8 @@ class CheckedOptions:
     torch.distributed, too, what is sent goes over one of the optimizers' own (TorchGroup.apart). Where parameters are
     DTensors those that hold the same shard in other boxes: mesh["replicate"].get_group() (docs/sharded.md).
     max_grad_norm: the gradient is shortened to this 2-norm over all parameters: the mean gradient where it is exchanged
-    in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder.
+    in full, else each rank its own, which is longer by up to sqrt(ranks), so that the same bound bites harder. With
+    overlap the latter is shortened bucket by bucket, by what is known when a bucket goes (clipping.py).
     non_finite: "raise", or "skip": a step with a gradient that is not finite is left out, on every rank alike.
     overlap: gradients are sent while backward runs, wherever the step allows (exchanges.py), and at its end as zero
     where none came. Then every backward but the last before step() belongs inside no_sync(), gradients are not written

@@ -163,6 +163,7 @@ def apply(optimizer: Algorithm[Any], state_dict: object) -> Loaded:
     states = taken(order.tensors, {**loaded["vectors"], **residuals}, masters, counts)
     _give_out_gradients(optimizer, optimizer.errors_of_gradients(loaded), states, loaded["saved"].get(SHORTENED, 1.0))
     optimizer.handed_over, found = put_(optimizer, states), Loaded()
+    optimizer.clipping.forget()
     if share is not None:
         optimizer.handed_over = None
         found = shares.take(optimizer, share)

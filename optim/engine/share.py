@@ -16,16 +16,19 @@ from thinwire.optim.engine.checking import ABSENT, is_count, refuse, refuse_miss
 KEY = "share"
 """What a share has in the place of `residuals`: one entry, by the name "0 of 2" that of rank 0 of 2, a dict of KEYS."""
 KEYS = ("rank", "size", "errors", "own")
+REST = "rest"
+"""Beside KEYS, where max_grad_norm clips by what was known in the step before: as Clipping.share()."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share that fits. errors: of each error memory; own: as own_state()."""
+    """A share that fits. errors: of each error memory; own: as own_state(); rest: as Clipping.share()."""
 
     rank: int
     size: int
     errors: dict[str, Held]
     own: dict[str, Any]
+    rest: Any = None
 
     def is_of(self, group: Group) -> bool:
         """Was it saved by this rank of as many ranks?"""
@@ -81,4 +84,4 @@ def read(state_dict: Mapping[str, Any]) -> Share:
         ]
     )
     held = {name: Held.of_plain(f"state_dict['share'] errors[{name!r}]", errors[name]) for name in errors}
-    return Share(rank, size, held, own)
+    return Share(rank, size, held, own, of_rank.get(REST))

@@ -30,7 +30,7 @@ from thinwire.comm.protocol import Group
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.checking import ABSENT, refuse
 from thinwire.optim.engine.parameters import digest
-from thinwire.optim.engine.share import KEY, Loaded, Share, read
+from thinwire.optim.engine.share import KEY, REST, Loaded, Share, read
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.engine.tensor_states import frozen_names
 
@@ -54,6 +54,7 @@ def collect(optimizer: Algorithm[Any]) -> dict[str, Any]:
         "size": group.size,
         "errors": {name: memory.held().plain() for name, memory in errors.items()},
         "own": optimizer.own_state(),
+        **({} if (rest := optimizer.clipping.share()) is None else {REST: rest}),
     }
     return {KEY: {f"{group.rank} of {group.size}": of_rank}}
 
@@ -94,6 +95,7 @@ def checked(optimizer: Algorithm[Any], state_dict: Mapping[str, Any]) -> Share:
         ]
     )
     optimizer.check_own(share.own)
+    optimizer.clipping.check_share(share.rest)
     return share
 
 
@@ -104,6 +106,7 @@ def take(optimizer: Algorithm[Any], share: Share) -> Loaded:
     for name, memory in error_memories(optimizer.vectors).items():
         fits = _take_errors(memory, share.errors[name].to(optimizer.space.p_N), share, group)
         apart = apart or (not fits and memory.is_behind)
+    optimizer.clipping.hold_share(share.rest if mine else None)
     whole = mine or share.size == 1
     if group.size == 1 and not whole and (missing := _missing(optimizer, share)):
         logger.warning(missing)  # else by rank 0 in _agree()

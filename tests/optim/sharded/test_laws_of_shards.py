@@ -23,6 +23,7 @@ KINDS = [
     (OneBitAdam, {"warmup": 4}),
     (OneBitAdam, {"warmup": 4, "max_grad_norm": 0.5, "non_finite": "skip"}),
     (OneBitAdam, {"warmup": 4, "overlap": True}),
+    (OneBitAdam, {"warmup": 4, "overlap": True, "max_grad_norm": 0.5}),
     (OneBitLamb, {"warmup": 4}),
     (OneBitSGD, {}),
     (OneBitMuon, {}),

@@ -63,6 +63,7 @@ for kind, more in (
     (OneBitAdam, {"warmup": 2, "max_grad_norm": 0.5}),
     (OneBitAdam.sized(128), {"warmup": 2, "overlap": False}),
     (OneBitAdam.sized(128), {"warmup": 2, "overlap": True}),
+    (OneBitAdam.sized(128), {"warmup": 2, "overlap": True, "max_grad_norm": 0.05}),
     (OneBitSGD, {}),
     (OneBitMuon.sized(128), {}),
     (ZeroOneAdam, {"var_freeze_step": 3}),
@@ -78,6 +79,7 @@ for kind, more in (
         "alike": all(torch.equal(x, full(model)) for x in every(full(model))),
         "overlapped": optimizer.stats().get("overlapped"),
         "losses": losses,
+        "norm": float(optimizer.space.gradient_norm) if "max_grad_norm" in more else None,
     }
     before = optimizer.reduce.stats.sent_bytes
     train(model, optimizer, range(7, 8))
@@ -108,6 +110,11 @@ def test_sharded_boxes_train_as_replicated_by_fsdp_itself(tmp_path, size):
         overlapped = found["OneBitAdam {'warmup': 2, 'overlap': True}"]
         assert overlapped["overlapped"]["buckets"] - 1 == overlapped["overlapped"]["in_backward"] > 0
         assert overlapped["losses"] == found["OneBitAdam {'warmup': 2, 'overlap': False}"]["losses"]
+        clipped = found["OneBitAdam {'warmup': 2, 'overlap': True, 'max_grad_norm': 0.05}"]
+        assert clipped["overlapped"]["buckets"] == clipped["overlapped"]["in_backward"] > 1
         for kind in ("OneBitAdam {'warmup': 2}", "OneBitLamb {'warmup': 3}", "ZeroOneAdam {'var_freeze_step': 3}"):
             assert found[kind]["bytes"] * 10 < found["dense bytes"], kind
+    norms = [found["OneBitAdam {'warmup': 2, 'overlap': True, 'max_grad_norm': 0.05}"]["norm"] for found in of_rank]
+    assert norms[0] == norms[1] != norms[-1]  # of a box, however its shards differ
+    assert norms[0] > 0.05
     assert of_rank[0]["empty shards"] == 0 < of_rank[-1]["empty shards"]
