@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -147,10 +147,10 @@ def start() -> None:
         def pinned(self, like: Tensor) -> Tensor:
             return torch.empty_like(like)
 
-    gpu = torch.device("cuda", NUMBER)
-    pipeline.streams_for = lambda device: Streams(gpu)
-    Launchers(_Patches(), lambda source: CupyLauncher(source, gpu))
-    muon_math.orthogonalised = lambda x: x  # its products are torch's
+    gpu, patches, launchers = torch.device("cuda", NUMBER), _Patches(), cast(Any, Launchers)
+    patches.setattr(pipeline, "streams_for", lambda device: Streams(gpu))
+    patches.setattr(muon_math, "orthogonalised", lambda x: x)  # its products are torch's
+    launchers(patches, lambda source: CupyLauncher(source, gpu))
 
 
 @contextmanager
