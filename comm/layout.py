@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import itemgetter
 
@@ -49,8 +49,11 @@ class VectorLayout:
     numel: int
     live: tuple[Span, ...]
     segments: tuple[Span, ...]
+    _alone: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        known = set(self.segments)
+        object.__setattr__(self, "_alone", tuple(i for i, run in enumerate(self.live) if run in known))
         bounds = [0, *(stop for _, stop in self.segments)]
         if self.numel % BYTE or any(bound % BYTE for bound in bounds) or bounds[-1] != self.numel:
             raise ValueError(f"segments {self.segments} must cover {self.numel} elements in multiples of {BYTE}")
@@ -76,8 +79,7 @@ class VectorLayout:
 
     def alone(self) -> list[int]:
         """Which runs are a segment by themselves and end with a whole byte of signs: they may lie elsewhere."""
-        segments = set(self.segments)
-        return [i for i, run in enumerate(self.live) if run in segments]
+        return list(self._alone)
 
     def dead(self, start: int, stop: int) -> list[int]:
         """Positions in [start, stop) that carry no value."""

@@ -251,10 +251,12 @@ class Coder(ABC):
         """Bucket k of the vector that was given, in tensors that lie end to end."""
         at = slice(*self.buckets.spans[k])
         assert given.vector_N is not None
-        if all(run is None for run in given.runs):
+        if not given.runs:
             return [given.vector_N[at]]
         if not self._parts[k]:
             self._parts[k] = _by_segment(at.start, at.stop, self.buckets.layout)
+        if not any(part.run is not None and given.runs[part.run] is not None for part in self._parts[k]):
+            return [given.vector_N[at]]
         return [part.of(given.vector_N, given.runs) for part in self._parts[k]]
 
     def formed(self, k: int, given: Given) -> Tensor:

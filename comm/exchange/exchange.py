@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ ANOTHER_PART = (
     "what another rank of this box has given, of other parts of the same tensors, holds NaN or infinity; nothing was "
     "changed. Look at the loss and the learning rate of the step before"
 )
+_NOTHING = nullcontext()
 LOST = -1
 """What a rank says where it has lost a peer, to those with which it agrees."""
 
@@ -68,7 +69,7 @@ class Exchange:
         self._group, self._coder, self._pipeline = group, coder, pipeline
         self.is_open = False
         self._memory: ErrorMemory | None = None
-        self._finished = self._refuses = False
+        self._finished = self._refuses = self._is_launching = False
         self._given: list[Given] = []
         self._first: list[Sequence[Pending]] = [()] * len(coder.buckets)
         self._second: list[Sequence[Pending]] = [()] * len(coder.buckets)
@@ -158,6 +159,19 @@ class Exchange:
         added: added(at) gives what kernels of signs form the same by, or None, as Given has it.
         """
         self._launch(k, Given(x_N, runs=runs, form=form, added=added))
+
+    def launching(self) -> AbstractContextManager[object]:
+        """Around launches between which the caller queues nothing of its own: what each prepares is prepared once."""
+        return _NOTHING if self._is_launching else self._prepared()
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        with whole_or_left(self._group, self.break_off), self._pipeline.fed():
+            self._is_launching = True
+            try:
+                yield
+            finally:
+                self._is_launching = False
 
     def launch_absent(self, k: int) -> None:
         """Send in place of bucket k that this rank gives nothing this time: its part of the mean is 0. Of a rank alone.
@@ -306,7 +320,7 @@ class Exchange:
                 raise ValueError(
                     f"vector is {x_N.dtype}{list(x_N.shape)}: must be contiguous {like.dtype}[{numel}], as the layout"
                 )
-        with whole_or_left(self._group, self.break_off), self._pipeline.fed():
+        with self.launching():
             began = time.perf_counter()
             formed_b = self._coder.form(k, given)
             self._writing.add("launch")
@@ -502,22 +516,26 @@ def leave(group: Group, error: BaseException | None = None) -> None:
         group.leave("a step of it was cut short" if error is None else interrupted(error, calls_of(group)))
 
 
-@contextmanager
-def whole_or_left(group: Group, undo: Callable[[], None]) -> Iterator[None]:
+class whole_or_left:
     """Inside, signals wait until others are waited for; any error of this rank alone makes it leave, then undo.
 
     A CommError is everybody's, and the code that raises it has undone what there was.
     """
-    with deferred():
+
+    def __init__(self, group: Group, undo: Callable[[], None]) -> None:
+        self._group, self._undo, self._deferred = group, undo, deferred()
+
+    def __enter__(self) -> None:
+        self._deferred.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            yield
-        except CommError:
-            raise
-        except BaseException as error:
-            with deferred(to_the_end=True):  # a second Ctrl-C waits for the end of this, a few seconds at most
-                leave(group, error)
-                undo()
-            raise
+            if error is not None and not isinstance(error, CommError):
+                with deferred(to_the_end=True):  # a second Ctrl-C waits for the end of this, a few seconds at most
+                    leave(self._group, error)
+                    self._undo()
+        finally:
+            self._deferred.__exit__(kind, error, trace)
 
 
 def gather_flags(group: Group, own: Tensor) -> Tensor:

@@ -104,16 +104,20 @@ class BucketRows:
         self.gathered: list[RowMemory] = []
         self.gathered_nB: list[Tensor] = []
         self.replica = ReplicaRows(self, block, rank, like) if keeps is Keeps.REPLICA else None
+        self._fuse: tuple[RowMemory, Tensor] | None = None
+        """Of these collected rows, as fuse() gives it."""
         self._num_filled = int((self.table.on_host.row_starts.diff() > 0).sum())
         """Rows with elements; the others stand behind them."""
         self.served_B[0] = 1
 
     def fuse(self) -> Tensor:
         """What makes what this rank serves unusable, spoilt: the scales of the first collected row, or its own flag."""
-        if not self.own_table.numel:
-            return self.served_B[:1]
-        start = HEADER_BYTES // self.collected.values_V.element_size()
-        return self.collected.values_V[start : start + self.own_table.num_blocks]
+        collected = self.collected
+        if self._fuse is None or self._fuse[0] is not collected:
+            start = HEADER_BYTES // collected.values_V.element_size()
+            scales = collected.values_V[start : start + self.own_table.num_blocks]
+            self._fuse = collected, scales if self.own_table.numel else self.served_B[:1]
+        return self._fuse[1]
 
     @property
     def sent_nB(self) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,10 +51,13 @@ from thinwire.optim.engine.state import Shown, count, error_memories, show_state
 
 logger = logging.getLogger(__name__)
 
+_REQUIRES = attrgetter("requires_grad")
+"""is_trained, for what each step asks of every parameter."""
+
 
 def trained_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
     """The parameters that are trained now, group by group: compared at each step with those that are laid out."""
-    return [[id(param) for param in group["params"] if is_trained(param)] for group in param_groups]
+    return [list(map(id, filter(_REQUIRES, group["params"]))) for group in param_groups]
 
 
 def laid_out_ids(param_groups: list[dict[str, Any]], space: FlatSpace) -> list[list[int]]:
@@ -69,6 +73,8 @@ def is_laid_out(optimizer: Algorithm[Any]) -> bool:
 
 def others(optimizer: Algorithm[Any]) -> list[Tensor]:
     """The parameters that are not in the flat vectors: frozen, or to join at the next step."""
+    if sum(map(len, optimizer.laid_out)) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return []
     inside = {id(tensor.param) for tensor in optimizer.space.tensors}
     return [param for group in optimizer.param_groups for param in group["params"] if id(param) not in inside]
 

@@ -28,7 +28,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -65,6 +65,9 @@ class Carrier(Protocol):
     def abandon(self) -> None:
         """Undo what was launched. Collective. Raises: PeerLost."""
 
+    def launching(self) -> AbstractContextManager[object]:
+        """Around launches between which nothing else is queued."""
+
     @property
     def has_failed(self) -> bool:
         """Will finish() raise, as far as is known?"""
@@ -90,9 +93,8 @@ class LeftInPlace:
 
     def __init__(self, layout: VectorLayout, g_N: Tensor, also: Sequence[torch.dtype] = ()) -> None:
         self._alone = frozenset(layout.alone())
-        self._g_N = g_N
         self._types: Sequence[torch.dtype] = (g_N.dtype, *also)
-        self._first, self._bytes = g_N.data_ptr(), g_N.nbytes
+        self._first, self._bytes, self._device = g_N.data_ptr(), g_N.nbytes, g_N.device
         self.runs: list[Tensor | None] = [None] * len(layout.live)
 
     def refuse_others(self) -> None:
@@ -105,7 +107,7 @@ class LeftInPlace:
             return False
         if 0 <= grad.data_ptr() - self._first < self._bytes:
             return False
-        if grad.device != self._g_N.device or not grad.is_contiguous() or grad.data_ptr() % ALIGNED:
+        if grad.device != self._device or not grad.is_contiguous() or grad.data_ptr() % ALIGNED:
             return False
         self.runs[index] = grad.view(-1)
         return True
@@ -120,6 +122,7 @@ class Exchange:
 
     def __init__(self, carrier: Carrier, launch: Callable[[int], None], where: LeftInPlace | None = None) -> None:
         self.launch, self.finish, self.abandon = launch, carrier.finish, carrier.abandon
+        self.launching = carrier.launching
         self._carrier = carrier
         self._where = where
 
@@ -397,8 +400,9 @@ class Overlap:
         if here is not None:
             exchange, num_launched = here.exchange, here.num_launched
         exchange = exchange or begin()
-        for k in range(num_launched, self.num_buckets):
-            exchange.launch(k)
+        with exchange.launching():
+            for k in range(num_launched, self.num_buckets):
+                exchange.launch(k)
         try:
             if not exchange.has_failed:
                 beside()

@@ -75,6 +75,11 @@ class FlatSpace:
         self._in_place: set[int] = set()
         """Those in memory that something else lies in, and shards."""
         self._dtypes = [tensor.param.dtype for tensor in self.tensors]
+        self._shapes = [view.shape for view in self._parameters]
+        self._devices = [self.p_N.device] * len(self.tensors)
+        self._at = [view.data_ptr() for view in self._parameters]
+        self._gradient_at = [view.data_ptr() for view in self._gradients]
+        """Of each tensor, what its parameter must be like, and where it and its gradient lie in the flat vectors."""
         self._written: dict[int, tuple[int, int]] = {}
         self._looks, self._looks_at_all = 0, False
         self._sampled = [self._few_masters(dtype) for dtype in LOW_PRECISION]
@@ -139,10 +144,13 @@ class FlatSpace:
     @torch.no_grad()
     def take_moved(self) -> None:
         """take_changes(), of those that are not in low precision: they lie in p_N again, unless they stay in place."""
-        self.refuse_changed()
-        low, here = set(self._low), self._here()
-        pairs = list(enumerate(zip(here, self._parameters, strict=True)))
-        apart = [i for i, (one, view) in pairs if i not in low and one.data_ptr() != view.data_ptr()]
+        here = self._here()
+        self._refuse_changed(here)
+        now = [one.data_ptr() for one in here]
+        if now == self._at:
+            return
+        low = set(self._low)
+        apart = [i for i, (at, own) in enumerate(zip(now, self._at, strict=True)) if at != own and i not in low]
         if not apart:
             return
         stays = set(apart) if self.box else self._held_elsewhere(apart)
@@ -249,8 +257,14 @@ class FlatSpace:
 
     def refuse_changed(self) -> None:
         """Raises: ValueError for a parameter that has another dtype, shape or device than when the space was made."""
-        for tensor, here, dtype, view in zip(self.tensors, self._here(), self._dtypes, self._parameters, strict=True):
-            param = here
+        self._refuse_changed(self._here())
+
+    def _refuse_changed(self, here: list[Tensor]) -> None:
+        # Each step asks it of every parameter: of all at once, where nothing has changed.
+        alike = [param.shape for param in here] == self._shapes and [param.dtype for param in here] == self._dtypes
+        if alike and [param.device for param in here] == self._devices:
+            return
+        for tensor, param, dtype, view in zip(self.tensors, here, self._dtypes, self._parameters, strict=True):
             if param.dtype != dtype or param.device != self.p_N.device or param.shape != view.shape:
                 raise ValueError(
                     f"{tensor.label}: was {dtype} on {self.p_N.device} when the optimizer was made, and is now "
@@ -344,6 +358,7 @@ class FlatSpace:
     @torch.no_grad()
     def take_gradients(self, indices: Sequence[int]) -> list[int]:
         """As gather_gradients, of these tensors. Returns those without a new one. Raises: ValueError, naming one."""
+        quiet, indices = self._kept(indices)
         grads = [self.tensors[i].param.grad for i in indices]
         for i, grad in zip(indices, grads, strict=True):
             if grad is not None:
@@ -353,7 +368,7 @@ class FlatSpace:
         if self.box:
             pairs = zip(indices, grads, strict=True)
             grads = [g if g is None else local_gradient(g, self.tensors[i].param) for i, g in pairs]
-        missing, into, foreign, quiet = [], [], [], []
+        missing, into, foreign = [], [], []
         for i, grad in zip(indices, grads, strict=True):
             view = self._gradients[i]
             if grad is None:
@@ -379,6 +394,24 @@ class FlatSpace:
         """Of the gradient shown: autograd adds to the DTensor where FSDP adds to what is in it."""
         given, shown = self._given[index], self._shown[index]
         return shown._version if given is shown else shown._version + given._version
+
+    def _kept(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Takes the gradients that lie where they were shown, as most do. Those without a new one; and the others."""
+        quiet: list[int] = []
+        others: list[int] = []
+        if self.box is not None:
+            return quiet, list(indices)
+        tensors, given, at, taken = self.tensors, self._given, self._gradient_at, self._taken
+        for i in indices:
+            grad, own = tensors[i].param.grad, given[i]
+            if grad is not own or own.data_ptr() != at[i]:
+                others.append(i)
+                continue
+            version = own._version
+            if version == taken[i]:
+                quiet.append(i)
+            taken[i] = version
+        return quiet, others
 
     @property
     def is_untouched(self) -> bool:
@@ -456,6 +489,8 @@ class FlatSpace:
         """Backward adds into the flat gradient, where the parameter has its dtype."""
         for i in indices:
             param, view = self.tensors[i].param, self._gradients[i]
+            if param.grad is self._given[i] and self._shown[i].data_ptr() == self._gradient_at[i]:
+                continue
             if param.dtype == view.dtype:
                 if self.box is None and param.shape != view.shape:
                     self.refuse_changed()

@@ -12,9 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_PLAIN = (Tensor, nn.Parameter)
+
 
 def is_dtensor(x: object) -> bool:
     """Is it a DTensor? Nothing is imported for it: where nobody has imported DTensor there is none."""
+    if type(x) in _PLAIN:  # asked of every parameter and gradient, several times a step
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(x, kind)

@@ -57,6 +57,9 @@ def refuse_edited(
     Raises: RuntimeError for groups or state edited by hand.
     """
     now = listed(param_groups)
+    shows = state.values()
+    if now == known and len(known) == len(tensors) == len(shows) and set(map(type, shows)) == {Shown}:
+        return  # by far the most steps: without a look at each
     if now != known:
         raise RuntimeError(
             f"param_groups was edited by hand: it lists {len(now)} parameters, {len(set(now) - set(known))} of them "

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -79,24 +79,29 @@ class _Call:
 
     def __init__(self, function: Any, arguments: Sequence[Argument]) -> None:
         self._function = function  # keeps the module
+        self._values = list(map(_value_of, arguments))
         self._packed = struct.Struct("=" + "".join(map(_slot, arguments)))
         starts = [struct.calcsize("=" + "".join(map(_slot, arguments[:at]))) for at in range(len(arguments))]
         self._memory = ctypes.create_string_buffer(self._packed.size + SLOT)
         self._start = -ctypes.addressof(self._memory) % SLOT
         first = ctypes.addressof(self._memory) + self._start
         self._pointers = (ctypes.c_void_p * len(arguments))(*(first + at for at in starts))
+        self._at = ctypes.addressof(self._pointers)
 
     def __call__(self, blocks: int, shared_bytes: int, arguments: Sequence[Argument], stream: int) -> None:
         """On this stream, of torch's current device, which is the module's."""
-        values = [
-            a.data_ptr() if isinstance(a, Tensor) else a.tobytes() if isinstance(a, np.ndarray) else a.item()
-            for a in arguments
-        ]
+        values = [value(a) for value, a in zip(self._values, arguments, strict=True)]
         self._packed.pack_into(self._memory, self._start, *values)
-        pointers = ctypes.addressof(self._pointers)
         cupy.cuda.driver.launchKernel(
-            self._function.ptr, blocks, 1, 1, THREADS, 1, 1, shared_bytes, stream, pointers, 0
+            self._function.ptr, blocks, 1, 1, THREADS, 1, 1, shared_bytes, stream, self._at, 0
         )
+
+
+def _value_of(argument: Argument) -> Callable[[Any], Any]:
+    """What gives the value of such an argument, as struct takes it."""
+    if isinstance(argument, Tensor):
+        return Tensor.data_ptr
+    return np.ndarray.tobytes if isinstance(argument, np.ndarray) else np.generic.item
 
 
 def _slot(argument: Argument) -> str:

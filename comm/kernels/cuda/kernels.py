@@ -171,7 +171,10 @@ def _sums(c_c: Tensor, table: BlockTable) -> Tensor:
 
 
 def _drawn(noise: Noise) -> Argument:
-    return structure(NOISE, NOISE_FORM, noise.key, noise.start & WORD)
+    return _UNDRAWN if noise is NONE else structure(NOISE, NOISE_FORM, noise.key, noise.start & WORD)
+
+
+_UNDRAWN = structure(NOISE, NOISE_FORM, NONE.key, NONE.start & WORD)
 
 
 def _cut(factor_r: Tensor, pieces: Pieces, table: BlockTable) -> Argument:

@@ -67,6 +67,8 @@ class Records:
     blocks: Tensor
     dead: Tensor
     bounds: dict[int, int]
+    last: list[tuple[list[tuple[int, int, torch.dtype]], list[Run]]]
+    """What runs_of() gave last, by where the parts lay and how long they were: mostly they lie there again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,19 @@ def records_of(table: BlockTable) -> Records:
     return found
 
 
-def runs_of(parts: Sequence[Tensor], table: BlockTable) -> Iterator[Run]:
+def runs_of(parts: Sequence[Tensor], table: BlockTable) -> list[Run]:
     """Launches for gradients in these parts, which lie end to end: one, unless there are more than MOST_PARTS.
 
     Raises: ValueError for a part that does not end where a block does.
     """
-    bounds = records_of(table).bounds
+    records = records_of(table)
+    key = [(part.data_ptr(), part.numel(), part.dtype) for part in parts]
+    if not records.last or records.last[0][0] != key:
+        records.last[:] = [(key, list(_runs_of(parts, records.bounds)))]
+    return records.last[0][1]
+
+
+def _runs_of(parts: Sequence[Tensor], bounds: dict[int, int]) -> Iterator[Run]:
     begin = first = 0
     for at in range(0, len(parts), MOST_PARTS):
         filled, some = bytearray(PARTS.itemsize), parts[at : at + MOST_PARTS]
@@ -120,4 +129,4 @@ def _made(table: BlockTable) -> Records:
     blocks["scale"], blocks["bits"] = host.scale_at.numpy(), host.bits_at.numpy()
     blocks["live"] = host.live.numpy()
     there = on_device(torch.from_numpy(blocks.view(np.uint8)), table.starts.device)
-    return Records(there, table.dead, {end: number for number, end in enumerate(starts.tolist())})
+    return Records(there, table.dead, {end: number for number, end in enumerate(starts.tolist())}, [])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
+from thinwire.comm.kernels.cuda import tables
 from thinwire.comm.layout import Partition, VectorLayout
 
 LAYOUT = VectorLayout(64, ((0, 13), (16, 37), (40, 64)), ((0, 40), (40, 64)))
@@ -146,3 +147,16 @@ def test_wire_memory_is_one_vector_of_bytes_seen_as_numbers_too():
     for bad in (memory[:12], memory.view(8, 8), memory[::2], memory.view(torch.int8)):
         with pytest.raises(ValueError, match=r"must be one contiguous vector of torch[.]uint8"):
             RowMemory.of(bad, torch.float32)
+
+
+def test_where_gradients_lie_is_read_anew_when_they_lie_elsewhere():
+    table = BlockTable.from_spans([[(0, 16), (16, 32)]], [], torch.zeros(0))
+    first, second = torch.zeros(16), torch.zeros(16)
+    there = tables.runs_of([first, second], table)
+    assert tables.runs_of([first, second], table) is there
+    moved = tables.runs_of([second, first], table)
+    assert moved[0].parts["part"]["base"][0, 0] == second.data_ptr()
+    narrow = tables.runs_of([second, first.bfloat16()], table)
+    assert narrow[0].parts["part"]["narrow"][0, :2].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="must end where a block does"):
+        tables.runs_of([torch.zeros(8), torch.zeros(24)], table)
