@@ -65,16 +65,18 @@ class Clipping:
         """The same exchange, where each bucket is shortened before it goes."""
         return exchange.preceded(partial(self._shorten, bound))
 
-    def _shorten(self, bound: float, k: int, runs: LeftGradients) -> None:
+    def _shorten(self, bound: float, k: int, runs: LeftGradients) -> Sequence[int]:
+        """Returns of which tensors it has written the gradients."""
         self._runs = runs
         if k < self._num_shortened:  # it was sent before, and that was undone
-            return
+            return ()
         self._look_at(k)
         assert self._rest_K is not None
         factor = shortening((self._there[k] + self._rest_K[k]).sqrt(), bound)
         if pieces := self._pieces(k):
             torch._foreach_mul_(pieces, factor)
         self._num_shortened = k + 1
+        return self._groups[k]
 
     def measure(self) -> None:
         """Find the norm of this step's whole gradient, which is in g or where the exchange reads it. Collective in a

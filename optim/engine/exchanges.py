@@ -28,7 +28,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -122,7 +122,8 @@ class Exchange:
 
     def __init__(self, carrier: Carrier, launch: Callable[[int], None], where: LeftInPlace | None = None) -> None:
         self.launch, self.finish, self.abandon = launch, carrier.finish, carrier.abandon
-        self.launching = carrier.launching
+        self.launching: Callable[[], AbstractContextManager[object]] = carrier.launching
+        self.wrote: Sequence[int] = ()
         self._carrier = carrier
         self._where = where
 
@@ -131,18 +132,20 @@ class Exchange:
         """Is a peer lost, as far as is known? finish() raises it."""
         return self._carrier.has_failed
 
-    def preceded(self, first: Callable[[int, LeftGradients], None]) -> Exchange:
+    def preceded(self, first: Callable[[int, LeftGradients], Sequence[int]]) -> Exchange:
         """The same exchange, where first(k, runs) comes before each bucket k is launched. Returns itself.
 
-        It writes this rank's gradients, in g or in runs: so they are of g's type wherever they are.
+        It writes this rank's gradients, in g or in runs, and returns of which tensors: so they are of g's type wherever
+        they are.
         """
         launch, where = self.launch, self._where
 
         def both(k: int) -> None:
-            first(k, () if where is None else where.runs)
+            self.wrote = first(k, () if where is None else where.runs)
             launch(k)
 
         self.launch = both
+        self.launching = nullcontext  # what is written between two launches is queued between them
         if where is not None:
             where.refuse_others()
         return self
@@ -527,6 +530,7 @@ class Overlap:
             while here.num_launched < self._num_early and not here.missing_K[here.num_launched]:
                 self._take_arrived(here)
                 exchange.launch(here.num_launched)
+                here.sent.written(exchange.wrote)
                 here.num_launched += 1
             if here.num_launched == self._num_early:
                 self._take_arrived(here)

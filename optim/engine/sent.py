@@ -29,8 +29,8 @@ class Sent:
     """A few elements of the gradients of a step, where they lie, and what they held when they were sent."""
 
     def __init__(self) -> None:
-        self._there: list[Tensor] = []
-        self._kept: list[Tensor] = []
+        self._there: dict[int, Tensor] = {}
+        self._kept: dict[int, Tensor] = {}
 
     def watch(self, space: FlatSpace, indices: Sequence[int]) -> None:
         """Keep those of these tensors, which are taken and not sent yet. Modifies p.grad of small ones.
@@ -38,7 +38,6 @@ class Sent:
         Where the exchange has taken a gradient into g_N the mean will take its place there. Of a small one, as those of
         vectors are, p.grad is a copy from here on.
         """
-        found = []
         for index in indices:
             param = space.tensors[index].param
             if param.grad is None:
@@ -51,16 +50,21 @@ class Sent:
                 param.grad = as_dtensor(here, param)
             if here.numel() and here.is_contiguous():
                 flat = here.view(-1)
-                found.append(flat[:: 1 + len(flat) // FEW].view(_INTEGERS[here.element_size()]))
-        if found:
-            self._there += found
-            self._kept.append(torch.cat(found))
+                self._there[index] = flat[:: 1 + len(flat) // FEW].view(_INTEGERS[here.element_size()])
+        self.written(indices)
+
+    def written(self, indices: Sequence[int]) -> None:
+        """These were written before they were sent: keep what they hold now."""
+        if watched := [index for index in indices if index in self._there]:
+            kept = torch.cat([self._there[index] for index in watched])
+            sizes = [self._there[index].numel() for index in watched]
+            self._kept.update(zip(watched, kept.split(sizes), strict=True))
 
     def differ(self, space: FlatSpace, already: bool) -> Tensor:
         """Does one of them hold something else now? A bool, 0-dim. already: it is known that it does."""
         found = space.g_N.new_tensor(already, dtype=torch.bool)
         if self._there:
-            found |= (torch.cat(self._there) != torch.cat(self._kept)).any()
+            found |= (torch.cat([*self._there.values()]) != torch.cat([*self._kept.values()])).any()
         return found
 
 

@@ -111,7 +111,7 @@ def test_sharded_boxes_train_as_replicated_by_fsdp_itself(tmp_path, size):
         assert overlapped["overlapped"]["buckets"] - 1 == overlapped["overlapped"]["in_backward"] > 0
         assert overlapped["losses"] == found["OneBitAdam {'warmup': 2, 'overlap': False}"]["losses"]
         clipped = found["OneBitAdam {'warmup': 2, 'overlap': True, 'max_grad_norm': 0.05}"]
-        assert clipped["overlapped"]["buckets"] == clipped["overlapped"]["in_backward"] > 1
+        assert clipped["overlapped"]["buckets"] - 1 == clipped["overlapped"]["in_backward"] > 0
         for kind in ("OneBitAdam {'warmup': 2}", "OneBitLamb {'warmup': 3}", "ZeroOneAdam {'var_freeze_step': 3}"):
             assert found[kind]["bytes"] * 10 < found["dense bytes"], kind
     norms = [found["OneBitAdam {'warmup': 2, 'overlap': True, 'max_grad_norm': 0.05}"]["norm"] for found in of_rank]
