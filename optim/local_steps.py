@@ -45,6 +45,7 @@ from thinwire.optim.engine import changing
 from thinwire.optim.engine.added import described
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum
 from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.local import is_dtensor
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import NonFinite
 from thinwire.optim.engine.schedule import StepPlan, Wire, local_steps_plan
@@ -163,6 +164,12 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         if isinstance(codec, str) and codec not in CODECS:
             raise ValueError(f"codec = {codec!r}: must be one of {', '.join(CODECS)}, or a Codec of thinwire.comm")
         self.inner = Inner(inner)
+        self.inside = inner
+        if any(is_dtensor(param) for one in inner.param_groups for param in one["params"]):
+            raise ValueError(
+                "inner has DTensors among its parameters, of which local steps are not held by a test: use OneBitAdam "
+                "or OneBitMuon for sharded boxes (docs/sharded.md)"
+            )
         self.every, self.outer = every, outer
         self.codec = CODECS[codec] if isinstance(codec, str) else codec
         super().__init__(

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from thinwire.comm.calls import Calls, refuse_other_calls
 from thinwire.comm.codecs import SignCodec
@@ -95,6 +96,9 @@ class Algorithm(Generic[State]):
     keeps: Keeps = Keeps.NOTHING
     """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
     memory away. The same on every rank."""
+
+    inside: Optimizer | None = None
+    """An optimizer whose steps are a part of this one's."""
 
     # what it exchanges, and with which ranks
     group: Group
