@@ -27,6 +27,8 @@ from thinwire.optim import Adam, LocalSteps, Muon, OneBitMuon, OuterSGD
 
 RESULTS = ROOT / "benchmarks" / "results" / "local-steps"
 RANKS = 4
+STEPS = 1024
+"""Whole rounds of all that is run: what ends a round early is not counted."""
 RATES = {"adamw": 2e-3, "muon": 0.024}
 """The dense AdamW's of benchmarks/defaults, and dense Muon's best in results/muon."""
 
@@ -61,11 +63,16 @@ def cases(inner: str) -> dict[str, Callable[..., Any]]:
 
 def main(
     inner: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
-    steps: Annotated[int | None, typer.Option(min=20, help="Of each run, in place of the task's; give --out.")] = None,
+    steps: Annotated[int, typer.Option(min=128, help="Of each run, a multiple of 128.")] = STEPS,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
-    """Run all of one inner optimizer, and write the table of all that are there. Some minutes of one core each."""
+    """Run all of one inner optimizer, and after each write the table of all that are there. A minute of a core each.
+
+    Raises: BadParameter for steps that are no whole rounds.
+    """
+    if steps % 128:
+        raise typer.BadParameter(f"{steps}: must be a multiple of 128, the longest round")
     torch.set_num_threads(1)
     task, by = DEFAULTS_TASKS["gpt"], provenance()
     out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +80,7 @@ def main(
         path = out / f"{inner}-{seed}-{name.replace(', ', '-').replace(' ', '_').replace('=', '')}.json"
         if path.exists():
             continue
-        spec = task.spec({"name": "adam", "lr": RATES[inner]}, seed, steps or task.steps, RANKS)
+        spec = task.spec({"name": "adam", "lr": RATES[inner]}, seed, steps, RANKS)
         seen = run_in_turns(RANKS, partial(_train, spec, make), 3600.0)[0]
         one = {
             "inner": inner,
@@ -89,7 +96,8 @@ def main(
         }
         write_whole(path, json.dumps({**asdict(by), **one}, indent=1) + "\n")
         typer.echo(f"{inner} {name}: {one['curve'][-1:]}, {one['fp32_bytes'] / max(one['sent_bytes'], 1):.0f} times")
-    (out / "README.md").write_text(_markdown([json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]))
+        runs = [json.loads(kept.read_text()) for kept in sorted(out.glob("*.json"))]
+        (out / "README.md").write_text(_markdown(runs))
 
 
 def _train(spec: Any, make: Callable[..., Any], group: Any) -> Any:
@@ -123,8 +131,8 @@ def _markdown(runs: Sequence[dict[str, Any]]) -> str:
             f"Validation loss, nats, after {first['steps']} steps of a GPT of {first['parameters']:,} parameters on "
             f"the bytes of a text; {RANKS} ranks of 8 windows of 64 bytes, equal tokens. Rates are the dense methods' "
             "best, not tuned for local steps. fp32's bytes: of a ring all-reduce in every step; its: all that rank 0 "
-            "sent in training steps, comparisons of replicas among it. A run ends with a round that is cut short. "
-            "One seed a row: differences of a few per cent mean nothing.",
+            "sent in training steps, comparisons of replicas among it; construction and the save at the end are in neither. "
+            "One seed a row: differences of a few per cent mean nothing. Rows that lose are printed as they are.",
             "",
             *pipes(head, rows),
             "",
