@@ -30,7 +30,7 @@ def accuracy() -> float:
     """On samples of all labels."""
     labels = torch.arange(1200) % CLASSES
     with torch.no_grad():
-        return (model(samples(labels)).argmax(1) == labels).float().mean().item()
+        return float((model(samples(labels)).argmax(1) == labels).float().mean())
 
 
 torch.manual_seed(2)
@@ -43,7 +43,7 @@ steps = EVERY - 4 * (rank % 3)  # a slow worker makes fewer
 for round_ in range(1, ROUNDS + 1):
     for _ in range(steps):
         labels = own[torch.randint(len(own), (32,), generator=generator)]
-        nn.functional.cross_entropy(model(samples(labels)), labels).backward()
+        nn.functional.cross_entropy(model(samples(labels)), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     if not optimizer.at_sync:
