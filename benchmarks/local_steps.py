@@ -132,7 +132,8 @@ def _markdown(runs: Sequence[dict[str, Any]]) -> str:
             f"the bytes of a text; {RANKS} ranks of 8 windows of 64 bytes, equal tokens. Rates are the dense methods' "
             "best, not tuned for local steps. fp32's bytes: of a ring all-reduce in every step; its: all that rank 0 "
             "sent in training steps, comparisons of replicas among it; construction and the save at the end are in "
-            "neither. One seed a row: differences of a few per cent mean nothing. Rows that lose are printed as they are.",
+            "neither. One seed a row: differences of a few per cent mean nothing. Rows that lose are printed as they "
+            "are.",
             "",
             *pipes(head, rows),
             "",
