@@ -12,6 +12,7 @@ from thinwire.optim.dense import SGD, Adam, Lamb
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import ZeroOneSchedule
 from thinwire.optim.lamb_math import LambBounds
+from thinwire.optim.local_steps import LocalSteps, OuterSGD
 from thinwire.optim.muon import Muon, OneBitMuon
 from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
@@ -25,11 +26,13 @@ __all__ = [
     "FlatOptimizer",
     "Lamb",
     "LambBounds",
+    "LocalSteps",
     "Muon",
     "OneBitAdam",
     "OneBitLamb",
     "OneBitMuon",
     "OneBitSGD",
+    "OuterSGD",
     "SparseAdam",
     "ZeroOneAdam",
     "ZeroOneSchedule",

@@ -67,6 +67,16 @@ def test_the_two_line_change_compresses(under, tmp_path):
 
 
 @pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_workers_with_labels_of_their_own_learn_all_of_them(under, tmp_path):
+    """Each has half of six labels, and would be right for those alone."""
+    script = str(EXAMPLES / "cfedavg.py")
+    told = run(sys.executable, *TORCHRUN, script) if under == "torchrun" else run_forked(tmp_path / "told", 2, script)
+    found = [float(x) for x in re.findall(r"accuracy (\d\.\d+)", told)]
+    assert len(found) == 3
+    assert found[-1] > 0.9
+
+
+@pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_sharded_boxes_compress_what_crosses_between_them(under, tmp_path):
     script = str(EXAMPLES / "sharded_boxes.py")
     by_torchrun = (sys.executable, *TORCHRUN[:-1], "4", script)

@@ -16,19 +16,12 @@ from torch import Tensor
 
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.checking import Row
-from thinwire.optim.engine.state import Shown
+from thinwire.optim.engine.state import Shown, entries_of
 from thinwire.optim.engine.tensor_states import everything
 
 ADDED = "added"
 Described = list[list[Any]]
 """Of each entry: the parameter's name, the key, and dtype and shape of a tensor, or None and the value itself."""
-
-
-def entries_of(one: object) -> dict[Any, Any]:
-    """What others have put into the state of one parameter."""
-    if isinstance(one, Shown):
-        return one.added()
-    return dict(one) if isinstance(one, dict) else {}
 
 
 def kept(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -47,7 +40,7 @@ def put_back(state: dict[Any, Any], entries: Mapping[Any, Any]) -> None:
 
 def collect(optimizer: Algorithm[Any]) -> dict[str, dict[Any, Any]]:
     """Copies, by the parameter's name. Nothing where there is nothing."""
-    found = {tensor.name: entries_of(optimizer.state.get(tensor.param)) for tensor in everything(optimizer)}
+    found = {tensor.name: optimizer.kept_beside(tensor.param) for tensor in everything(optimizer)}
     return {name: {key: _copied(x) for key, x in one.items()} for name, one in found.items() if one}
 
 
@@ -62,20 +55,14 @@ def replace(optimizer: Algorithm[Any], given: Mapping[str, Mapping[Any, Any]]) -
     """What others have there <- copies of these, on the devices of the parameters."""
     for tensor in everything(optimizer):
         one = {key: _copied(x, tensor.param.device) for key, x in given.get(tensor.name, {}).items()}
-        before = optimizer.state.get(tensor.param)
-        if isinstance(before, Shown):
-            for key in before.added():
-                del before[key]
-            before.update(one)
-        elif one or before is not None:
-            optimizer.state[tensor.param] = one
+        optimizer.keep_beside(tensor.param, one)
 
 
 def described(optimizer: Algorithm[Any]) -> Described:
     """Of each entry, for a rank that is to be given them. Local."""
     rows: Described = []
     for tensor in everything(optimizer):
-        for key, x in entries_of(optimizer.state.get(tensor.param)).items():
+        for key, x in optimizer.kept_beside(tensor.param).items():
             if isinstance(x, Tensor) and x.layout == torch.strided:
                 rows.append([tensor.name, key, str(x.dtype).removeprefix("torch."), list(x.shape)])
             elif x is None or isinstance(x, bool | int | float | str):
@@ -98,7 +85,7 @@ def refuse_ungiven(rows: Described) -> None:
 
 def rooms(optimizer: Algorithm[Any], rows: Described, *, gives: bool) -> dict[str, dict[str, Any]]:
     """Of each entry the value, by parameter and key: this rank's own where it gives, else room for it. Contiguous."""
-    own = {tensor.name: entries_of(optimizer.state.get(tensor.param)) for tensor in everything(optimizer)}
+    own = {tensor.name: optimizer.kept_beside(tensor.param) for tensor in everything(optimizer)}
     device, found = optimizer.space.p_N.device, dict[str, dict[str, Any]]()
     for name, key, dtype, shape in rows:
         if dtype is None:
@@ -112,4 +99,7 @@ def rooms(optimizer: Algorithm[Any], rows: Described, *, gives: bool) -> dict[st
 
 
 def _copied(x: Any, device: torch.device | None = None) -> Any:
-    return x.detach().to(device or x.device, copy=True) if isinstance(x, Tensor) else copy.deepcopy(x)
+    if not isinstance(x, Tensor):
+        return copy.deepcopy(x)
+    # A count of steps, as torch.optim keeps it, stays on the CPU.
+    return x.detach().to(x.device if device is None or not x.dim() else device, copy=True)

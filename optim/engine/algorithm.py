@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from thinwire.comm.calls import Calls, refuse_other_calls
 from thinwire.comm.codecs import SignCodec
@@ -37,7 +38,7 @@ from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
 from thinwire.optim.engine.options import Gradients, NonFinite
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
-from thinwire.optim.engine.state import TensorState, is_field, put, replicated, sizes
+from thinwire.optim.engine.state import Shown, TensorState, entries_of, is_field, put, replicated, sizes
 
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
@@ -64,7 +65,7 @@ class Algorithm(Generic[State]):
     bucket_elements: int = 0
     """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of all, from 4 Mi to 64 Mi. See sized()."""
 
-    codec: ClassVar[Codec] = SignCodec()
+    codec: Codec = SignCodec()
     """How what is compressed is written."""
 
     results: ClassVar[Results] = "kept"
@@ -96,6 +97,9 @@ class Algorithm(Generic[State]):
     keeps: Keeps = Keeps.NOTHING
     """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
     memory away. The same on every rank."""
+
+    inside: Optimizer | None = None
+    """An optimizer whose steps are a part of this one's."""
 
     # what it exchanges, and with which ranks
     group: Group
@@ -226,6 +230,32 @@ class Algorithm(Generic[State]):
         """`saved` as it goes on after groups were added: lists with a value a group are as long as at a beginning."""
         longer = {k: v for k, v in self.begun.items() if isinstance(v, list) and len(v) > len(saved.get(k, v))}
         return {**saved, **{key: [*saved[key], *value[len(saved[key]) :]] for key, value in longer.items()}}
+
+    def make_space(self) -> FlatSpace:
+        """Flat vectors for the groups as they are, in which parameters and gradients lie from here on. Local."""
+        return FlatSpace(self.param_groups)
+
+    def own_settings(self) -> dict[str, Any]:
+        """What every rank must have alike beside the hyperparameters of groups, by name: plain numbers and texts."""
+        return {}
+
+    def reached(self) -> list[object]:
+        """What the vectors of this rank are reached from, beside parameters and gradient: what `stats` counts."""
+        return [self.vectors, self.reduce, self.handed_over, list(self.frozen_states.values())]
+
+    def kept_beside(self, param: Tensor) -> dict[Any, Any]:
+        """What others keep of a parameter, such as an optimizer inside of this one; saved and handed on (added.py)."""
+        return entries_of(self.state.get(param))
+
+    def keep_beside(self, param: Tensor, entries: dict[Any, Any]) -> None:
+        """Hold these in the place of kept_beside()."""
+        before = self.state.get(param)
+        if isinstance(before, Shown):
+            for key in before.added():
+                del before[key]
+            before.update(entries)
+        elif entries or before is not None:
+            self.state[param] = entries
 
     def choose_full_exchange(self, given: FullWire | None) -> FullWire:
         """How the mean gradient is sent. Raises: ValueError where it cannot be sent as was asked."""

@@ -135,7 +135,7 @@ def lay_out(optimizer: Algorithm[Any], call: str) -> None:
     if optimizer.group.size > 1 and None in names_of(optimizer.param_groups, optimizer.model):
         refuse_other_order(optimizer.group, optimizer.param_groups, _device(optimizer.param_groups))
     optimizer.frozen_states = {}
-    optimizer.space = FlatSpace(optimizer.param_groups)
+    optimizer.space = optimizer.make_space()
     optimizer.ages = [Age()] * len(optimizer.space.tensors)
     optimizer.connect_space()
     show(optimizer)
@@ -274,7 +274,7 @@ def _lay_out_anew(optimizer: Algorithm[Any]) -> None:
     saved, evidence, overlap, buffers = optimizer.saved, optimizer.evidence, optimizer.overlap, optimizer.buffers
     before = dict(vars(optimizer))
     try:
-        optimizer.space = FlatSpace(optimizer.param_groups)
+        optimizer.space = optimizer.make_space()
         optimizer.ages = [Age()] * len(optimizer.space.tensors)
         space = optimizer.space
         for tensor, view in zip(space.tensors, space.views(space.p_N), strict=True):
@@ -318,5 +318,5 @@ def show(optimizer: Algorithm[Any]) -> None:
     show_state(optimizer.state, optimizer.space, optimizer.vectors, optimizer.shown, counts)
     for param, state in optimizer.frozen_states.items():
         parts = {name: state.values[field].view(local(param).shape) for field, name in optimizer.shown.items()}
-        optimizer.state[param] = Shown({"step": count(state.steps), **parts}, {})
+        optimizer.state[param] = Shown({"step": count(state.steps), **parts} if parts else {}, {})
     added.put_back(optimizer.state, of_others)

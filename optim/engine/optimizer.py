@@ -134,7 +134,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.equalise_buffers()
         if self.begins and self.group.size > 1:
             self.begins = False
-            sums, others = digest(self.space.p_N), beside.digests(self)
+            sums, others = digest(self.common_parameters), beside.digests(self)
             all_others = refuse_apart(self.calls, self.group, sums, others, self.space.p_N.device)
             self._replicas.say_beside(self, all_others)
         self._replicas.compare(self)
@@ -411,9 +411,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             "full_exchange": self.full_exchange,
             "topology": self.reduce.topology,
             "steps_skipped": self.steps_skipped,
-            "bytes_per_parameter": bytes_per_parameter(
-                self.space, [self.vectors, self.reduce, self.handed_over, list(self.frozen_states.values())]
-            ),
+            "bytes_per_parameter": bytes_per_parameter(self.space, self.reached()),
             **({"overlapped": self.overlap.report()} if self.overlaps else {}),
             **(self.error_lost or {}),
             **({} if self.model is None else {"buffer_bytes": self.buffers.given_bytes}),

@@ -105,6 +105,7 @@ def settings(optimizer: Algorithm[Any]) -> dict[str, Any]:
         "non_finite": optimizer.non_finite,
         "topology": optimizer.topology,
         "narrow": sorted(optimizer.narrow),
+        **optimizer.own_settings(),
     }
     for index, group in enumerate(optimizer.param_groups):
         found |= {f"{name} of group {index}": _plain(group[name]) for name in optimizer.defaults}

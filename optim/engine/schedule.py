@@ -99,6 +99,12 @@ def linear_plan() -> StepPlan:
     return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=False, bias_step=None)
 
 
+def local_steps_plan(step: int, last_sync: int, every: int) -> StepPlan:
+    """Local steps of any optimizer: nothing crosses, but what parameters have moved by in the last of each `every`."""
+    crosses = Wire.COMPRESSED if step - last_sync >= every else Wire.LOCAL
+    return StepPlan(Phase.COMPRESSED, Wire.LOCAL, crosses, update_variance=False, bias_step=None)
+
+
 def onebit_adam_plan(step: int, warmup: int | None, frozen_at: int | None, *, refresh: bool = False) -> StepPlan:
     """1-bit Adam: steps 1..warmup are dense, later ones exchange the momentum in one bit.  [Tang et al. 2021, Alg. 1]
 

@@ -222,6 +222,13 @@ class Shown(dict[str, Any]):
         return dict, (list(self.items()),)
 
 
+def entries_of(one: object) -> dict[Any, Any]:
+    """What others have put into the state of one parameter."""
+    if isinstance(one, Shown):
+        return one.added()
+    return dict(one) if isinstance(one, dict) else {}
+
+
 def count(steps: int) -> Tensor:
     """A step count as torch.optim keeps it: 0-dim, exact up to 2^24."""
     return torch.tensor(float(steps), dtype=torch.float32, device="cpu")
@@ -239,8 +246,8 @@ def show_state(
 ) -> None:
     """state[p] <- {"step": its step count, and for each name of a field of `vectors` its part}. Views: no copy.
 
-    names: what torch.optim calls a field. steps: of each tensor. state: emptied first. A view is true until the next
-    step, at least.
+    names: what torch.optim calls a field; where there are none nothing is shown, the step count neither. steps: of each
+    tensor. state: emptied first. A view is true until the next step, at least.
     """
     state.clear()
 
@@ -251,7 +258,7 @@ def show_state(
 
     for index, tensor in enumerate(space.tensors):
         made = {name: partial(part, field, index) for field, name in names.items()}
-        state[tensor.param] = Shown({"step": steps[index]}, made)
+        state[tensor.param] = Shown({"step": steps[index]} if names else {}, made)
 
 
 def bytes_per_parameter(space: FlatSpace, reached: Sequence[object]) -> dict[str, float]:

@@ -137,4 +137,8 @@ LOCAL_STEP_CLIPPER = Number(
     optional=True,
 )
 ZERO_ONE_SCHEDULE = (DENSE_STEPS, VAR_UPDATE_SCALER, LOCAL_STEP_SCALER, LOCAL_STEP_CLIPPER)
+EVERY = Number("every", 32, "local steps from one exchange to the next", at_least=1, whole=True)
+OUTER_LR = Number("outer.lr", 0.7, "rate of the outer step: 1 goes to the mean of the ranks", above=0.0)
+OUTER_MOMENTUM = Number("outer.momentum", 0.9, "of the outer step", at_least=0.0, below=1.0)
+OUTER = (OUTER_LR, OUTER_MOMENTUM)
 MAX_GRAD_NORM = Number("max_grad_norm", None, above=0.0, optional=True)

@@ -121,7 +121,7 @@ class Bodies:
             if optimizer is self._optimizer:
                 if body.step_began is not None:
                     body.optimizer_s += time.perf_counter() - body.step_began
-            elif threading.get_ident() == thread:
+            elif optimizer is not self._optimizer.inside and threading.get_ident() == thread:
                 body.strangers.add(type(optimizer).__name__)
 
         handles: list[Any] = [register_optimizer_step_post_hook(note)]

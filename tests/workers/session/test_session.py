@@ -20,7 +20,7 @@ from thinwire.comm import SoloGroup, run_threads
 from thinwire.contract.reports import MOST_REPORTED
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
-from thinwire.optim import Adam, OneBitAdam
+from thinwire.optim import Adam, LocalSteps, OneBitAdam
 from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import checkpoints, from_json, to_json
 from thinwire.workers.checkpoints.shard import DTYPES
@@ -468,6 +468,20 @@ def test_what_is_no_real_number_is_refused_at_the_report_by_its_name_in_few_word
         return str(raised.value)
 
     assert on_threads(tmp_path, 1, script)
+
+
+def test_the_optimizer_inside_of_local_steps_is_no_stranger():
+    def script(run, model):
+        optimizer = LocalSteps(torch.optim.AdamW(model.parameters()), every=2, group=run.group, model=model)
+        run.register(optimizer=optimizer, model=model)
+        for x, y in run.batches(DATA, global_batch=6, steps=5):
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.num_steps, optimizer.at_sync
+
+    with session() as run:
+        assert script(run, net()) == (5, True)
 
 
 def wrong(what):

@@ -1,0 +1,147 @@
+"""The command: python -m benchmarks.local_steps. Where do local steps in one bit end beside a dense exchange?
+
+A small GPT on the bytes of a text, four ranks as threads, equal tokens. Every rank makes the steps that it would make
+with a dense exchange, at the same rates; every H-th is followed by the exchange of what parameters have moved by.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.defaults.runs import CURVE, DECAY, train_job
+from benchmarks.defaults.tasks import DEFAULTS_TASKS
+from benchmarks.provenance import ROOT, provenance
+from benchmarks.report import made_by, pipes
+from benchmarks.turns import run_in_turns
+from thinwire.comm import SoloGroup
+from thinwire.contract.files import write_whole
+from thinwire.optim import Adam, LocalSteps, Muon, OneBitMuon, OuterSGD
+
+RESULTS = ROOT / "benchmarks" / "results" / "local-steps"
+RANKS = 4
+STEPS = 1024
+"""Whole rounds of all that is run: what ends a round early is not counted."""
+RATES = {"adamw": 2e-3, "muon": 0.024}
+"""The dense AdamW's of benchmarks/defaults, and dense Muon's best in results/muon."""
+
+
+def _inner(name: str, params: Any, lr: float) -> torch.optim.Optimizer:
+    params = list(params)
+    if name == "muon":
+        return Muon(params, lr=lr, weight_decay=DECAY, group=SoloGroup())
+    return torch.optim.AdamW(params, lr=lr, weight_decay=DECAY)
+
+
+def _local(name: str, lr: float, every: int, outer: OuterSGD, params: Any, **where: Any) -> LocalSteps:
+    return LocalSteps(_inner(name, params, lr), every=every, outer=outer, **where)
+
+
+def cases(inner: str) -> dict[str, Callable[..., Any]]:
+    """What is run for this inner optimizer, by name."""
+    lr, nesterov, mean = RATES[inner], OuterSGD(), OuterSGD(1.0, 0.0)
+    dense = partial(Muon if inner == "muon" else Adam, lr=lr, weight_decay=DECAY)
+    one_bit = {"one bit a step": partial(OneBitMuon, lr=lr, weight_decay=DECAY)} if inner == "muon" else {}
+    local = {
+        f"local steps, H = {every}, {said}": partial(_local, inner, lr, every, outer)
+        for every, outer, said in (
+            (32, nesterov, "Nesterov 0.7, 0.9"),
+            (128, nesterov, "Nesterov 0.7, 0.9"),
+            (32, mean, "the mean"),
+            (128, mean, "the mean"),
+        )
+    }
+    return {"dense": dense, **one_bit, **local}
+
+
+def main(
+    inner: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    steps: Annotated[int, typer.Option(min=128, help="Of each run, a multiple of 128.")] = STEPS,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+) -> None:
+    """Run all of one inner optimizer, and after each write the table of all that are there. A minute of a core each.
+
+    Raises: BadParameter for steps that are no whole rounds.
+    """
+    if steps % 128:
+        raise typer.BadParameter(f"{steps}: must be a multiple of 128, the longest round")
+    torch.set_num_threads(1)
+    task, by = DEFAULTS_TASKS["gpt"], provenance()
+    out.mkdir(parents=True, exist_ok=True)
+    for name, make in cases(inner).items():
+        path = out / f"{inner}-{seed}-{name.replace(', ', '-').replace(' ', '_').replace('=', '')}.json"
+        if path.exists():
+            continue
+        spec = task.spec({"name": "adam", "lr": RATES[inner]}, seed, steps, RANKS)
+        seen = run_in_turns(RANKS, partial(_train, spec, make), 3600.0)[0]
+        one = {
+            "inner": inner,
+            "method": name,
+            "seed": seed,
+            "lr": RATES[inner],
+            "steps": spec.steps,
+            "parameters": seen.numel,
+            "curve": [round(value, 5) for value in seen.curve],
+            "diverged": seen.diverged,
+            "sent_bytes": sum(seen.sent.values()),
+            "fp32_bytes": seen.fp32_bytes(RANKS, spec.steps),
+        }
+        write_whole(path, json.dumps({**asdict(by), **one}, indent=1) + "\n")
+        typer.echo(f"{inner} {name}: {one['curve'][-1:]}, {one['fp32_bytes'] / max(one['sent_bytes'], 1):.0f} times")
+        runs = [json.loads(kept.read_text()) for kept in sorted(out.glob("*.json"))]
+        (out / "README.md").write_text(_markdown(runs))
+
+
+def _train(spec: Any, make: Callable[..., Any], group: Any) -> Any:
+    return train_job(spec, group, spec.steps // CURVE, make=make)
+
+
+def _markdown(runs: Sequence[dict[str, Any]]) -> str:
+    ends = {(one["inner"], one["seed"]): one["curve"][-1] for one in runs if one["method"] == "dense"}
+    rows = [
+        [
+            one["inner"],
+            one["method"],
+            str(one["seed"]),
+            f"{one['lr']:g}",
+            one["diverged"] or f"{one['curve'][-1]:.4f}",
+            f"{100 * (one['curve'][-1] / ends[one['inner'], one['seed']] - 1):+.1f} %"
+            if (one["inner"], one["seed"]) in ends and not one["diverged"]
+            else "-",
+            f"{one['fp32_bytes'] / one['sent_bytes']:.0f}",
+        ]
+        for one in sorted(runs, key=lambda one: (one["inner"], one["seed"], one["method"] != "dense", one["method"]))
+    ]
+    head = ["inner", "method", "seed", "rate", "validation loss", "beside the same, dense", "fp32's bytes / its"]
+    first = runs[0]
+    return "\n".join(
+        [
+            "# Local steps in one bit",
+            "",
+            "Written by `python -m benchmarks.local_steps --inner adamw` and `--inner muon`; do not edit.",
+            "",
+            f"Validation loss, nats, after {first['steps']} steps of a GPT of {first['parameters']:,} parameters on "
+            f"the bytes of a text; {RANKS} ranks of 8 windows of 64 bytes, equal tokens. Rates are the dense methods' "
+            "best, not tuned for local steps. fp32's bytes: of a ring all-reduce in every step; its: all that rank 0 "
+            "sent in training steps, comparisons of replicas among it; construction and the save at the end are in "
+            "neither. One seed a row: differences of a few per cent mean nothing. Rows that lose are printed as they "
+            "are.",
+            "",
+            *pipes(head, rows),
+            "",
+            f"Made {made_by(first)}.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

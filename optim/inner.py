@@ -1,0 +1,116 @@
+"""The optimizer inside of LocalSteps: what it may be, how it steps, and its state by parameter, whoever made it.
+
+One of torch.optim, or written like one, keeps what it remembers in `state`, by parameter; a dense one of ours in flat
+vectors, of which `state` shows parts. Both are saved, loaded and given to ranks that come as entries that are kept
+beside a parameter (engine/added.py), so that nothing here knows what an optimizer remembers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from thinwire.optim.engine.algorithm import Algorithm
+
+INSIDE = "inner "
+"""How the names of entries of one of ours begin."""
+STEP = "step"
+DISTRIBUTED = ("torch.distributed.", "deepspeed.", "horovod.", "bagua.")
+"""Packages whose optimizers exchange something themselves."""
+
+
+def refuse_unfit(inner: object) -> None:
+    """Raises: TypeError for what is no optimizer; ValueError for one that cannot take steps alone, and what to do."""
+    name = type(inner).__name__
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"inner = {name}: must be an optimizer, made over the parameters: LocalSteps(torch.optim.AdamW(...), ...)"
+        )
+    if isinstance(inner, Algorithm):
+        if inner.compresses:
+            raise ValueError(
+                f"inner = {name}: compresses what it sends, and inside of LocalSteps nothing is sent: give the dense "
+                "one (Adam, Lamb, Muon, SGD) or one of torch.optim"
+            )
+        if inner.group.size > 1:
+            raise ValueError(
+                f"inner = {name} over {inner.group.size} ranks: it communicates by itself in every step. Make it with "
+                "group=SoloGroup() (thinwire.comm), and give the ranks to LocalSteps(group=)"
+            )
+        if inner.num_steps:
+            raise ValueError(
+                f"inner = {name} after {inner.num_steps} steps: must be given before its first; load a state_dict() of "
+                "LocalSteps to go on from one"
+            )
+        return
+    if any(f"{kind.__module__}.".startswith(DISTRIBUTED) for kind in type(inner).__mro__):
+        raise ValueError(
+            f"inner = {name} of {type(inner).__module__}: it communicates by itself in its steps; give the optimizer "
+            "that it is made of"
+        )
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"inner = {name}: its step needs a closure, and LocalSteps has none to give: use another one")
+
+
+class Inner:
+    """One of them. optimizer: the optimizer itself; its groups are those of LocalSteps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        refuse_unfit(optimizer)
+        self.optimizer = optimizer
+        self.ours: Algorithm[Any] | None = optimizer if isinstance(optimizer, Algorithm) else None
+
+    def share(self, param_groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> None:
+        """These are its groups from here on, and where it is not one of ours its state, which what it has is put in."""
+        self.optimizer.param_groups = param_groups
+        if self.ours is None and self.optimizer.state is not state:
+            for param, one in self.optimizer.state.items():
+                state[param] = {**state.get(param, {}), **one}
+            self.optimizer.state = state  # type: ignore[assignment]
+
+    def step(self, state: Mapping[Tensor, Any]) -> None:
+        """One step alone, on the gradients that parameters have. state: that of LocalSteps.
+
+        Raises: RuntimeError where its state was replaced.
+        """
+        if self.ours is None and self.optimizer.state is not state:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.load_state_dict() was called inside of LocalSteps, whose state it "
+                "is: call state_dict() and load_state_dict() of LocalSteps, which has the inner optimizer's in it"
+            )
+        self.optimizer.step()
+
+    def entries(self, param: Tensor) -> dict[Any, Any]:
+        """What one of ours keeps of a parameter, as views; of another it is in the state of LocalSteps itself."""
+        if self.ours is None or not self.ours.num_steps:
+            return {}
+        return {INSIDE + name: x for name, x in dict(self.ours.state.get(param, {})).items()}
+
+    @torch.no_grad()
+    def take(self, param: Tensor, entries: Mapping[Any, Any]) -> None:
+        """Hold what entries() gave; where that was nothing, begin anew."""
+        if self.ours is None:
+            return
+        for name, x in dict(self.ours.state.get(param, {})).items():
+            given = entries.get(INSIDE + name)
+            if name == STEP:
+                self.ours.num_steps = int(given or 0)
+            elif given is None:
+                x.zero_()
+            else:
+                x.copy_(given)
+
+    def moments(self, entries: Iterator[dict[Any, Any]]) -> list[Tensor]:
+        """Of the entries of all parameters what is a vector, in order: what ranks have a mean of."""
+        return [
+            x
+            for one in entries
+            for _, x in sorted(one.items(), key=lambda item: str(item[0]))
+            if isinstance(x, Tensor) and x.dim() and x.dtype.is_floating_point
+        ]

@@ -1,0 +1,486 @@
+"""Local steps of any optimizer; every so many, what the parameters have moved by crosses the wire in one bit.
+
+    rank i, each step     x_i <- a step of the inner optimizer, alone
+    every H steps         d_i = x_s - x_i;   D <- compressed_mean_i(d_i)         x_s: where the round began
+                          b <- mu b + D;   x_s <- x_s - lr (D + mu b);   x_i <- x_s     Nesterov's; else b for D + mu b
+
+[Douillard et al. 2023, arXiv 2311.08105 (DiLoCo); Yang et al. 2021, arXiv 2106.07155 (CFedAvg): lr 1, mu 0]
+
+The outer step is linear in what crosses, so that nothing is lost: given out + R' = mean of d_i + R, whatever the codec
+leaves out. d_i has all steps of its round in it: a rank may make fewer than the others (sync), and the mean counts what
+each has moved.
+
+A round ends early in two ways. Where all ranks are there, as for a save or a planned change, by an exchange like every
+other. Where a rank is gone, each puts its d_i into its error memory and goes back to x_s: R has it, and what comes next
+sends it. So a death costs its own rank's round, and no other; a rank that comes begins at x_s.
+
+A step stands, however the exchange after it ends: where a peer is lost in it, parameters, inner state and step count
+are those after this rank's step, the round is open, and the next step ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from thinwire.comm.codecs import Int8Codec, SignCodec
+from thinwire.comm.default import GivenGroup
+from thinwire.comm.errors import NonFiniteInput, Refused
+from thinwire.comm.exchange.alone import Results
+from thinwire.comm.exchange.exchange import gather_flags
+from thinwire.comm.groups.texts import texts_if_they_differ
+from thinwire.comm.kernels.blocks import BlockTable, RowMemory
+from thinwire.comm.kernels.fused_reference import decoded
+from thinwire.comm.kernels.peak import witness
+from thinwire.comm.protocol import Codec, Group
+from thinwire.contract.hyperparameters import EVERY, OUTER, OUTER_LR, OUTER_MOMENTUM, TOTAL_STEPS
+from thinwire.optim.engine import changing
+from thinwire.optim.engine.added import described
+from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum
+from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.local import is_dtensor
+from thinwire.optim.engine.optimizer import FlatOptimizer
+from thinwire.optim.engine.options import NonFinite
+from thinwire.optim.engine.schedule import StepPlan, Wire, local_steps_plan
+from thinwire.optim.engine.state import Local, Replicated, Residual
+from thinwire.optim.inner import Inner
+
+logger = logging.getLogger(__name__)
+
+CODECS: dict[str, Codec] = {"sign": SignCodec(), "int8": Int8Codec()}
+"""By the name that `codec` has."""
+SYNC_EVERYWHERE = "call sync() on every rank first, or save where optimizer.at_sync is true"
+PIECE = 1 << 20
+"""Elements for which there is scratch where a result is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterSGD:
+    """The rule of the outer step. lr 1 and momentum 0: the mean of the ranks' parameters, as in CFedAvg.
+
+    Raises: ValueError for what is out of range.
+    """
+
+    lr: float = OUTER_LR.default
+    momentum: float = OUTER_MOMENTUM.default
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        for number, value in zip(OUTER, (self.lr, self.momentum), strict=True):
+            number.check(value)
+
+
+@dataclass(slots=True)
+class LocalStepsState:
+    """Vectors beside those of the inner optimizer. outer: the momentum b. start: x_s; None before a round's first step.
+
+    lost: bool, a gradient of this rank in this round was not finite and counted as zero.
+
+    An element in fp32 takes 8 bytes as parameter and gradient, 4 each as b and x_s, 4 + 4 / ranks of error memory, and
+    what the inner optimizer keeps.
+    """
+
+    outer_N: Replicated
+    move_error: Residual
+    lost: Local
+    start_N: Local | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outward:
+    """The outer step, as D is read. A Reader. p, outer: modified."""
+
+    p_N: Tensor
+    start_N: Tensor
+    outer_N: Tensor
+    rule: OuterSGD
+
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
+        """D as rows of signs."""
+        moved = decoded(rows, table)
+        moved[table.dead] = 0
+        self.values(at, moved)
+
+    def values(self, at: slice, values: Tensor) -> None:
+        """D as floats, 0 where dead."""
+        b, mu = self.outer_N[at], self.rule.momentum
+        b.mul_(mu).add_(values)
+        step = values + b * mu if self.rule.nesterov else b
+        torch.sub(self.start_N[at], step * self.rule.lr, out=self.p_N[at])
+
+
+class LocalSteps(FlatOptimizer[LocalStepsState]):
+    """Any optimizer, stepped on each rank alone; every `every` steps ranks exchange what they have moved by.
+
+        optimizer = LocalSteps(torch.optim.AdamW(model.parameters(), lr=1e-3), every=32, model=model)
+
+    inner: an optimizer of torch.optim, or written like one, or a dense one of ours that was made with
+    group=SoloGroup(). Its groups are those of LocalSteps: a schedule may hold either. It is stepped, saved and loaded
+    by LocalSteps alone. every: H, the same on every rank. outer: the outer step (OuterSGD). codec: "sign", one bit a
+    value; "int8"; or a Codec. total_steps: of the run, where it is known: a round that would not end in it is refused.
+    group: the ranks (None: torch.distributed's default group, or this process alone). model, max_grad_norm (each rank
+    shortens its own gradient): as in CheckedOptions. non_finite: a gradient that is not finite counts as zero on its
+    rank; "raise": every rank raises NonFiniteInput at the end of that round, which the next step ends; "skip": only the
+    log says so.
+
+    In a round ranks hold different parameters: evaluate where at_sync, or after prepare_to_save(), which ends it. The
+    constructor is collective: it sends rank 0's parameters to all. Raises: TypeError, ValueError; PeerLost,
+    WireMismatch.
+    """
+
+    results: ClassVar[Results] = "read"
+    sends_in_full: ClassVar[bool] = False
+    shown: ClassVar[dict[str, str]] = {}
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        every: int,
+        outer: OuterSGD = OuterSGD(),
+        codec: Literal["sign", "int8"] | Codec = "sign",
+        total_steps: int | None = None,
+        group: GivenGroup | None = None,
+        model: nn.Module | None = None,
+        max_grad_norm: float | None = None,
+        non_finite: NonFinite = "raise",
+    ) -> None:
+        EVERY.check(every)
+        TOTAL_STEPS.check(total_steps)
+        if total_steps is not None and every > total_steps:
+            raise ValueError(
+                f"every = {every}, total_steps = {total_steps}: the ranks would never exchange anything; must be at "
+                "most the steps of the run"
+            )
+        if not isinstance(outer, OuterSGD):
+            raise ValueError(f"outer = {outer!r}: must be an OuterSGD(lr=, momentum=, nesterov=)")
+        if isinstance(codec, str) and codec not in CODECS:
+            raise ValueError(f"codec = {codec!r}: must be one of {', '.join(CODECS)}, or a Codec of thinwire.comm")
+        self.inner = Inner(inner)
+        self.inside = inner
+        if any(is_dtensor(param) for one in inner.param_groups for param in one["params"]):
+            raise ValueError(
+                "inner has DTensors among its parameters, of which local steps are not held by a test: use OneBitAdam "
+                "or OneBitMuon for sharded boxes (docs/sharded.md)"
+            )
+        self.every, self.outer = every, outer
+        self.codec = CODECS[codec] if isinstance(codec, str) else codec
+        super().__init__(
+            inner.param_groups,
+            inner.defaults,
+            group=group,
+            model=model,
+            max_grad_norm=max_grad_norm,
+            non_finite=non_finite,
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Hyperparameters are the inner optimizer's."""
+        if self.inner.ours is not None:
+            self.inner.ours.check_group(group)
+
+    def hypers(self, step: int) -> list[Any]:
+        """None that this one reads."""
+        return []
+
+    def own_settings(self) -> dict[str, Any]:
+        """As Algorithm.own_settings."""
+        inner = type(self.inner.optimizer).__name__
+        return {"every": self.every, "outer": repr(self.outer), "inner": inner}
+
+    def make_space(self) -> FlatSpace:
+        """As Algorithm.make_space: that of an inner optimizer of ours."""
+        if self.inner.ours is None:
+            return super().make_space()
+        changing.follow_changes(self.inner.ours)
+        return self.inner.ours.space
+
+    def begin(self) -> None:
+        """Set what a fresh run begins with."""
+        self.saved |= {"last_sync": 0, "num_rounds": 0, "same_inner": 0}
+        self.inner.share(self.param_groups, self.state)
+
+    def make_state(self) -> LocalStepsState:
+        """Empty vectors and error memory."""
+        lost = torch.zeros((), dtype=torch.bool, device=self.space.p_N.device)
+        return LocalStepsState(self.new_vector(), self.reduce.new_memory(), lost)
+
+    def plan(self, step: int) -> StepPlan:
+        """Gradients stay; the last step of a round ends it."""
+        return local_steps_plan(step, self.saved["last_sync"], self.every)
+
+    def begin_beside(self, plan: StepPlan) -> None:
+        """As FlatOptimizer.begin_beside: after the step that ends a round, with the exchange."""
+        self.beside_due = plan.momentum is Wire.COMPRESSED
+
+    def reached(self) -> list[object]:
+        """As Algorithm.reached, with what the inner optimizer keeps."""
+        ours = self.inner.ours
+        return [*super().reached(), self.state, *([] if ours is None else ours.reached())]
+
+    def kept_beside(self, param: Tensor) -> dict[Any, Any]:
+        """As Algorithm.kept_beside: the inner optimizer's among it."""
+        return {**super().kept_beside(param), **self.inner.entries(param)}
+
+    def keep_beside(self, param: Tensor, entries: dict[Any, Any]) -> None:
+        """As Algorithm.keep_beside."""
+        self.inner.take(param, entries)
+        mine = self.inner.entries(param)
+        super().keep_beside(param, {name: x for name, x in entries.items() if name not in mine})
+
+    # a round
+
+    def update(self, plan: StepPlan, groups: Sequence[Any]) -> None:
+        """A step of the inner optimizer, and at the end of a round the exchange. Raises: as step(); the step stands."""
+        self._step_inner()
+        if plan.momentum is Wire.COMPRESSED:
+            try:
+                self._end_round(plan)
+            except BaseException:
+                self.num_steps += 1
+                raise
+            self.saved["last_sync"] = self.num_steps + 1
+
+    def _step_inner(self) -> None:
+        space, s = self.space, self.vectors
+        if s.start_N is None:
+            s.start_N = space.p_N.clone()
+            self.handed_over = None  # R is to be found anew, where a rank is gone before the next exchange
+        finite = torch.isfinite(witness(space.g_N))
+        s.lost.logical_or_(~finite)
+        if space.g_N.device.type != "cpu":
+            space.g_N.masked_fill_(~finite, 0.0)
+        elif not finite:
+            space.g_N.zero_()
+        space.leave_gradients(space.g_N)
+        self.inner.step(self.state)
+        space.take_changes()
+
+    def _end_round(self, plan: StepPlan) -> None:
+        """Exchange what ranks have moved by, and take the outer step. Collective.
+
+        Raises: PeerLost, NonFiniteInput; RuntimeError, alike on every rank, where some rank's parameters are not finite
+        themselves. Then parameters and round are as before.
+        """
+        s, p_N = self.vectors, self.space.p_N
+        self.beside_due = True
+        try:
+            self.exchange_(plan)
+        except NonFiniteInput as error:
+            if not isinstance(error, Refused):
+                raise self._said(error) from error
+            raise
+        result = self.reduce.result
+        self.reduce.commit()  # first: where it is interrupted, nothing has moved
+        reader = Outward(p_N, p_N if s.start_N is None else s.start_N, s.outer_N, self.outer)
+        for low in range(0, p_N.numel(), PIECE):
+            result.read(reader, low, min(low + PIECE, p_N.numel()))
+        self._begin_round()
+        self.saved["num_rounds"] += 1
+
+    def begin_exchange(self, plan: StepPlan) -> Exchange:
+        """What this rank has moved by."""
+        if self.skips_non_finite and bool(self.vectors.lost):
+            logger.warning("gradient_left_out rank=%d steps=%d-%d", self.group.rank, *self._steps_of_round())
+            self.vectors.lost.zero_()
+        return formed_sum(self.reduce, self.vectors.move_error, self._formed)
+
+    def _formed(self, at: slice, runs: LeftGradients) -> Tensor:
+        """d of these elements, new; NaN where this rank has lost a gradient, for all to learn."""
+        s, p_N = self.vectors, self.space.p_N
+        moved = torch.zeros_like(p_N[at]) if s.start_N is None else s.start_N[at] - p_N[at]
+        return moved.masked_fill_(s.lost, torch.nan)
+
+    def _said(self, error: NonFiniteInput) -> Exception:
+        """What all ranks are told in place of the error of the exchange. Collective."""
+        s, p_N = self.vectors, self.space.p_N
+        finite = torch.isfinite(witness(p_N))
+        broken = [rank for rank, flag in enumerate(gather_flags(self.group, finite).tolist()) if not flag]
+        first, last = self._steps_of_round()
+        if broken:
+            return RuntimeError(
+                f"in steps {first} to {last} the inner optimizer of rank {', '.join(map(str, broken))} has moved "
+                "parameters to NaN or infinity, so that this round cannot end: load a checkpoint of before on every "
+                "rank, with a lower learning rate; nothing was sent"
+            )
+        s.lost.zero_()
+        whose = f"of rank {', '.join(map(str, error.ranks))}" if error.ranks else "of some rank"
+        return NonFiniteInput(
+            f"a gradient {whose} in steps {first} to {last} holds NaN or infinity; its step has taken it as zero, and "
+            "the round goes on: the next step ends it. Look at the loss",
+            error.ranks,
+        )
+
+    def _steps_of_round(self) -> tuple[int, int]:
+        return self.saved["last_sync"] + 1, max(self.num_steps, self.saved["last_sync"] + 1)
+
+    def _begin_round(self) -> None:
+        self.vectors.start_N = None
+        self.vectors.lost.zero_()
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """End the round now, with the steps that this rank has made. Collective: another's step or sync() ends it too.
+
+        For ranks of different speed: each makes the steps that it can, at most `every`, and what it has moved by counts
+        in a plain mean. Steps that it has not made count as made: num_steps is that of the end of the round, on every
+        rank; one that has made none gives 0. Raises: as step().
+        """
+        end = self.saved["last_sync"] + self.every
+        with self._reports_undone(), self.calling(f"step() {end}"):
+            self._agree_on_load()
+            self._end_early(end)
+
+    def _end_early(self, end: int) -> None:
+        self.overlap.abandon()
+        self.space.take_changes()
+        self.reduce.draw = self.num_steps
+        try:
+            self._end_round(self.plan(self.saved["last_sync"] + self.every))
+        except BaseException as error:
+            self.overlap.undo(error, self.reduce, self.group)
+            raise
+        self.num_steps = self.saved["last_sync"] = end
+        self.handed_over = None
+        self.space.equalise_copies()
+        self.space.write_back()
+
+    # what is saved, and given to others
+
+    @property
+    def common_steps(self) -> int:
+        """The step at which the last round ended. In a round ranks hold different parameters."""
+        return int(self.saved["last_sync"])
+
+    @property
+    def common_parameters(self) -> Tensor:
+        """As FlatOptimizer.common_parameters: where the round began."""
+        start_N = self.vectors.start_N
+        return self.space.p_N if start_N is None else start_N
+
+    def common_vectors(self) -> dict[str, Tensor]:
+        """As FlatOptimizer.common_vectors."""
+        return {**super().common_vectors(), "parameters": self.common_parameters}
+
+    def prepare_to_save(self) -> None:
+        """End the round, and bring the moments of the inner optimizers to their mean, in full. Collective.
+
+        Then a run that is loaded equals the one that goes on. rank_state_dict() sends nothing and ends no round.
+        Raises: PeerLost; NonFiniteInput; RuntimeError for moments that are not finite; ValueError where ranks keep
+        different ones. Then nothing else has changed.
+        """
+        super().prepare_to_save()
+        with self.calling(f"prepare_to_save() after step {self.num_steps}", SYNC_EVERYWHERE):
+            self._end_for_all()
+            if self.saved["same_inner"] < self.num_steps:
+                self._equalise_inner()
+
+    def prepare_to_hand_over(self) -> None:
+        """As prepare_to_save(), but that inner moments stay each rank's own; one that comes is given those of one."""
+        super().prepare_to_save()
+        with self.calling(f"hand_over() after step {self.num_steps}", SYNC_EVERYWHERE):
+            self._end_for_all()
+
+    def _end_for_all(self) -> None:
+        if not self.at_sync:
+            self.refuse_to_be_alone()
+            self._end_early(self.num_steps)
+
+    @torch.no_grad()
+    def _equalise_inner(self) -> None:
+        self.refuse_to_be_alone()
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self.group.size > 1:
+            _refuse_other_state(self)
+            moments = self.inner.moments(self.kept_beside(param) for param in params)
+            means = [moment.detach().to(self.space.p_N, copy=True).view(-1) for moment in moments]
+            for mean in means:
+                self.group.mean_(mean)
+            if not all(bool(torch.isfinite(witness(mean))) for mean in means):
+                raise RuntimeError(
+                    f"after step {self.num_steps} a moment of some rank's inner optimizer holds NaN or infinity, so "
+                    "that no state can be saved; nothing was changed. Load a checkpoint of before on every rank"
+                )
+            for moment, mean in zip(moments, means, strict=True):
+                moment.copy_(mean.view(moment.shape))
+        self.saved["same_inner"] = self.num_steps
+
+    def plain_state(self) -> dict[str, Any]:
+        """As FlatOptimizer.plain_state, at the end of a round."""
+        found = super().plain_state()
+        found["saved"]["last_sync"] = self.num_steps
+        return found
+
+    def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
+        """As FlatOptimizer.synced_vectors: nothing is sent. What this rank has moved by is in R from here on."""
+        s = self.vectors
+        if taking_part and s.start_N is not None:
+            s.move_error.add_(torch.where(s.lost, 0.0, s.start_N - self.space.p_N))
+            self.space.p_N.copy_(s.start_N)
+            self.space.write_back()
+            self._begin_round()
+        return super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
+
+    def own_state(self) -> dict[str, Any]:
+        """In a round x, x_s and whether a gradient was lost."""
+        s = self.vectors
+        if s.start_N is None:
+            return {}
+        return {"parameters": self.space.p_N.clone(), "start_N": s.start_N.clone(), "lost": bool(s.lost)}
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Refuse what own_state() cannot have given. Raises: ValueError."""
+        if own and own.keys() != {"parameters", "start_N", "lost"}:
+            raise ValueError(f"state_dict has own {sorted(own)}: it is damaged, or of another optimizer")
+        for key in ("parameters", "start_N") if own else ():
+            found, shape = own[key], self.space.p_N.shape
+            if not isinstance(found, Tensor) or found.shape != shape:
+                raise ValueError(f"state_dict has own[{key!r}] = {found!r}, this optimizer needs {list(shape)}")
+
+    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
+        """Hold what own_state() gave. Not in_round: x is where that rank had moved it, as if the round had ended."""
+        self._begin_round()
+        if not own:
+            return
+        s = self.vectors
+        self.space.p_N.copy_(own["parameters"])
+        self.space.write_back()
+        if in_round:
+            s.start_N = own["start_N"].to(self.space.p_N, copy=True)
+            s.lost.fill_(own["lost"])
+        else:
+            self.saved["last_sync"] = self.num_steps
+
+    def end_round_as(self, src: int) -> None:
+        """x <- that of rank `src`, as if the round had ended. Collective. Raises: PeerLost."""
+        self.reduce.broadcast_(self.space.p_N, src)
+        self._begin_round()
+        self.saved["last_sync"] = self.num_steps
+        self.space.write_back()
+
+    def stats(self) -> dict[str, Any]:
+        """As for all optimizers; every: steps of a round; num_rounds: exchanges."""
+        return {**super().stats(), "every": self.every, "num_rounds": self.saved["num_rounds"]}
+
+
+def _refuse_other_state(optimizer: LocalSteps) -> None:
+    """Raises: ValueError, alike on every rank, where inner optimizers keep different things."""
+    rows = [row for row in described(optimizer) if row[2] is not None]
+    texts = texts_if_they_differ(optimizer.group, "\n".join(map(str, rows)), optimizer.space.p_N.device)
+    if texts is None:
+        return
+    other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
+    sides = [texts[rank].split("\n") for rank in (0, other)]
+    first, theirs = next(pair for pair in zip_longest(*sides, fillvalue="nothing") if pair[0] != pair[1])
+    raise ValueError(
+        f"the inner optimizer of rank 0 keeps {first} (parameter, name, type, shape), that of rank {other} {theirs}: "
+        "they have no mean, as where a rank has made no step yet; let every rank make one, then save. Nothing was "
+        "changed"
+    )
