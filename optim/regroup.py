@@ -24,16 +24,18 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.calls import calls_of
-from thinwire.comm.errors import WireMismatch
+from thinwire.comm.errors import CommError, PeerLost, WireMismatch
+from thinwire.comm.exchange.exchange import LOST
 from thinwire.comm.groups.texts import gather_texts
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine import added, changing, saving
+from thinwire.optim.engine.box import Box
 from thinwire.optim.engine.giving import (
     GradientAsRoom,
     Room,
@@ -181,8 +183,34 @@ def regroup(
     Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together. Where
     nobody has a state, a rank may stand in this group by then and have rank 0's parameters: the next regroup() goes on.
     """
-    with calls_of(group).within("regroup()"), GradientAsRoom(optimizer) as gradient:
-        return _regroup(optimizer, group, has_state, bucket_elements, buffers, gradient)
+    together = _Together(optimizer.space.box)
+    with calls_of(group).within("regroup()"), GradientAsRoom(optimizer) as gradient, together:
+        return _regroup(optimizer, group, has_state, bucket_elements, buffers, gradient, together)
+
+
+class _Together:
+    """The ranks of a box, which hold shards of the same tensors, go on with others together or not at all.
+
+    Each regroups with ranks of its own. Were a step to count in one of these groups only, as where some rank of it was
+    ahead, the next loss of a peer could leave shards of two steps in one box. Left by an error: says so to the box.
+    """
+
+    def __init__(self, box: Box | None) -> None:
+        self._box = box
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._box is not None and isinstance(error, CommError | ValueError):
+            box, self._box = self._box, None
+            box.least(LOST)
+
+    def agree(self) -> None:
+        """All ranks of the box are through. Collective there, once. Raises: PeerLost where one has lost a peer."""
+        box, self._box = self._box, None
+        if box is not None and box.least(1) == LOST:
+            raise PeerLost("a rank of this box, which regroups with others of its own, has lost a peer")
 
 
 def _regroup(
@@ -192,6 +220,7 @@ def _regroup(
     bucket_elements: int | None,
     buffers: Iterable[Tensor] | None,
     gradient: GradientAsRoom,
+    together: _Together,
 ) -> Regrouped:
     optimizer.refresh_master()
     device = optimizer.space.p_N.device
@@ -205,6 +234,7 @@ def _regroup(
         changing.send_frozen(optimizer, optimizer.param_groups)
         changing.send_all(optimizer, changing.not_given(optimizer).values())
         optimizer.equalise_buffers()
+        together.agree()
         return Regrouped(0, None)
     _refuse_other_frozen(all_n)
     common = max(all_n[rank].common for rank in holders)
@@ -253,7 +283,7 @@ def _regroup(
             gradient.take if is_free else lambda: None,
         )
         with changing.awaiting_vectors(optimizer):
-            changing.connect(optimizer, group, all_n[source].bucket_elements)
+            changing.connect(optimizer, group, all_n[source].bucket_elements, together.agree)
     except BaseException:
         if not has_state:
             begin_anew(optimizer)

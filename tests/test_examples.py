@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from tests.comm.gloo_ranks import start
 from tests.workers.small_job import run_small
-from thinwire.contract.spec import TrainSpec
+from thinwire.contract.spec import ScriptSpec, TrainSpec
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -164,7 +164,20 @@ def test_the_lightning_trainer_compresses():
     assert 0.2 < float(share) < 0.26  # 40 of 200 steps in full, the rest at 1/32
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+OF_SCRIPTS = [EXAMPLES / "sharded-job.yaml"]
+
+
+@pytest.mark.parametrize("file", OF_SCRIPTS, ids=lambda file: file.stem)
+def test_every_job_file_of_a_script_is_a_spec_with_its_folder(file):
+    """That it trains: tests/workers/session/test_sharded_job.py."""
+    asked = yaml.safe_load(file.read_text())
+    folder = (file.parent / asked["recipe"]["working_dir"]).resolve()  # which `thinwire submit` packs
+    spec = ScriptSpec.model_validate({**asked, "recipe": {**asked["recipe"], "working_dir": str(folder)}})
+    assert spec.name == file.stem
+    assert (folder / spec.recipe.entry).is_file()
+
+
+@pytest.mark.parametrize("file", sorted({*EXAMPLES.glob("*.yaml")} - {*OF_SCRIPTS}), ids=lambda file: file.stem)
 def test_every_job_file_is_a_spec_as_it_stands_and_trains(file, tmp_path):
     """Whole runs take minutes: two steps of four samples show that model, data and optimizer can be made."""
     asked = yaml.safe_load(file.read_text())

@@ -367,7 +367,7 @@ def _fit_in_place(
         job=job,
         secret=_membership_secret(place.folder),
         limits=Limits(workers.min, workers.max),
-        resources_per_worker=_resources(use_gpu),
+        resources_per_worker=_resources(use_gpu, workers.per_box),
         use_gpu=use_gpu,
         lease_s=ADOPT_S,
         alone_s=ALONE_S,
@@ -421,8 +421,8 @@ def _fit_with_restarts(
     ).fit()
 
 
-def _resources(use_gpu: bool) -> dict[str, float]:
-    return {"CPU": 1, **({"GPU": 1} if use_gpu else {})}
+def _resources(use_gpu: bool, processes: int = 1) -> dict[str, float]:
+    return {"CPU": processes, **({"GPU": processes} if use_gpu else {})}
 
 
 def _membership_secret(folder: RunFolder) -> str:

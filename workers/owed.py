@@ -42,7 +42,8 @@ class _Left:
 class Owed:
     """The parts of one checkpoint. One thread reports seats, another one asks.
 
-    seat: of the generation that saves it. has_ended: of a host and a port, as nobody_listens.
+    seat: of the generation that saves it. has_ended: of a host and a port, as nobody_listens. processes: of a member,
+    where that is a box; ranks are theirs, box by box.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Owed:
         seat: Seat,
         clock: Callable[[], float] = time.monotonic,
         has_ended: Callable[[str, int], bool] | None = None,
+        processes: int = 1,
     ) -> None:
+        self._processes = processes
         self._clock, self._has_ended = clock, has_ended or nobody_listens
         self._owing = {rank: member.identity for rank, member in enumerate(seat.members)}
         self._left: dict[int, _Left] = {}
@@ -76,7 +79,8 @@ class Owed:
         Asks for those of them that have left, for ASK_S at most each.
         """
         with self._lock:
-            left = {rank: self._left[rank] for rank in missing if rank in self._left}
+            members = {rank // self._processes for rank in missing}
+            left = {rank: self._left[rank] for rank in sorted(members) if rank in self._left}
             soonest = self._broken
         for rank, one in left.items():
             if not one.ended and one.identity.port and self._has_ended(one.identity.host, one.identity.port):

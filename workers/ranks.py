@@ -2,6 +2,7 @@
 
 FixedRanks     the ranks that Ray Train started together; one that is lost ends them all
 ElasticRanks   members of a membership, with a group for each generation (forming/group.py)
+BoxRanks       one process of a member that is a box, with a group for each generation (forming/box.py)
 """
 
 from __future__ import annotations
@@ -26,8 +27,39 @@ class RunEnded(Exception):
     """Another worker has ended the run for good: nobody is to go on with it."""
 
 
+class Box(Protocol):
+    """The processes of this worker, which hold the other shards of what it trains, and live and are lost with it.
+
+    rank: of this process among them; size: how many there are. Each trains with those of its rank in other boxes, so
+    that one may lose a peer where another does not. They must not part: before any of them calls what all of them take
+    part in, as FSDP's forward, they tell one another here whether they have.
+    """
+
+    rank: int
+    size: int
+
+    def share(self, what: str, text: str = "") -> list[str]:
+        """The texts of all, by rank. what: where in its course each is, the same on all. Collective in the box.
+
+        Raises: PeerLost, alike on all, where one of them has lost a peer since the last time.
+        """
+
+
+class Alone:
+    """A worker of one process."""
+
+    rank, size = 0, 1
+
+    def share(self, what: str, text: str = "") -> list[str]:
+        """Its own."""
+        return [text]
+
+
 class Ranks(Protocol):
     """The ranks that one worker trains with, now and next."""
+
+    box: Box
+    """The processes of this worker."""
 
     @property
     def elastic(self) -> bool:
@@ -80,6 +112,7 @@ class FixedRanks:
     seat: Seat | None = None
 
     def __init__(self, group: Group) -> None:
+        self.box: Box = Alone()
         self._group = group
         self.on_wait: OnWait = only_logged
         self.where = Whereabouts()

@@ -16,6 +16,7 @@ plain                      registered: all else of it; modules: which of it are 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import socket
@@ -35,6 +36,7 @@ from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import Checkpoint
 from thinwire.optim.engine import added, tensor_states
+from thinwire.optim.engine.local import local
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.shares import agree_on_load
 from thinwire.workers.checkpoints import (
@@ -45,13 +47,14 @@ from thinwire.workers.checkpoints import (
     Superseded,
     Writer,
 )
-from thinwire.workers.checkpoints.manifest import BEGUN, generation_folder
-from thinwire.workers.checkpoints.snapshot import Content
+from thinwire.workers.checkpoints.manifest import BEGUN, TensorRecord, from_json, generation_folder, to_json
+from thinwire.workers.checkpoints.snapshot import Content, records_of
 from thinwire.workers.checkpoints.storage import StoreRefused, prove
 from thinwire.workers.checkpoints.writer import PEERS_LOOK_S, Ticket, without_end
 from thinwire.workers.membership.seats import Seat
 from thinwire.workers.owed import Owed
-from thinwire.workers.replicas import refuse_differing
+from thinwire.workers.ranks import Alone, Box
+from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
 from thinwire.workers.session.registered import Registered, put_together, take_apart, weight_name
 from thinwire.workers.session.training import Training
 from thinwire.workers.telemetry.meter import Meter
@@ -81,8 +84,10 @@ class Saving:
         reporter: Reporter,
         may_commit: Callable[[], bool] = lambda: True,
         attempt: Callable[[], int] = lambda: 0,
+        box: Box | None = None,
     ) -> None:
-        """may_commit: see Writer. attempt: see CheckpointStore."""
+        """may_commit: see Writer. attempt: see CheckpointStore. box: None: of one process."""
+        self._box = box or Alone()
         self._writer = Writer(store_of(run_dir, settings, attempt), may_commit=may_commit)
         self._attempt_over: str | None = None
         self._reporter = reporter
@@ -122,7 +127,9 @@ class Saving:
             with meter.part("control"):
                 found = torch.zeros(3, dtype=torch.int64, device=training.device)
                 if group.rank == 0:
-                    found[:] = torch.tensor(self._find(begins=before is None), dtype=found.dtype, device="cpu")
+                    mine = json.dumps(self._find(begins=before is None) if self._box.rank == 0 else None)
+                    told = self._box.share("what is found of checkpoints", mine)[0]
+                    found[:] = torch.tensor(json.loads(told), dtype=found.dtype, device="cpu")
                 group.broadcast_(found)
             self._generation, *newest = found.tolist()
             which = CheckpointId(*newest)
@@ -133,14 +140,17 @@ class Saving:
             store = self._writer.store
             if loaded is not None and which == before:
                 raise loaded.error or PeerLost(f"another rank cannot load {store.address(which)}: {loaded.why}")
-            load = partial(store.load, which, training.device)
+            load = partial(store.load, which, training.device, shard_prefix(self._box))
             with meter.part("control"):
                 loaded = on_all(training, load, CheckpointRefused, FileNotFoundError)
-            if not loaded.failed:
+                failed = self._box.share(f"the load of step {which.step}", loaded.why)
+            if not any(failed):
                 break
+            loaded = replace(loaded, why=next(filter(None, failed)))
             before = which  # a late writer may have removed it: there is a newer one then
         content = loaded.value
         assert content is not None
+        content = of_shard(content, self._box)
         restore(content, training)
         _warn_of_other_samples(content, training, which.step)
         meter.load(content.plain["meter"])  # type: ignore[arg-type]
@@ -192,20 +202,23 @@ class Saving:
         assert self._generation is not None, "seated() or resume() comes first"
         with meter.part("checkpoint"):
             self._writer.wait_free(look)
+            box = self._box
+            box.share(f"the collection of step {step}")
             training.optimizer.prepare_to_save()
             training.optimizer.refresh_master()
-            refuse_differing(training.optimizer, training.group, step)
+            refuse_differing_shards(training, box, step)
             content = collect(training.optimizer, meter, training.registered)
             content = replace(content, plain={**self.beside(), "samples": samples_of(training), **content.plain})
             group, which = training.group, CheckpointId(self._generation, step)
-            mark = torch.zeros(1, dtype=torch.int64, device=training.device)
-            if group.rank == 0:
-                mark[0] = self._writer.mark(which)
+            drawn = str(self._writer.mark(which)) if group.rank == box.rank == 0 else ""
+            content, drawn = shard_of(content, box, drawn)
+            mark = torch.full((1,), int(drawn or 0), dtype=torch.int64, device=training.device)
             group.broadcast_(mark)
             look()  # the worker may have been stopped in a step, and the others have gone on without it
-            owed = None if self._seat is None else Owed(self._seat)
+            owed = None if self._seat is None else Owed(self._seat, processes=box.size)
             patience = without_end if owed is None else owed.patience
-            ticket = self._writer.save(which, group.rank, group.size, content, int(mark), patience)
+            place, places = group.rank * box.size + box.rank, group.size * box.size
+            ticket = self._writer.save(which, place, places, content, int(mark), patience)
             self._owed = [pair for pair in self._owed if not pair[0].over]
             if owed is not None:
                 self._owed.append((ticket, owed))
@@ -301,6 +314,65 @@ def floor_of(run_dir: Path, settings: Checkpoint) -> int:
     return store_of(run_dir, settings).newest_generation()
 
 
+def refuse_differing_shards(training: Training, box: Box, step: int) -> None:
+    """As refuse_differing(), where processes of a box hold different shards: alike on all of them. Collective.
+
+    Raises: ReplicasDiffer, of the ranks at fault in any shard; PeerLost.
+    """
+    found: ReplicasDiffer | None = None
+    try:
+        refuse_differing(training.optimizer, training.group, step)
+    except ReplicasDiffer as error:
+        found = error
+    mine = [] if found is None else [str(found), *found.ranks]
+    said = [json.loads(one) for one in box.share(f"the comparison of step {step}", json.dumps(mine))]
+    differing = [one for one in said if one]
+    if differing:
+        ranks = tuple(sorted({rank for one in differing for rank in one[1:]}))
+        raise ReplicasDiffer(differing[0][0] if found is None else str(found), ranks)
+
+
+def shard_prefix(box: Box) -> str:
+    """What the names of this process's tensors begin with in a checkpoint; "" where it holds all of the model."""
+    return "" if box.size == 1 else f"{box.rank} of {box.size}: "
+
+
+def shard_of(content: Content, box: Box, drawn: str) -> tuple[Content, str]:
+    """What this process of a box writes of a checkpoint, which is one for all shards; and what the first has drawn.
+
+    The first box's first process writes what is not tensors, and says which tensors there are: of all shards.
+    Collective in the box. Raises: PeerLost.
+    """
+    if box.size == 1:
+        return content, drawn
+    prefix = shard_prefix(box)
+    flat = {prefix + name: tensor for name, tensor in content.flat.items()}
+    buffers = {prefix + name: tensor for name, tensor in content.buffers.items()}
+    records = {name: record.model_dump() for name, record in records_of(flat, buffers).items()}
+    said = box.share("the shards of a checkpoint", json.dumps([records, to_json(dict(content.plain)), drawn]))
+    of_all = [json.loads(one) for one in said]
+    others = {name: TensorRecord.model_validate(record) for one in of_all for name, record in one[0].items()}
+    plain = {"shards": [from_json(one[1]) for one in of_all]}
+    return Content(flat, buffers, plain, shard=(box.rank, box.size), others=others), str(of_all[0][2])
+
+
+def of_shard(content: Content, box: Box) -> Content:
+    """What this process of a box goes on from. Raises: CheckpointRefused where other boxes have saved."""
+    shards: Any = content.plain.get("shards")
+    saved = 1 if shards is None else len(shards)
+    if saved != box.size:
+        raise CheckpointRefused(
+            f"the checkpoint is of boxes of {saved} processes, and these have {box.size} (workers.per_box): its shards "
+            "are theirs; go on with as many, or begin a new job"
+        )
+    if shards is None:
+        return content
+    prefix = shard_prefix(box)
+    flat = {name.removeprefix(prefix): x for name, x in content.flat.items()}
+    buffers = {name.removeprefix(prefix): x for name, x in content.buffers.items()}
+    return Content(flat, buffers, shards[box.rank])
+
+
 def collect(optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered) -> Content:
     """The state of a run, to be saved before the next step: its tensors are the live ones. Collective.
 
@@ -394,12 +466,15 @@ def _buffers(content: Content) -> dict[str, Tensor]:
 
 
 def _places(optimizer: FlatOptimizer[Any], names: dict[int, list[str]]) -> list[dict[str, Any]]:
-    """Of each parameter that has a state, in the order of entries: its names, its dtype, shape and place in P."""
+    """Of each parameter that has a state, in the order of entries: its names, its dtype, shape and place in P.
+
+    Of a shard: those of what is here.
+    """
     return [
         {
             "names": names.get(id(tensor.param), []),
             "dtype": str(tensor.param.dtype).removeprefix("torch."),
-            "shape": list(tensor.param.shape),
+            "shape": list(local(tensor.param).shape),
             "start": tensor.start,
         }
         for tensor in tensor_states.order_of(optimizer).tensors

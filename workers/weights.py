@@ -29,7 +29,8 @@ from thinwire.workers.checkpoints import CheckpointRefused, CheckpointStore
 from thinwire.workers.checkpoints.shard import CHUNK_BYTES, DTYPES
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.storage import open_storage
-from thinwire.workers.saving import restored
+from thinwire.workers.ranks import Alone
+from thinwire.workers.saving import of_shard, restored
 from thinwire.workers.session.training import Training
 
 MOST_NAMED = 3
@@ -68,7 +69,7 @@ def fetch(where: str, target: Path) -> Fetched:
                 f"{store.storage.address('')} has no whole checkpoint: a job saves one every checkpoint.every_steps "
                 "steps, and at its end"
             )
-        content = store.load(which, torch.device("cpu"))
+        content = of_shard(store.load(which, torch.device("cpu")), Alone())
     except (OSError, ValueError, CheckpointRefused) as error:
         raise FetchFailed(f"the checkpoints of the job cannot be read: {error}") from error
     tensors = weights_of(content)

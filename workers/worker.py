@@ -29,8 +29,12 @@ from thinwire.workers.run_place import Credentials, Place
 if TYPE_CHECKING:
     import torch
 
+    from thinwire.workers.companions import Companions
+    from thinwire.workers.forming.box import BoxRanks
+    from thinwire.workers.forming.group import ElasticRanks
     from thinwire.workers.membership.member import Member
     from thinwire.workers.ranks import Ranks
+    from thinwire.workers.session.training import Run
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,9 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     import ray.train.torch
 
     from thinwire.comm import PeerLost
-    from thinwire.workers.membership.state import MembershipError
+    from thinwire.workers.companions import ENDS_S
+    from thinwire.workers.membership.state import Dismissed, MembershipError
+    from thinwire.workers.owed import BROKEN_S, LEAVE_S
     from thinwire.workers.ranks import RunEnded
     from thinwire.workers.session.job import failure_of_script, run_job
     from thinwire.workers.session.training import Run
@@ -83,21 +89,24 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     address = own_address(spec.network.interface)
     use_interface_of(address)
     device = ray.train.torch.get_device()
-    ranks, number = _ranks(config, spec, address, device, place)
+    ranks, number, companions = _ranks(config, spec, address, device, place, run)
     adopt_s = ALONE_S if ranks.elastic else 0.0
     reporter = Reporter.in_place(place, number, adopt_s=adopt_s)
     reporter.serve(job["job_id"], number, address)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     still = None if ranks.elastic else StillnessWatch(reporter, number, Stillness(ranks.where), lambda: ranks.step)
+    patience_s = 0.0  # with the other processes of a box
     try:
         summary = run_job(spec, run, ranks, device, reporter)
+        patience_s = ENDS_S
         if summary is not None:
             write_report(place.run_dir, summary, loss_is(spec))
         reporter.close(summary=summary)
     except RunEnded as reason:
         logger.info("run_ended number=%d reason=%r", number, str(reason))
         reporter.close(timeout_s=2.0)
-    except (PeerLost, MembershipError):
+    except (PeerLost, MembershipError) as reason:
+        patience_s = LEAVE_S + BROKEN_S if isinstance(reason, Dismissed) else 0.0  # they have checkpoints to write
         reporter.close(timeout_s=2.0)  # a restart must not wait for a service that is away too
         raise
     except RunSuperseded as error:
@@ -107,7 +116,9 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
         return Failed(type(error).__name__, str(error), ranks.step, of_all=True)  # the next rank 0 is refused too
     except Exception as error:
         logger.exception("training_failed number=%d step=%d", number, ranks.step)
-        if isinstance(spec, ScriptSpec):
+        if companions is not None and companions.failure is not None:  # of which this error is a consequence
+            failure = companions.failure
+        elif isinstance(spec, ScriptSpec):
             failure = failure_of_script(error, spec.recipe, ranks.step)
         else:
             failure = failure_of(error, ranks.step)
@@ -120,13 +131,18 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     finally:
         if still is not None:
             still.close()
+        if companions is not None:
+            companions.stop(patience_s)
     return None
 
 
 def _ranks(
-    config: dict[str, Any], spec: JobSpec, address: str, device: torch.device, place: Place
-) -> tuple[Ranks, int]:
-    """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank."""
+    config: dict[str, Any], spec: JobSpec, address: str, device: torch.device, place: Place, run: Run
+) -> tuple[Ranks, int, Companions | None]:
+    """With whom this worker trains, and what it is called: its slot where workers are replaced, else its rank.
+
+    The third: the other processes of this worker, where it is a box.
+    """
     from thinwire.comm import TorchGroup
     from thinwire.workers.elastic.worker_side import renew_lease, resolve, slot_of, told_to_leave
     from thinwire.workers.forming.group import ElasticRanks
@@ -138,14 +154,38 @@ def _ranks(
 
     if "elastic" not in config:
         group = TorchGroup()
-        return FixedRanks(group), group.rank
+        return FixedRanks(group), group.rank, None
     slot = slot_of(config)
     door = Door(address, config["elastic"]["secret"])
     identity = Identity(uuid4().hex, slot, address, os.getpid(), socket.gethostname(), door.port)
     member = Member(lambda: resolve(config), config["elastic"]["secret"], identity, on_heard=renew_lease)
     threading.Thread(target=pass_on, args=(told_to_leave, member), name="thinwire-notice", daemon=True).start()
     floor = partial(floor_of, place.run_dir, spec.checkpoint)
-    return ElasticRanks(member, door, device, ended=place.has_failed, floor=floor), slot
+    size = spec.workers.per_box
+    ranks = ElasticRanks(member, door, device, ended=place.has_failed, floor=floor, beside=size > 1)
+    if size == 1:
+        return ranks, slot, None
+    of_box, companions = box_of(ranks, member, size, devices_of(device, size), address, run)
+    return of_box, slot, companions
+
+
+def devices_of(first: torch.device, size: int) -> list[torch.device]:
+    """Of the processes of a box, that of the first given: Ray shows a worker its GPUs, from 0 on."""
+    import torch
+
+    return [first if first.index is None else torch.device(first.type, first.index + rank) for rank in range(size)]
+
+
+def box_of(
+    ranks: ElasticRanks, member: Member, size: int, devices: list[torch.device], address: str, run: Run
+) -> tuple[BoxRanks, Companions]:
+    """The ranks of the first process of a box, and the other ones, which are started. Raises: BoxBroken."""
+    from thinwire.workers.companions import Companions
+    from thinwire.workers.forming.box import BoxRanks
+
+    companions = Companions(member.fail)
+    processes = companions.start(size, devices, address, run.directory, run.created_at, run.attempt, shared=run.shared)
+    return BoxRanks(processes, (ranks, member), address, devices[0]), companions
 
 
 def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:

@@ -31,6 +31,7 @@ from thinwire.comm.errors import CallMismatch, CommError, PeerLost
 from thinwire.comm.groups.failure_detector import FailureDetector, Lost, Seen, StoreDetector
 from thinwire.comm.groups.nccl import Communicators, ends_the_process, has_failed, is_nccl
 from thinwire.comm.groups.nodes import Part, PartStats
+from thinwire.comm.groups.outside import is_outside, more_of
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.groups.watching import Gate, poll
 from thinwire.comm.protocol import Stats
@@ -41,7 +42,7 @@ from thinwire.comm.wire.link_classes import named_box
 logger = logging.getLogger(__name__)
 
 # torch 2.13 renames it and warns at the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _second_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
@@ -121,6 +122,11 @@ class TorchGroup:
         """Which ranks of the world they are, in order."""
         return dist.get_process_group_ranks(self._process_group())
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """What it is over. Raises: ValueError where that was destroyed."""
+        return self._process_group()
+
     def carries(self, device: torch.device) -> bool:
         """Has it a backend for tensors that lie there?"""
         return device.type in {known.type for known in self._process_group()._device_types}
@@ -185,7 +191,7 @@ class TorchGroup:
         _check_rows(out_nB, in_B.view(1, -1).expand(self.size, -1), self.size)
         self.stats.count("all_gather", all_gather_bytes(in_B, self.size))
         return self._start(
-            "all_gather", in_B, lambda pg: _all_gather(out_nB.view(-1), in_B.view(-1), group=pg, async_op=True)
+            "all_gather", in_B, lambda pg: all_gather_single(out_nB.view(-1), in_B.view(-1), group=pg, async_op=True)
         )
 
     def start_sum_(self, x: Tensor) -> TorchPending:
@@ -483,6 +489,8 @@ def _new_group(first: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     """Another one of these ranks of the world, in this order, with the backend and time-out of the first."""
     device = first._device_types[0]
     timeout: timedelta = first._get_backend(device).options._timeout
+    if is_outside(first):
+        return more_of(first, ranks, timeout)
     # In their order, which sorting, the default, would lose; torch 2.11 may not have the argument.
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     # Local: other ranks of the world need not know of it.

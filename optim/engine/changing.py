@@ -170,10 +170,12 @@ def add_group(optimizer: Algorithm[Any], param_group: dict[str, Any], add: Calla
         raise
 
 
-def connect(optimizer: Algorithm[Any], group: Group, bucket_elements: int) -> None:
+def connect(
+    optimizer: Algorithm[Any], group: Group, bucket_elements: int, agree: Callable[[], None] = lambda: None
+) -> None:
     """Exchange with other ranks from here on, with empty vectors: for optim.regroup, which fills them. Collective.
 
-    Raises: PeerLost, WireMismatch; then everything is as before.
+    agree: called last; it may raise. Raises: PeerLost, WireMismatch; then everything is as before.
     """
     before = dict(vars(optimizer))
     optimizer.group, optimizer.calls = group, calls_of(group)
@@ -182,6 +184,7 @@ def connect(optimizer: Algorithm[Any], group: Group, bucket_elements: int) -> No
         refuse_mismatch(optimizer, "regroup()")
         optimizer.connect_space()
         show(optimizer)
+        agree()
     except BaseException:  # a signal's too, which is handled where others are waited for
         vars(optimizer).update(before)
         raise

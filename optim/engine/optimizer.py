@@ -25,7 +25,8 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.calls import calls_of
 from thinwire.comm.default import given_or_default, refuse_late_process_group
-from thinwire.comm.errors import NonFiniteInput, PeerLost, Refused
+from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
+from thinwire.comm.exchange.exchange import LOST
 from thinwire.comm.groups.nodes import Topology
 from thinwire.optim.engine import beside, changing, saving, shares
 from thinwire.optim.engine.ages import Age
@@ -255,14 +256,16 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
         if self.reader is not None and self.gradients == "own" and self.group.size > 1:
             refuse_reader(self.reader, compresses=self.compresses or self.space.has_master)
-        self._agree_on_load()
-        changing.follow_changes(self)
+        with self._told_in_box():
+            self._agree_on_load()
+            changing.follow_changes(self)
         space, overlap = self.space, self.overlap
         try:
             self._gather_gradients()
             plan = self.plan(self.num_steps + 1)
             self.reduce.draw = self.num_steps
-            self.begin_beside(plan)
+            with self._told_in_box():
+                self.begin_beside(plan)
             self.first.look(plan, space.g_N, self.mean_wire, has_sent=overlap.has_launched)
             left_N = self._gradient_to_leave(plan)
             if plan.gradient is Wire.LOCAL:
@@ -295,6 +298,16 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         if left_N is not None:
             space.leave_gradients(left_N)
         self._tell_scaler(left_out=False)
+
+    @contextmanager
+    def _told_in_box(self) -> Iterator[None]:
+        """A peer that is lost inside is told to the ranks of this box, who ask about that in the exchange to come."""
+        try:
+            yield
+        except CommError:
+            if self.reduce.agree is not None:
+                self.reduce.agree(LOST)
+            raise
 
     def _gather_gradients(self) -> None:
         """Bring together what step() is given. Raises: ValueError, RuntimeError."""

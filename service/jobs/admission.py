@@ -193,6 +193,7 @@ def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
         arrival=row.arrival,
         created_at=row.created_at,
         gpus=uses_gpus(workers.model_copy(update={"min": wanted.min, "max": wanted.max}), room.gpus),
+        each=workers.per_box,
         granted=granted,
         living=living,
         grows=goes_on and takes_effect(row) != "at_restart",

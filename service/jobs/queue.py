@@ -35,9 +35,9 @@ MOST_HOLDERS = 20
 class Claim:
     """A job that is not over, as the queue sees it.
 
-    gpus: its workers take one each. granted: None where it has not been started. living: workers that are there, which
-    after a resize may be more. grows: it would follow a larger grant. queued_at: since when it waits. stalled_at: since
-    when it has had fewer workers than its minimum.
+    gpus: its workers take GPUs. each: how many CPUs, and GPUs, a worker takes: that is a place. granted: None where it
+    has not been started. living: workers that are there, which after a resize may be more. grows: it would follow a
+    larger grant. queued_at: since when it waits. stalled_at: since when it has had fewer workers than its minimum.
     """
 
     id: str
@@ -46,6 +46,7 @@ class Claim:
     priority: int = 0
     created_at: float = 0.0
     gpus: bool = False
+    each: int = 1
     granted: int | None = None
     living: int = 0
     grows: bool = True
@@ -90,11 +91,11 @@ class _Free:
         self.cpus, self.gpus = room.cpus - room.others_cpus, room.gpus - room.others_gpus
 
     def of(self, claim: Claim) -> int:
-        return max(0, min(self.cpus, self.gpus) if claim.gpus else self.cpus)
+        return max(0, min(self.cpus, self.gpus) if claim.gpus else self.cpus) // claim.each
 
     def take(self, claim: Claim, places: int) -> None:
-        self.cpus -= places
-        self.gpus -= places if claim.gpus else 0
+        self.cpus -= places * claim.each
+        self.gpus -= places * claim.each if claim.gpus else 0
 
 
 def grant(room: Room, claims: Sequence[Claim], now: float) -> Grants:
@@ -153,7 +154,7 @@ def _starts(free: _Free, holding: list[tuple[Claim, int]], waiting: list[Waits],
 
 
 def _total(room: Room, claim: Claim) -> int:
-    return min(room.cpus, room.gpus) if claim.gpus else room.cpus
+    return (min(room.cpus, room.gpus) if claim.gpus else room.cpus) // claim.each
 
 
 def _back(room: Room, free: _Free, claims: Sequence[Claim], now: float) -> Claim | None:

@@ -26,20 +26,26 @@ class Room:
 
 def uses_gpus(workers: Workers, gpus: float) -> bool:
     """Whether the job's workers take a GPU each, in a cluster that has so many."""
-    return workers.device == "gpu" or (workers.device == "auto" and gpus >= workers.min)
+    return workers.device == "gpu" or (workers.device == "auto" and gpus >= workers.min * workers.per_box)
 
 
 def never_fits(workers: Workers, room: Room) -> tuple[str, str | int, str] | None:
     """The field by which workers.min never finds its places, its value and what is allowed; None where it fits."""
     if workers.device == "gpu" and not room.gpus:
         return "workers.device", workers.device, "cpu or auto: the cluster has no GPU, as its Ray counts them"
-    if workers.device == "gpu" and workers.min > room.gpus:
+    each = workers.per_box
+    if workers.device == "gpu" and workers.min * each > room.gpus:
+        takes = "one" if each == 1 else f"workers.per_box = {each}"
         words = (
-            f"at most {room.gpus} with workers.device = gpu: so many GPUs has the cluster, and each worker takes one"
+            f"at most {room.gpus // each} with workers.device = gpu: the cluster has {room.gpus} GPUs, and each worker "
+            f"takes {takes}"
         )
         return "workers.min", workers.min, f"{words}; lower workers.min, add machines with GPUs, or use device: cpu"
-    if workers.min > room.cpus:
+    if workers.min * each > room.cpus:
         counted = f" ({room.cores} cores)" if room.cores is not None and room.cores != room.cpus else ""
-        words = f"at most {room.cpus}: each worker takes a CPU of Ray's, and the cluster has {room.cpus}{counted}"
+        takes = "a CPU" if each == 1 else f"workers.per_box = {each} CPUs"
+        words = (
+            f"at most {room.cpus // each}: each worker takes {takes} of Ray's, and the cluster has {room.cpus}{counted}"
+        )
         return "workers.min", workers.min, f"{words}; lower workers.min, or add machines"
     return None

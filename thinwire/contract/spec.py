@@ -125,6 +125,13 @@ class Workers(Frozen):
 
     min: WorkerCount = 1
     max: WorkerCount = 1
+    per_box: Whole = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes of a worker, on one machine, each with a GPU or a CPU: more than 1 for a model that is "
+        "sharded over them; a worker is then a box, and min and max count boxes",
+    )
     device: Literal["auto", "cpu", "gpu"] = "auto"
     max_restarts: Whole = Field(3, ge=0, le=1000, description="restarts from the checkpoint after a worker is lost")
     elastic: Literal["in_place", "restart"] = Field(
@@ -379,9 +386,26 @@ def _impossible_workers(spec: JobSpec) -> list[Impossible]:
     return found
 
 
+def _impossible_boxes(spec: JobSpec) -> list[Impossible]:
+    """Of workers that are boxes."""
+    size = spec.workers.per_box
+    if size == 1:
+        return []
+    found: list[Impossible] = []
+    if isinstance(spec, TrainSpec):
+        found.append(("workers.per_box", size, "1 with a built-in recipe, which shards no model; write a script"))
+    if spec.workers.elastic == "restart":
+        found.append(("workers.per_box", size, "1 with workers.elastic = restart; or say in_place"))
+    if spec.start is not None:
+        found.append(("workers.per_box", size, "1 with start, which fills whole models; load it in the script"))
+    if spec.global_batch is not None and spec.global_batch % size:
+        found.append(("global_batch", spec.global_batch, f"a multiple of workers.per_box = {size}"))
+    return found
+
+
 def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
     """Of a job of either kind."""
-    found = _impossible_workers(spec)
+    found = [*_impossible_workers(spec), *_impossible_boxes(spec)]
     store = spec.checkpoint.store
     if store is not None and (words := stores.misplaced(store)):
         found.append(("checkpoint.store", store, words))

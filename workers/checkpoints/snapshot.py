@@ -22,11 +22,16 @@ class Content:
 
     flat: tensors that all ranks hold alike; each writes its slice. buffers: a model's other tensors, those of rank 0.
     plain: numbers, strings, None, lists, tuples, dicts and small tensors; those of rank 0.
+
+    shard: of a model that is sharded over the processes of a box, which shard this is of how many: the ranks that hold
+    it, each so many after the other, write its slices, and the first of them its buffers. others: the tensors of all.
     """
 
     flat: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     plain: Mapping[str, object]
+    shard: tuple[int, int] = (0, 1)
+    others: Mapping[str, TensorRecord] = field(default_factory=dict)
 
 
 class Staging:
@@ -75,18 +80,20 @@ class Snapshot:
     ) -> Snapshot:
         """Copy slice `rank` of every flat tensor, and on rank 0 the buffers and plain values. Local.
 
-        Elements [r * N // n, (r + 1) * N // n) of N are rank r's. Modifies: staging. Raises: ValueError for what no
-        checkpoint can hold.
+        Elements [r * N // n, (r + 1) * N // n) of N are rank r's, among those of its shard. Modifies: staging. Raises:
+        ValueError for what no checkpoint can hold.
         """
         staging = staging or Staging()
         named = {FLAT + name: tensor for name, tensor in content.flat.items()}
         shared = {BUFFER + name: tensor for name, tensor in content.buffers.items()}
-        tensors = {name: _record(name, tensor) for name, tensor in {**named, **shared}.items()}
+        tensors = {**records_of(content.flat, content.buffers), **content.others}
+        shards = content.shard[1]
+        part, parts = rank // shards, world_size // shards
         pieces = []
         for name, tensor in named.items():
-            start, stop = rank * tensor.numel() // world_size, (rank + 1) * tensor.numel() // world_size
+            start, stop = part * tensor.numel() // parts, (part + 1) * tensor.numel() // parts
             pieces.append((Piece(tensor=name, start=start, stop=stop), _flat(tensor)[start:stop]))
-        if rank == 0:
+        if part == 0:
             whole = [
                 (Piece(tensor=name, start=0, stop=tensor.numel()), _flat(tensor)) for name, tensor in shared.items()
             ]
@@ -102,6 +109,13 @@ class Snapshot:
     def size_bytes(self) -> int:
         """Of the tensors of this rank's shard."""
         return sum(piece_N.nbytes for _, piece_N in self.pieces)
+
+
+def records_of(flat: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
+    """What a manifest says of them, by their names there. Raises: ValueError for what no checkpoint can hold."""
+    named = {FLAT + name: tensor for name, tensor in flat.items()}
+    named.update({BUFFER + name: tensor for name, tensor in buffers.items()})
+    return {name: _record(name, tensor) for name, tensor in named.items()}
 
 
 def _record(name: str, tensor: Tensor) -> TensorRecord:

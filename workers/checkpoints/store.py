@@ -212,8 +212,10 @@ class CheckpointStore:
         assert isinstance(plain, dict)
         return plain
 
-    def load(self, which: CheckpointId, device: torch.device) -> Content:
+    def load(self, which: CheckpointId, device: torch.device, prefix: str = "") -> Content:
         """What was saved, whole, its tensors on `device`, whatever number of ranks wrote it. Runs no code of it.
+
+        prefix: the tensors whose names begin with it; files that have none of them are not read.
 
         Raises: CheckpointRefused naming what is torn or corrupt. FileNotFoundError where this machine does not see it.
         """
@@ -228,8 +230,11 @@ class CheckpointStore:
             whole = {
                 name: torch.empty(tensor.shape, dtype=DTYPE_OF[tensor.dtype], device=device)
                 for name, tensor in manifest.tensors.items()
+                if name.startswith((FLAT + prefix, BUFFER + prefix))
             }
             for shard in manifest.shards:
+                if not all(piece.tensor in whole for piece in shard.pieces):
+                    continue  # of another shard of the model
                 with self.storage.read(folder, shard.file) as stream:
                     take_in(stream, shard, whole)
             plain = from_json(manifest.plain)

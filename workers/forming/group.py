@@ -35,12 +35,13 @@ from thinwire.comm import PeerLost, SoloGroup, TorchGroup, prepare_nccl
 from thinwire.comm.calls import NOWHERE, Calls, Place
 from thinwire.comm.groups.distributed import abort_nccl
 from thinwire.comm.groups.failure_detector import Lost
+from thinwire.comm.groups.outside import close_outside, new_outside
 from thinwire.comm.protocol import Group
 from thinwire.workers.forming.pairs import Door, Pairs, Patience, Reach, Times
 from thinwire.workers.membership.member import Member
 from thinwire.workers.membership.seats import Change, Seat, Standing
 from thinwire.workers.membership.state import Fenced, GenerationOver, JoinTimeout
-from thinwire.workers.ranks import OnWait, RunEnded, only_logged
+from thinwire.workers.ranks import Alone, Box, OnWait, RunEnded, only_logged
 from thinwire.workers.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,9 @@ def _make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> dist.P
     return gloo
 
 
-def connect_nccl(attempt: Attempt, device: torch.device) -> None:
-    """Build the communicator of the default group, which NCCL would else do in its first collective."""
-    group = dist.group.WORLD
+def connect_nccl(attempt: Attempt, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Build the communicator of a group (None: the default one), which NCCL would else do in its first collective."""
+    group = group or dist.group.WORLD
     assert group is not None
     try:
         attempt.wait_for("connects by NCCL", lambda: group._get_backend(device).eager_connect_single_device(device))
@@ -128,12 +129,14 @@ def form_group(
     timeout_s: float,
     patience: Patience | None = None,
     reach: Reach | None = None,
+    *,
+    beside: bool = False,
 ) -> TorchGroup:
     """The group of this generation, of two members or more, as torch.distributed's default one. Collective.
 
     Waits for as long as the membership does. timeout_s: of its collectives. reach: who asks for the peers that one of
-    them waits for; None: nobody. Raises: PeerLost, and then nothing of the
-    attempt is left but threads that sleep until a time-out (CONNECT_S).
+    them waits for; None: nobody. beside: the default one is there, and another is made (lane_group). Raises: PeerLost,
+    and then nothing of the attempt is left but threads that sleep until a time-out (CONNECT_S).
     """
     attempt = Attempt(seat.generation, door.host, lambda: member.over)
     began = time.perf_counter()
@@ -143,9 +146,13 @@ def form_group(
         port = Pairs(seat, door, attempt.over, report, patience).prove(store.port if store else 0)
         proved = time.perf_counter()
         if store is None:
-            host = seat.members[0].identity.host
-            store = attempt.wait_for("connects to the store", lambda: _reach_store(host, port))
-        _init(attempt, PrefixStore(f"generation-{seat.generation}", store), seat, device, timeout_s)
+            store = reach_store(attempt, seat.members[0].identity.host, port)
+        kept = PrefixStore(f"generation-{seat.generation}", store)
+        made = None
+        if beside:
+            made = lane_group(attempt, kept, seat, 0, device, timeout_s)
+        else:
+            _init(attempt, kept, seat, device, timeout_s)
     except (RuntimeError, OSError) as error:  # the membership's word, the store's and the transport's errors
         raise PeerLost(f"generation {seat.generation} did not come together: {error}") from error
     logger.info(
@@ -155,7 +162,34 @@ def form_group(
         1e3 * (proved - began),
         1e3 * (time.perf_counter() - proved),
     )
-    return TorchGroup(detector=MembershipDetector(member, seat, reach))
+    return TorchGroup(made, detector=MembershipDetector(member, seat, reach))
+
+
+def lane_group(
+    attempt: Attempt, store: Store, seat: Seat, lane: int, device: torch.device, timeout_s: float
+) -> dist.ProcessGroup:
+    """Those of one rank in all boxes of a generation: beside the default groups, which are their boxes. Collective.
+
+    store: of the generation. Raises: GenerationOver, RuntimeError; and then nothing of the attempt is left.
+    """
+    begin(attempt)
+    cuda = device.type == "cuda"
+    name, backend = f"generation-{seat.generation}/{lane}", "nccl" if cuda else GLOO
+    if cuda:
+        prepare_nccl()
+    made = new_outside(store, seat.rank, seat.size, name, backend, timedelta(seconds=timeout_s))
+    if cuda:
+        try:
+            connect_nccl(attempt, device, made)
+        except (RuntimeError, GenerationOver):
+            close_outside(made)
+            raise
+    return made
+
+
+def reach_store(attempt: Attempt, host: str, port: int) -> Store:
+    """The store of a generation, where rank 0 of it serves that. Raises: GenerationOver, RuntimeError."""
+    return attempt.wait_for("connects to the store", lambda: _reach_store(host, port))
 
 
 def _init(attempt: Attempt, store: Store, seat: Seat, device: torch.device, timeout_s: float) -> None:
@@ -200,6 +234,20 @@ def close_group(group: TorchGroup | None, timeout_s: float) -> None:
     last = list(dist.distributed_c10d._world.pg_map)
     running = [] if group is None else group.abandoned
     dist.destroy_process_group()
+    _let_end(last, running, timeout_s)
+
+
+def close_lane(group: TorchGroup | None, timeout_s: float) -> None:
+    """As close_group() of one that was made beside the default one, which stays."""
+    if group is None:
+        return
+    process_group = group.process_group
+    abort_nccl(process_group)
+    running = group.abandoned
+    _let_end(close_outside(process_group), running, timeout_s)
+
+
+def _let_end(last: list[dist.ProcessGroup], running: list[dist.Work], timeout_s: float) -> None:
     if all(work.is_completed() for work in running):
         return
     threading.Thread(
@@ -289,8 +337,10 @@ class ElasticRanks:
         times: Times | None = None,
         ended: Callable[[], bool] = lambda: False,
         floor: Callable[[], int] = lambda: 0,
+        beside: bool = False,
     ) -> None:
-        self._ended, self._floor = ended, floor
+        self.box: Box = Alone()
+        self._ended, self._floor, self._beside = ended, floor, beside
         self._member, self._door, self._device, self._timeout_s = member, door, device, timeout_s
         self._patience, self._times = patience, times
         self._reach: Reach | None = None
@@ -321,7 +371,14 @@ class ElasticRanks:
             return SoloGroup()
         self._reach = Reach(seat, self._door.host, partial(self._member.unreachable, seat.generation), self._times)
         self._group = form_group(
-            seat, self._door, self._member, self._device, self._timeout_s, self._patience, self._reach
+            seat,
+            self._door,
+            self._member,
+            self._device,
+            self._timeout_s,
+            self._patience,
+            self._reach,
+            beside=self._beside,
         )
         self._member.formed()
         return self._group
@@ -364,7 +421,11 @@ class ElasticRanks:
     def _let_go(self) -> None:
         if self._reach is not None:  # before the others form their next group: else its connections hang at their doors
             self._reach.close()
-        close_group(self._group, self._timeout_s)
+        if self._beside:
+            close_lane(self._group, self._timeout_s)
+            self._group = None
+        else:
+            close_group(self._group, self._timeout_s)
 
     def _wait_to_commit(self, step: int) -> None:
         logger.warning("may_not_commit step=%d reason=the membership was not heard of for too long: waiting", step)

@@ -147,6 +147,11 @@ class Member:
         return isinstance(self._state.ended, Fenced)
 
     @property
+    def has_ended(self) -> bool:
+        """Is there no way back for this member?"""
+        return self._state.ended is not None
+
+    @property
     def over(self) -> str | None:
         """Why the present generation is over without being planned, in words; None while it stands."""
         return self._state.over

@@ -50,8 +50,7 @@ from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed
 from thinwire.workers.plan.schedule import ASSUMED_STEPS, RunSteps, length_of
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipe import Recipe
-from thinwire.workers.session.body import STEPLESS
-from thinwire.workers.session.course import Found
+from thinwire.workers.session.body import STEPLESS, Found
 from thinwire.workers.session.job import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session, placed
 from thinwire.workers.session.training import Run, ScriptError, SessionFeed, Surroundings

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,8 +22,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from thinwire.comm import CommError
 from thinwire.comm.protocol import Group
+from thinwire.contract.reports import wrong_with_reported_name
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import Share, own_part
+from thinwire.workers.ranks import Box
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.session.training import ScriptError
 
@@ -31,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 STEPLESS = 20
 """Batches in a row without optimizer.step() until the log says so."""
+
+
+Found = float | Tensor | Mapping[str, float | Tensor]
+"""What a function of run.evaluate_every returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +247,35 @@ def weighed(
 
 def _no_count(found: object, share: Share) -> ScriptError:
     return ScriptError(f"run.batches(weigh=...) counted {found!r} in its batch of step {share.step}: give one from 0")
+
+
+def refuse_unequal(samples: int, box: Box, group: Group, weigh: Callable[[Any], Any] | None) -> None:
+    """Where a model is sharded FSDP makes the mean over a box, of shares that weigh alike. Raises: ScriptError."""
+    if box.size == 1:
+        return
+    if weigh is not None:
+        raise ScriptError("run.batches(weigh=...): leave it out where a worker is a box: FSDP weighs shares alike")
+    if samples % (box.size * group.size):
+        raise ScriptError(
+            f"{samples} samples of a step (global_batch, or what the last one has) are no multiple of {group.size} "
+            f"boxes x {box.size} processes, and FSDP weighs shares alike: give a multiple for each number of boxes "
+            "that the job may have"
+        )
+
+
+def by_name(found: Found) -> dict[str, float]:
+    """A number alone is the validation loss. Raises: ScriptError for what is neither a number nor numbers by name."""
+    named = found if isinstance(found, Mapping) else {"loss": found}
+    numbers = {}
+    for name, value in named.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            what = f"{type(value).__name__} {str(value)[:100]!r}" + (f" as {name!r}" if found is named else "")
+            raise ScriptError(
+                f"the function of run.evaluate_every returned {what}: return the validation loss of this rank's part, "
+                'a number, or numbers by name, such as {"loss": 0.31, "accuracy": 0.92}'
+            ) from error
+        if wrong := wrong_with_reported_name(f"validation_{name}"):
+            raise ScriptError(f"the function of run.evaluate_every returned {str(name)[:100]!r}: {wrong}")
+    return numbers

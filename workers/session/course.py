@@ -14,16 +14,15 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thinwire.comm import Keeps, NonFiniteInput, PeerLost, SoloGroup
 from thinwire.comm.groups.texts import gather_texts, texts_if_they_differ
 from thinwire.contract.figures import summarise
-from thinwire.contract.reports import EventKind, Health, wrong_with_reported_name
+from thinwire.contract.reports import EventKind, Health
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
@@ -37,9 +36,9 @@ from thinwire.workers.membership.state import Dismissed, MembershipError
 from thinwire.workers.owed import BROKEN_S, LEAVE_S
 from thinwire.workers.ranks import RunEnded
 from thinwire.workers.recipes.of_job import take_settings
-from thinwire.workers.replicas import ReplicasDiffer, refuse_differing
-from thinwire.workers.saving import Saving, store_of
-from thinwire.workers.session.body import Bodies, Made, weighed
+from thinwire.workers.replicas import ReplicasDiffer
+from thinwire.workers.saving import Saving, refuse_differing_shards, store_of
+from thinwire.workers.session.body import Bodies, Found, Made, by_name, refuse_unequal, weighed
 from thinwire.workers.session.joining import Joined, Origin, Progress, join
 from thinwire.workers.session.training import ScriptError, Surroundings, Training
 from thinwire.workers.signature import signature
@@ -58,10 +57,6 @@ OfRanks = NonFiniteInput | NonFiniteLoss | ReplicasDiffer
 
 REPORT_EVERY_STEPS = 5
 """How often losses are averaged over ranks and reported: one small collective for so many steps."""
-
-
-Found = float | Tensor | Mapping[str, float | Tensor]
-"""What a function of run.evaluate_every returns."""
 
 
 class Course:
@@ -90,7 +85,7 @@ class Course:
         reporter.saves_every(self._save_every)
         self._saving = None
         if checkpoint is not None:
-            self._saving = Saving(run.directory, checkpoint, reporter, ranks.may_commit, run.attempt_now)
+            self._saving = Saving(run.directory, checkpoint, reporter, ranks.may_commit, run.attempt_now, ranks.box)
         own = None if around.start is None or checkpoint is None else store_of(run.directory, checkpoint)
         self._origin = Origin(around.start, own)
         if self._saving is not None:
@@ -144,6 +139,7 @@ class Course:
             with self._meter.part("control"):
                 training = self.training
                 samples = training.feed.samples(step)
+                refuse_unequal(samples, self._ranks.box, training.group, self.weigh)
                 share = weighed(share, self.weigh, samples, training.group, self._around.device)
             with self._meter.part("forward_backward", bytes_on="optimizer"), self.bodies.open(share):
                 yield share.batch
@@ -280,6 +276,7 @@ class Course:
                 self._saving.wait(self.look)
                 self._saving.tell()
                 self._saving.raise_if_attempt_over()
+        self._ranks.box.share("the comparison of the replicas")
         with self._meter.part("control"):
             equal = self._replicas_equal()
         if self._saving is not None:
@@ -295,7 +292,7 @@ class Course:
         if not training.optimizer.at_sync:
             training.optimizer.prepare_to_save()
         try:
-            refuse_differing(training.optimizer, training.group, self.step)
+            refuse_differing_shards(training, self._ranks.box, self.step)
         except ReplicasDiffer as error:
             if self._ranks.elastic and len(error.ranks) < training.group.size:
                 raise self.blaming(error) from error
@@ -339,13 +336,15 @@ class Course:
         Collective, for every rank raises such an error alike. Raises: PeerLost.
         """
         group = self.training.group
+        said = self._ranks.box.share("an error of ranks", json.dumps(error.ranks))
+        ranks = tuple(sorted({rank for text in said for rank in json.loads(text)}))
         hosts = gather_texts(group, socket.gethostname().encode(), self._around.device)
-        named = ", ".join(f"{self._name(rank)} on {hosts[rank].decode(errors='replace')}" for rank in error.ranks)
+        named = ", ".join(f"{self._name(rank)} on {hosts[rank].decode(errors='replace')}" for rank in ranks)
         words = f"after step {self.step}, of {named or 'no rank alone'}: {error}"
-        alone = 0 < len(error.ranks) < group.size
-        if alone and self._ranks.elastic and group.rank not in error.ranks:
-            return PeerLost(f"{words}; the others go on without", ranks=error.ranks)
-        return type(error)(words, error.ranks)
+        alone = 0 < len(ranks) < group.size
+        if alone and self._ranks.elastic and group.rank not in ranks:
+            return PeerLost(f"{words}; the others go on without", ranks=ranks)
+        return type(error)(words, ranks)
 
     def _name(self, rank: int) -> str:
         seat = self._ranks.seat
@@ -371,8 +370,10 @@ class Course:
         """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
         self.log.flush(self.step, {}, None)
         with self._meter.part("control"):
+            self._ranks.box.share("handing over")
             hand_over(self.training.optimizer)
             all_leave = self._agreed(stop.leaving)
+            self._ranks.box.share("the end of handing over")
         if all_leave and self._saving is not None:  # nobody is left to hold what the optimizer has handed over
             logger.info("all_leave step=%d reason=%r", self.step, stop.reason)
             self._saving.save(self.training, self._meter, self.step, self.look)
@@ -391,6 +392,11 @@ class Course:
     def look(self) -> None:
         """In what takes long without a collective: who does not hear of a death is taken to hang. Raises: PeerLost."""
         self._ranks.look(self.step)
+
+    def look_together(self) -> None:
+        """As look(), where a script calls it: alike on all processes of a box. Raises: PeerLost."""
+        self.look()
+        self._ranks.box.share("run.look()")
 
     def _begin(self) -> None:
         """Resume from the newest whole checkpoint, or begin: with what the job is to start from, or afresh."""
@@ -484,8 +490,12 @@ class Course:
         close = getattr(self._shares, "close", None)
         if close is not None:
             close()  # and with it the loader's processes, which are for other shares
-        group = self.training.group
-        self._shares = self.training.feed.shares(self.step + 1, group.rank, group.size)
+        group, box, feed = self.training.group, self._ranks.box, self.training.feed
+        if box.size > 1 and self.last is not None and self.step < self.last:  # at once, and not in the last step
+            for step in (self.step + 1, self.last):
+                refuse_unequal(feed.samples(step), box, group, self.weigh)
+        place, places = group.rank * box.size + box.rank, group.size * box.size
+        self._shares = feed.shares(self.step + 1, place, places)
 
     def _waits(self) -> Waits:
         return Waits(self.training.group, self._ranks.seat)
@@ -497,6 +507,7 @@ class Course:
         last = step == self.last
         saving = self._saving if last or self._save_due or _passed(self._save_every, self.attended, step) else None
         if saving is not None:
+            self._ranks.box.share(f"the checkpoint of step {step}")
             self._where.at(f"the checkpoint of step {step}")
             with meter.part("checkpoint"):
                 training.optimizer.prepare_to_save()
@@ -532,10 +543,11 @@ class Course:
         """
         if self.evaluate is None:
             return {}
+        self._ranks.box.share("the evaluation")
         training = self.training
         group, device = training.group, training.device
         with self._meter.part("evaluation"):
-            own, weight = _by_name(self.evaluate()), self.weight()
+            own, weight = by_name(self.evaluate()), self.weight()
             here = json.dumps(sorted(own))
             all_said = texts_if_they_differ(group, here, device) or [here]
             names = sorted({name for text in all_said for name in json.loads(text)})
@@ -573,21 +585,3 @@ class Course:
 def _passed(every: int, before: int, now: int) -> bool:
     """Is there a multiple of `every` in (before, now]? 0: there is none."""
     return every > 0 and now // every > before // every
-
-
-def _by_name(found: Found) -> dict[str, float]:
-    """A number alone is the validation loss. Raises: ScriptError for what is neither a number nor numbers by name."""
-    named = found if isinstance(found, Mapping) else {"loss": found}
-    numbers = {}
-    for name, value in named.items():
-        try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
-            what = f"{type(value).__name__} {str(value)[:100]!r}" + (f" as {name!r}" if found is named else "")
-            raise ScriptError(
-                f"the function of run.evaluate_every returned {what}: return the validation loss of this rank's part, "
-                'a number, or numbers by name, such as {"loss": 0.31, "accuracy": 0.92}'
-            ) from error
-        if wrong := wrong_with_reported_name(f"validation_{name}"):
-            raise ScriptError(f"the function of run.evaluate_every returned {str(name)[:100]!r}: {wrong}")
-    return numbers

@@ -46,8 +46,9 @@ from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, Checkp
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.membership.seats import Seat
 from thinwire.workers.plan.schedule import RunSteps, full_steps
+from thinwire.workers.ranks import Alone
 from thinwire.workers.replicas import ranks_that_differ
-from thinwire.workers.saving import on_all, registered_in, restore, restored
+from thinwire.workers.saving import of_shard, on_all, registered_in, restore, restored
 from thinwire.workers.session.registered import State
 from thinwire.workers.session.training import ScriptError, Surroundings, Training
 from thinwire.workers.weights import Given, StartRefused, fill, opened, refuse_misfits
@@ -141,11 +142,13 @@ def join(around: Surroundings, training: Training, group: Group, progress: Progr
     size = None
     if not known and (around.ranks.elastic or (around.spec is not None and not optimizer.num_steps)):
         size = _bucket(around, training, group)
+        size = int(around.ranks.box.share("the size of buckets", str(size))[0])
     is_laid_out_anew = around.ranks.elastic or size not in (None, optimizer.bucket_elements)
     steps = [-1 if one is None else one.step for one in all_n]
     source = steps.index(max(steps)) if known else 0
     lacking = [rank for rank, step in enumerate(steps) if rank != source and (step != max(steps) or not known)]
     given = _given_by(training, group, source, lacking)
+    around.ranks.box.share("regroup()")
     if is_laid_out_anew:
         change = regroup(optimizer, group, has_state=progress is not None, bucket_elements=size, buffers=())
     elif optimizer.group.size == group.size:
@@ -194,7 +197,8 @@ def _bucket(around: Surroundings, training: Training, group: Group) -> int:
     """The size of a new run's buckets. Collective. Raises: PeerLost; OSError."""
     if around.spec is not None and around.spec.bucket_elements is not None:
         return around.spec.bucket_elements
-    numel, directory = training.optimizer.space.layout.num_live, around.run.directory
+    numel = training.optimizer.space.layout.num_live
+    directory = around.run.directory if around.ranks.box.rank == 0 else None  # a box has that of its first process
     return kept_bucket(directory, group, numel, training.device, _full_steps(around.spec, training))
 
 
@@ -358,7 +362,7 @@ class Origin:
         while True:
             which = self._found(store, training)
             try:
-                return which, _on_all(training, partial(store.load, which, training.device))
+                return which, _on_all(training, partial(_load_whole, store, which, training.device))
             except (StartRefused, StartRefusedElsewhere):
                 if which in tried or len(tried) == TRIES:
                     raise
@@ -415,6 +419,10 @@ class Origin:
             ) from error
         agree_on_load(training.optimizer)
         return which.step
+
+
+def _load_whole(store: CheckpointStore, which: CheckpointId, device: torch.device) -> Content:
+    return of_shard(store.load(which, device), Alone())
 
 
 def _on_all(training: Training, read: Callable[[], T]) -> T:

@@ -41,8 +41,8 @@ from thinwire.workers.membership.state import MembershipError
 from thinwire.workers.owed import LEAVE_S
 from thinwire.workers.ranks import FixedRanks, RunEnded
 from thinwire.workers.replicas import ReplicasDiffer
-from thinwire.workers.session.body import Bodies
-from thinwire.workers.session.course import Course, Found
+from thinwire.workers.session.body import Bodies, Found
+from thinwire.workers.session.course import Course
 from thinwire.workers.session.own_loop import OwnLoop
 from thinwire.workers.session.registered import Registered
 from thinwire.workers.session.training import Left, Run, ScriptError, SessionFeed, Surroundings, Training
@@ -277,7 +277,7 @@ class Session:
 
         Raises: PeerLost where the workers have changed: let it out, and the function is called again.
         """
-        self._in_loop("look")[0].look()
+        self._in_loop("look")[0].look_together()
 
     def finish(self) -> None:
         """In the body of the last step, after it was made: evaluate, save, compare the replicas, and end the run.

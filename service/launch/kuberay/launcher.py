@@ -168,6 +168,11 @@ class KubeRayLauncher(Launcher):
             wanted = WantedWorkers.model_validate_json(read_plain(folder.workers, MOST_FILE_BYTES))
         except (OSError, ValueError, KeyError) as error:
             raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
+        if spec.workers.per_box > 1:
+            raise LauncherError(
+                f"workers.per_box = {spec.workers.per_box}: a pod is a worker with one CPU and one GPU here; say 1, or "
+                "submit the job to a service whose launcher is local or ray"
+            )
         return rayjob(
             self._template,
             Attempt(

@@ -116,7 +116,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     from thinwire.workers.session.job import run_job
     from thinwire.workers.session.training import Run
     from thinwire.workers.telemetry.history import write_report
-    from thinwire.workers.worker import pass_on
+    from thinwire.workers.worker import box_of, pass_on
 
     thinwire.__version__ = version or thinwire.__version__
     if place.holder_pid is not None:
@@ -181,23 +181,30 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     threading.Thread(target=pass_on, args=(told_to_leave, member), daemon=True).start()
     failure = run_dir / "failure.json"
     floor = partial(floor_of, run_dir, read_spec(spec).checkpoint)
+    cpu, per_box = torch.device("cpu"), read_spec(spec).workers.per_box
     ranks = ElasticRanks(
         member,
         door,
-        torch.device("cpu"),
+        cpu,
         timeout_s=times.collective_s,
         patience=Patience(connect_s=times.connect_s, answer_s=times.answer_s),
         times=times.reach(),
         ended=failure.exists,
         floor=floor,
+        beside=per_box > 1,
     )
+    run, companions = Run(run_dir, time.time()), None
+    if per_box > 1:
+        (run_dir / f"job-{slot}.json").write_text(json.dumps({"spec": spec}))
+        (run_dir / f"job-{slot}.json").replace(run_dir / "job.json")
+        ranks, companions = box_of(ranks, member, per_box, [cpu] * per_box, door.host, run)
+        (run_dir / f"box-{slot}").write_text(json.dumps([os.getpid(), *companions.pids]))
     look, may_commit, deaf = ranks.look, ranks.may_commit, run_dir / f"deaf-{slot}"
     ranks.look = lambda step: None if deaf.exists() else look(step)
     ranks.may_commit = lambda: deaf.exists() or may_commit()
     reporter = Telling(run_dir, slot, pause_s)
     status = 0
     try:
-        run = Run(run_dir, time.time())
         summary = run_job(read_spec(spec), run, ranks, torch.device("cpu"), reporter)
         reporter._tell(kind="ended", step=-1)
         if summary is not None:
@@ -210,6 +217,8 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
         status = 1
     if death is not None:
         death.end()
+    if companions is not None:
+        companions.stop()
     log.flush()
     os._exit(status)
 

@@ -23,6 +23,7 @@ from thinwire.train import session
 from thinwire.workers.data.feed import own_part
 from thinwire.workers.membership.seats import Change, Identity
 from thinwire.workers.membership.state import Fenced
+from thinwire.workers.ranks import Alone
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.session.body import Bodies
 from thinwire.workers.session.job import train
@@ -179,6 +180,7 @@ class Worker:
     """A worker of the job, as its loop sees it: a thinwire.workers.ranks.Ranks."""
 
     elastic = True
+    box = Alone()
 
     def __init__(self, job: ThreadsJob, comes_after: int):
         self.job, self.comes_after = job, comes_after

@@ -1,0 +1,112 @@
+"""Workers that are boxes: a job of a script whose model FSDP2 shards over the processes of each (docs/sharded.md)."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.session.script_job import ScriptJob
+from thinwire.contract.run_folder import RunFolder
+from thinwire.workers.membership.seats import Limits
+from thinwire.workers.telemetry import history
+
+
+class BoxJob(ScriptJob):
+    """Workers of `per_box` processes each."""
+
+    def __init__(self, run_dir, limits, *args, steps, per_box=2, entry="sharded.py", **spec):
+        super().__init__(run_dir, limits, entry, *args, steps=steps, **spec)
+        self.spec["workers"] |= {"per_box": per_box}
+
+    def pids(self, slot):
+        return json.loads((self.run_dir / f"box-{slot}").read_text())
+
+
+def same(finals):
+    """Are the shards of each rank of a box the same in all boxes, bit for bit?"""
+    of_rank = {}
+    for one in finals:
+        of_rank.setdefault(one["rank"], []).append(one)
+    for ones in of_rank.values():
+        for one in ones[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(ones[0]["shards"], one["shards"], strict=True))
+    return of_rank
+
+
+def test_a_dead_process_takes_its_box_out_the_others_go_on_and_a_new_box_joins(tmp_path):
+    with BoxJob(tmp_path, Limits(1, 2), 30, 5, steps=30) as job:
+        job.allow(12)
+        job.start(0, 1).until_step(10)
+        before = job.pids(1)
+        os.kill(before[1], signal.SIGKILL)  # not the one that is a member
+        job.until(lambda: not job.workers[1].is_alive())
+        job.until(lambda: job.regroups() == [1])
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in before)
+        job.start(1).until(lambda: job.joined(1) == 2)
+        job.allow(30)
+        job.wait()
+        assert job.regroups() == [1, 2]
+        assert [step for _, slot, _, step in job.commits() if slot == 0] == list(range(1, 31)), "a step was lost"
+        of_rank = same(job.finals())
+        assert sorted(map(len, of_rank.values())) == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_shards_of_all_processes_of_a_box(tmp_path):
+    first, again, alone, others = (tmp_path / name for name in ("first", "again", "alone", "others"))
+    with BoxJob(first, Limits(2, 2), 30, 0, steps=30) as job:
+        job.start(0, 1).wait()
+        went_on = same(job.finals())
+    for folder in (again, alone, others):
+        folder.mkdir()
+        shutil.copytree(first / "checkpoints", folder / "checkpoints")
+        shutil.copy(first / "buckets.json", folder)
+        for kept in (folder / "checkpoints").glob("step-00000030-*"):
+            shutil.rmtree(kept)
+    with BoxJob(again, Limits(2, 2), 30, 0, steps=30) as job:
+        job.start(0, 1).wait()
+        resumed = same(job.finals())
+        assert min(step for one in resumed[0] for step, _ in one["losses"]) == 20
+        same([went_on[0][0], resumed[0][0], went_on[1][0], resumed[1][0]])
+    with BoxJob(alone, Limits(1, 1), 30, 0, steps=30) as job:
+        job.start(0).wait()
+        assert sorted(same(job.finals())) == [0, 1]
+    with BoxJob(others, Limits(1, 1), 30, 0, steps=30, per_box=3) as job:
+        job.start(0).wait(tolerate="CheckpointRefused: the checkpoint is of boxes of 2 processes, and these have 3")
+        assert job.events("failed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("process", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_whichever_process_dies_or_hangs_its_box_is_out(tmp_path, process, number):
+    with BoxJob(tmp_path, Limits(1, 3), 24, 0, steps=24, server={"join_timeout_s": 5.0}) as job:
+        job.allow(6)
+        job.start(0, 1, 2).until_step(5)
+        before = job.pids(1)
+        os.kill(before[process], number)
+        job.allow(24)
+        if number == signal.SIGSTOP:
+            job.until(lambda: job.regroups() == [2])
+            os.kill(before[0], signal.SIGKILL)  # as Ray ends a worker that is no member any more
+        del job.workers[1]
+        job.wait()
+        assert job.regroups() == [2]
+        assert sorted(map(len, same(job.finals()).values())) == [2, 2]
+
+
+@pytest.mark.slow
+def test_the_example_is_a_job_as_it_stands_and_learns(tmp_path):
+    examples = Path(__file__).parents[3] / "examples"
+    arguments = ("--steps", 60)
+    with BoxJob(
+        tmp_path, Limits(2, 2), *arguments, steps=60, entry="sharded_job.py", folder=examples, told=False
+    ) as job:
+        job.start(0, 1).wait()
+        losses = [sample.loss for sample in history.read(RunFolder(tmp_path).history)][1:]
+        assert len(losses) == 60
+        assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+        assert json.loads((tmp_path / "summary.json").read_text())["replicas_bit_equal"]
