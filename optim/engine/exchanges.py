@@ -51,7 +51,7 @@ from thinwire.comm.protocol import FullWire, Group
 from thinwire.comm.signals import deferred
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.local import local
-from thinwire.optim.engine.sent import Sent, spoil_
+from thinwire.optim.engine.sent import WRITTEN, Sent, spoil_
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,6 @@ ALIGNED = 16
 """Bytes: what kernels read at a time. FSDP makes the gradients of a module in one piece of memory."""
 LeftGradients = Sequence[Tensor | None]
 """Of each tensor: its gradient, float[elements], where it is not in g_N."""
-
-
-WRITTEN = (
-    "gradients were written between backward and step(), and with overlap they may have been sent before: clip with "
-    "max_grad_norm, do what else changes them in the loss, or use overlap=False"
-)
 
 
 class LeftInPlace:

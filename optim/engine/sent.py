@@ -22,6 +22,10 @@ from thinwire.optim.engine.local import as_dtensor, local
 
 FEW, SMALL = 8, 1 << 14
 """Elements of a gradient that are looked at, about; and of one that is copied for it, at most."""
+WRITTEN = (
+    "gradients were written between backward and step(), and with overlap they may have been sent before: clip with "
+    "max_grad_norm, do what else changes them in the loss, or use overlap=False"
+)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,7 +62,7 @@ class Sent:
         if watched := [index for index in indices if index in self._there]:
             kept = torch.cat([self._there[index] for index in watched])
             sizes = [self._there[index].numel() for index in watched]
-            self._kept.update(zip(watched, kept.split(sizes), strict=True))
+            self._kept.update(zip(watched, torch.split(kept, sizes), strict=True))
 
     def differ(self, space: FlatSpace, already: bool) -> Tensor:
         """Does one of them hold something else now? A bool, 0-dim. already: it is known that it does."""
