@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ from thinwire.optim.engine.box import Box
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.kernels import updates
-from thinwire.optim.kernels.lamb import CudaTiles, Step, Tiles, tiles_of
+from thinwire.optim.kernels.lamb import CudaTiles, Tiles, fits, step_of, tiles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ def step_(
 ) -> Tensor:
     """LAMB on the gradient g, of one run of tensors, part after part. p, m, v: modified. Returns c, float[t].
 
-    By loops on a CPU where squares and seen are None, in two passes; else, and where tensors are cut over a box, as a
+    By loops or kernels where squares and seen are None, in two passes; else, and where tensors are cut over a box, as a
     chain of operations: the definition.
 
     m, v as Adam's;  u = m_hat / (sqrt(v_hat) + eps) + wd x;  x_l <- x_l - lr q_l c_l u_l
@@ -219,13 +220,10 @@ def step_(
     """
     found = []
     if squares_T is None and seen_N is None and has_loops(p_N) and parts[0].box is None:
-        by_loops = Step(p_N, g_N, m_N, v_N, h, bias_step)
-        for part in parts:
-            assert isinstance(part.tiles, Tiles)
-            factors_t = clipped_ratios(*by_loops.measure_(part.tiles, len(part.live)), bounds)
-            by_loops.move_(part.tiles, factors_t * h.lr)
-            found.append(factors_t)
-        by_loops.done()
+        clip = bounds.min_coeff, bounds.max_coeff
+        by_passes: Any = step_of((p_N, g_N, m_N, v_N), h, bias_step, clip)
+        found = [by_passes.descend_(part.tiles) for part in parts]  # tiles of its own kind
+        by_passes.done()
         return torch.cat(found)
     for part in parts:
         p_s, g_s, m_s, v_s = (x_N[part.span] for x_N in (p_N, g_N, m_N, v_N))
@@ -249,7 +247,7 @@ def step_(
 
 def has_loops(p_N: Tensor) -> bool:
     """Is there a step on the mean gradient in two passes? Its sums go in another order than those of the chain."""
-    return updates.fits(p_N)
+    return fits(p_N)
 
 
 def exact_squares(g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, segments: TensorSegments) -> Tensor:

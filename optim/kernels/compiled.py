@@ -47,9 +47,8 @@ def compile_all(dtype: torch.dtype, variance: torch.dtype | None = None) -> None
     received = Rows(rows, table)
     one_T, bounds = torch.ones(1, dtype=dtype, device="cpu"), Bounds(0.5, 4.0, 0.9, 1.1, 0.01, 10.0, 4.0)
     for room in (0, 8):
-        step, tiles = Step(x[0], x[1], x[2], x[3], hyper, None, room=room), Tiles([(0, 8)], x[0])
-        step.measure_(tiles, 1)
-        step.move_(tiles, one_T)
+        step = Step(x[0], x[1], x[2], x[3], hyper, None, (0.01, 10.0), room=room)
+        step.descend_(Tiles([(0, 8)], x[0]))
         for said in (x[1], OverFactors(received, one_T, VectorLayout.single(8))):
             heard = Heard(said, x[0], 1)
             descent = Descent(x[0], x[2], x[3], one_T, one_T, heard, heard, bounds, room=room)

@@ -1,5 +1,5 @@
 """LAMB, and 1-bit LAMB along a received momentum, on slices of torch's vectors: the loops of lamb_loops, on torch's
-threads. 1-bit LAMB's on a GPU: the kernels of cuda/lamb.cu, which compute the same, bit for bit.
+threads. On a GPU: the kernels of cuda/lamb.cu, which compute the same, bit for bit.
 
 A momentum is read in the form in which its reducer holds it. As rows of signs it is never written as floats. What has
 no loop is left to the chain of torch operations in optim.onebit_lamb, which says what all of this computes.
@@ -240,8 +240,8 @@ class Descent:
 class Step:
     """One step of LAMB on the mean gradient on a CPU, part after part: optim.lamb_math.step_ says what it does.
 
-    p, m, v: float[N], modified. g: float[N]. h: of the run of tensors. room: as of Descent; what
-    is not kept is formed of two vectors again.
+    p, m, v: float[N], modified. g: float[N]. h: of the run of tensors. clip: least and most of c. room: as of Descent;
+    what is not kept is formed of two vectors again.
 
     u = (m / c1) / (sqrt(v) / r2 + eps) + wd p, c1 and r2 correcting the moments for their start, is 1 / k times
     m / (sqrt(v) + eps r2) + k wd p, k = c1 / r2: the loops have the second, with a quotient less.
@@ -255,49 +255,50 @@ class Step:
         v_N: Tensor,
         h: AdamHyper,
         bias_step: int | None,
+        clip: tuple[float, float],
         room: int = 4 * ROOM,
     ) -> None:
         self._written = p_N, m_N, v_N
         self._p, self._g, self._m, self._v = (x.numpy() for x in (p_N, g_N, m_N, v_N))
-        correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
-        root2 = 1.0 if bias_step is None else (1 - h.beta2**bias_step) ** 0.5
-        self._k, number = correction1 / root2, self._p.dtype.type
+        self._k, root2 = _corrections(h, bias_step)
+        number = self._p.dtype.type
         self._moments = tuple(map(number, (1 - h.beta1, h.beta2, 1 - h.beta2)))
         self._of_u = number(h.eps * root2), number(self._k * h.weight_decay)
+        self._of_c = number(clip[0]), number(clip[1]), number(h.lr)
         self._u = np.empty(min(room, self._p.size), self._p.dtype)
 
-    def measure_(self, tiles: Tiles, count: int) -> tuple[Tensor, Tensor]:
-        """m and v of the tensors whose tiles these are, so many. Returns |x| and |u| of each, float[t]."""
-        vectors, u = (self._p, self._g, self._m, self._v), self._room(tiles)
-        given = *tiles.places[:2], *vectors, *self._moments, *self._of_u, tiles.found, u, tiles.start
-        updates.over(tiles.count, LEAST_TILES, _loops().lamb_step, *given)
-        size, update = (np.sqrt(np.bincount(tiles.places[2], tiles.found[row], count)) for row in (3, 2))
-        dtype = self._written[0].dtype
-        return torch.from_numpy(size).to(dtype), torch.from_numpy(update / self._k).to(dtype)
-
-    def move_(self, tiles: Tiles, rates_t: Tensor) -> None:
-        """p <- p - rate u of each of the tensors that were measured last."""
-        rates, u = (rates_t / self._k).numpy(), self._room(tiles)
-        at = tiles.count, LEAST_TILES
+    def descend_(self, tiles: Tiles) -> Tensor:
+        """The tensors whose tiles these are. Returns c of each, float[t]."""
+        u = self._u[: tiles.numel] if tiles.numel <= self._u.size else self._u[:0]
+        at, coeff = (tiles.count, LEAST_TILES), np.empty_like(tiles.rates)
+        given = *tiles.places[:2], self._p, self._g, self._m, self._v, *self._moments, *self._of_u
+        updates.over(*at, _loops().lamb_step, *given, tiles.found, u, tiles.start)
+        _loops().lamb_trust(tiles.places[2], tiles.found, self._k, *self._of_c, coeff, tiles.rates)
         if u.size:
-            updates.over(*at, _loops().lamb_move_along, *tiles.places, self._p, u, tiles.start, rates)
+            updates.over(*at, _loops().lamb_move_along, *tiles.places, self._p, u, tiles.start, tiles.rates)
         else:
             vectors = self._p, self._m, self._v
-            updates.over(*at, _loops().lamb_descend, *tiles.places, *vectors, *self._of_u, rates)
+            updates.over(*at, _loops().lamb_descend, *tiles.places, *vectors, *self._of_u, tiles.rates)
+        return torch.from_numpy(coeff)
 
     def done(self) -> None:
         """What was written has a new version."""
         increment_version(self._written)
 
-    def _room(self, tiles: Tiles) -> Array:
-        return self._u[: tiles.numel] if tiles.numel <= self._u.size else self._u[:0]
+
+def _corrections(h: AdamHyper, bias_step: int | None) -> tuple[float, float]:
+    """k and r2 of Step."""
+    correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
+    root2 = 1.0 if bias_step is None else (1 - h.beta2**bias_step) ** 0.5
+    return correction1 / root2, root2
 
 
 class CudaTiles:
     """Runs of at most TILE elements of the flat vectors, each in one tensor, on the device of `like`.
 
     live: the elements of adjoining tensors. records: a structure of each tile, as bytes. first: int64[tensors + 1],
-    number of each one's first tile. found, rates: scratch of the kernels, of each tile and of each tensor.
+    number of each one's first tile. found, rates: scratch of the kernels, of each tile and of each tensor. ones:
+    float[t].
     """
 
     def __init__(self, live: Sequence[Span], like: Tensor) -> None:
@@ -311,6 +312,7 @@ class CudaTiles:
         self.records = on_device(torch.from_numpy(records.view(np.uint8)), like.device)
         self.first = on_device(torch.from_numpy(first.astype(np.int64)), like.device)
         self.found, self.rates = like.new_zeros(4 * len(spans)), like.new_zeros(len(live))
+        self.ones = like.new_ones(len(live))
         self._blocks: WeakKeyDictionary[BlockTable, Tensor] = WeakKeyDictionary()
 
     def block_of(self, table: BlockTable) -> Tensor:
@@ -341,11 +343,7 @@ class CudaLamb:
         before: Heard,
         bounds: Bounds,
     ) -> None:
-        for x in (p_N, v_N, fresh_v_N, coeff_T, factor_T):
-            if x.dtype != torch.float32 or not x.is_contiguous() or x.data_ptr() % 4:
-                raise ValueError(f"{x.dtype}{list(x.shape)} with strides {x.stride()} must be contiguous torch.float32")
-        if any(x.data_ptr() % 16 for x in (p_N, v_N, fresh_v_N)):
-            raise ValueError("vectors must begin at multiples of 16 bytes")
+        _require((p_N, v_N, fresh_v_N), (coeff_T, factor_T))
         self._launcher, self._bounds = launcher, bounds
         self._p_N, self._v_N, self._fresh_v_N, self._coeff_T, self._factor_T = p_N, v_N, fresh_v_N, coeff_T, factor_T
         self._now, self._before = now, before
@@ -396,6 +394,61 @@ class CudaLamb:
         self._launcher.launch(kernel, blocks, 4 * shared_floats, arguments)
 
 
+class CudaStep:
+    """One step of LAMB on the mean gradient on a GPU: three launches for all tensors of a run. Arguments as of Step."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        p_N: Tensor,
+        g_N: Tensor,
+        m_N: Tensor,
+        v_N: Tensor,
+        h: AdamHyper,
+        bias_step: int | None,
+        clip: tuple[float, float],
+    ) -> None:
+        _require((p_N, g_N, m_N, v_N))
+        self._launcher, self._p_N, self._g_N, self._m_N, self._v_N = launcher, p_N, g_N, m_N, v_N
+        self._k, root2 = _corrections(h, bias_step)
+        eps, decay = h.eps * root2, self._k * h.weight_decay
+        self._numbers = np.array([(h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, eps, decay)], NUMBERS)
+        self._of_c, self._of_u = tuple(map(np.float32, (*clip, h.lr))), (np.float32(eps), np.float32(decay))
+
+    def descend_(self, tiles: CudaTiles) -> Tensor:
+        """As Step.descend_."""
+        coeff_t = torch.empty_like(tiles.rates)
+        if not tiles.count:
+            return coeff_t.fill_(1)
+        given = tiles.records, self._p_N, self._g_N, self._m_N, self._v_N, self._numbers, tiles.found
+        self._launcher.launch("measure_gradient", tiles.count, 4 * SHARED_FLOATS, given)
+        of_c: tuple[Argument, ...] = (
+            tiles.first,
+            tiles.found,
+            np.uint32(tiles.count),
+            np.float64(self._k),
+            *self._of_c,
+            coeff_t,
+            tiles.rates,
+        )
+        self._launcher.launch("trust_of", tiles.num_tensors, 4 * SHARED_FOUND, of_c)
+        along = tiles.records, self._p_N, self._v_N, tiles.ones, self._m_N, *self._of_u, tiles.rates
+        self._launcher.launch("move_floats", tiles.count, 0, along)
+        return coeff_t
+
+    def done(self) -> None:
+        """What was written has a new version."""
+        increment_version((self._p_N, self._m_N, self._v_N))
+
+
+def _require(vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+    for x in (*vectors, *others):
+        if x.dtype != torch.float32 or not x.is_contiguous() or x.data_ptr() % 4:
+            raise ValueError(f"{x.dtype}{list(x.shape)} with strides {x.stride()} must be contiguous torch.float32")
+    if any(x.data_ptr() % 16 for x in vectors):
+        raise ValueError("vectors must begin at multiples of 16 bytes")
+
+
 def _wire(rows: RowMemory, table: BlockTable) -> tuple[Tensor, Tensor]:
     if rows.bytes_B.numel() < table.wire_bytes or rows.values_V.dtype != torch.float32:
         raise ValueError(
@@ -433,6 +486,14 @@ def descent_of(
         if launcher is None
         else CudaLamb(launcher, *vectors, now, before, bounds)
     )
+
+
+def step_of(
+    vectors: tuple[Tensor, Tensor, Tensor, Tensor], h: AdamHyper, bias_step: int | None, clip: tuple[float, float]
+) -> Step | CudaStep:
+    """What makes LAMB's step, on the device of the vectors, which are as of Step and fit."""
+    launcher = updates.launcher_for(vectors[0], source())
+    return Step(*vectors, h, bias_step, clip) if launcher is None else CudaStep(launcher, *vectors, h, bias_step, clip)
 
 
 @cache

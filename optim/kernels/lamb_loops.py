@@ -310,7 +310,7 @@ def lamb_descend(
     decay: float,
     rates: Array,
 ) -> None:
-    """p <- p - rate u of lamb_step, of the tiles [first, stop), the last first: what was read last is in the cache."""
+    """p <- p - rate u of lamb_step, of the tiles [first, stop)."""
     all_eps, decays = splat8(eps), splat8(decay)
     for tile in range(first, stop):
         rate = splat8(rates[tensors[tile]])
@@ -328,6 +328,37 @@ def lamb_move_along(
         rate = splat8(rates[tensors[tile]])
         for at in range(starts[tile], stops[tile], BYTE):
             store(p, at, load8(p, at) - rate * load8(u, at - u_start))
+
+
+@compiled
+def lamb_trust(
+    tensors: Array,
+    found: Array,
+    k: float,
+    least_coeff: float,
+    most_coeff: float,
+    lr: float,
+    coeff: Array,
+    rates: Array,
+) -> None:
+    """coeff <- c, rates <- lr c / k of each tensor, from what lamb_step found of its tiles.
+
+    That was k times u. Sums are formed in float64, as k is.
+    """
+    number = coeff.dtype.type
+    one, narrow_k, sums = number(1), number(k), np.zeros((2, coeff.size))
+    for tile in range(tensors.size):
+        for row in range(2):
+            sums[row, tensors[tile]] += found[2 + row, tile]
+    for at in range(coeff.size):
+        update, size = number(np.sqrt(sums[0, at]) / k), number(np.sqrt(sums[1, at]))
+        trust = one
+        if size > 0 and update > 0:
+            trust = size / update
+            trust = trust if not trust < least_coeff else least_coeff
+            trust = trust if not trust > most_coeff else most_coeff
+        coeff[at] = trust
+        rates[at] = trust * lr / narrow_k
 
 
 @compiled

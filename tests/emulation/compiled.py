@@ -59,6 +59,7 @@ BYTES = {
     "measure_floats": 24,
     "sum_rows": 16 + 2 / 8,
     "sum_floats": 24,
+    "measure_gradient": 24,
     "move_rows": 12 + 1 / 8,
     "move_floats": 16,
     "encode_rows": 5 + 4 / RUN,
@@ -69,6 +70,8 @@ BYTES = {
 """That a kernel moves for an element of what it does, with gradients in float32."""
 PER_THREAD = {"narrow_all": 4, "encode_rows": 8, "encode_left": 8, "serve_rows": 8, "decode_rows": 8}
 """Elements that a thread does which goes over its code once, with runs of RUN values."""
+WRITTEN = {"measure_gradient": 2}
+"""Vectors that an iteration writes, where it is not one."""
 AGAIN = {"serve_rows": 2 * (ROWS / 4 - 1)}
 """How often such a thread goes over its longest loop again: there are two such loops, one for each four."""
 AS_COUNTED = ("bool fits = run.end - run.begin <= HELD * FOUR * WARP;", "bool fits = true;")
@@ -119,7 +122,7 @@ def inexact(ptx: str) -> set[str]:
         r"^\s+(?:@!?%\w+\s+)?((?:fma|mad|add|sub|mul|div|sqrt|rcp|rsqrt|ex2|lg2|sin|cos|tanh)\.[\w.]*f(?:16|32|64)\w*)",
         re.M,
     )
-    return {one for one in operation.findall(ptx) if not re.fullmatch(r"(add|sub|mul|div|sqrt)\.rn\.f32", one)}
+    return {one for one in operation.findall(ptx) if not re.fullmatch(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)", one)}
 
 
 @cache
@@ -170,7 +173,7 @@ def instructions_an_element(kernel: Kernel) -> float:
         adds = [
             (a, b) for a, b in loops if main[0] < a and b < main[1] and count((a, b), "LDS") and count((a, b), "FADD")
         ]
-        elements = 4 * (count(main, r"STG\.E\.128") or count(main, r"STS\.128") or 2)
+        elements = 4 * (count(main, r"STG\.E\.128") // WRITTEN.get(kernel.name, 1) or count(main, r"STS\.128") or 2)
         total += (_length(main) - sum(map(_length, adds))) / elements
         if adds:
             unrolled = max(adds, key=lambda loop: count(loop, "LDS"))

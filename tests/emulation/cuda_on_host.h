@@ -78,6 +78,10 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
+inline float __double2float_rn(double a) { return (float)a; }
 inline unsigned __float_as_uint(float x) { return ::host::as<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return ::host::as<float>(x); }
 

@@ -41,6 +41,7 @@ MOST_INSTRUCTIONS = {
     "measure_floats": 198,
     "sum_rows": 130,
     "sum_floats": 134,
+    "measure_gradient": 97,
     "move_rows": 70,
     "move_floats": 66,
     "encode_rows": 29,

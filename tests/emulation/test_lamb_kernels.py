@@ -1,4 +1,4 @@
-"""The kernels of lamb.cu, emulated, equal 1-bit LAMB's compiled loops bit for bit, sums too."""
+"""The kernels of lamb.cu, emulated, equal the compiled loops of LAMB and 1-bit LAMB bit for bit, sums too."""
 
 import re
 from dataclasses import replace
@@ -11,9 +11,10 @@ from tests.emulation.emulator import Emulator, KernelFault, kernels_in, require_
 from tests.optim.kernels.test_lamb import BOUNDS, LENGTHS, Floats, Problem, Rows
 from thinwire.comm.kernels.cuda.launch import THREADS
 from thinwire.optim.kernels import lamb as cuda
-from thinwire.optim.kernels.lamb import TILE, CudaLamb, CudaTiles, Descent, Heard, Tiles
+from thinwire.optim.kernels.lamb import TILE, CudaLamb, CudaStep, CudaTiles, Descent, Heard, Step, Tiles
 
-KERNELS = {"measure_rows", "measure_floats", "sum_rows", "sum_floats", "rates_of", "move_rows", "move_floats"}
+MEASURE = {"measure_rows", "measure_floats", "sum_rows", "sum_floats", "measure_gradient"}
+KERNELS = MEASURE | {"rates_of", "trust_of", "move_rows", "move_floats"}
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,11 @@ FAULTS = {
         "differ",
     ),
     "dead elements count": ("if (end > SLAB) end = SLAB;", "end = stop = SLAB;", "differ|nobody has written"),
-    "the tiles of the tensor before": ("begin = first[tensor];", "begin = first[tensor ? tensor - 1 : 0];", "differ"),
+    "the tiles of the tensor before": (
+        "begin = first[blockIdx.x];",
+        "begin = first[blockIdx.x ? blockIdx.x - 1 : 0];",
+        "differ",
+    ),
     "a product and a sum in one rounding": (
         "__fsub_rn(x, __fmul_rn(rate, u))",
         "__fmaf_rn(-rate, u, x)",
@@ -126,6 +131,103 @@ def test_a_planted_fault_is_found(fault):
     said = kinds_of(problem)["rows"]
     with pytest.raises((KernelFault, AssertionError), match=found):
         assert_equal(stepped(problem, *said, Emulator(source.replace(old, new), seed=2)), stepped(problem, *said))
+
+
+CLIP = 0.01, 10.0
+
+
+def stepped_on_gradient(problem, launcher=None, bias_step=3, device="cpu", spoil=None):
+    """One step of LAMB on a gradient, by kernels or by the loops: what is written, and the sums that it follows from.
+
+    spoil: called with p, g, m and v before it.
+    """
+    random, live = torch.Generator().manual_seed(9), problem.layout.live
+    g, m = (torch.randn(len(problem.p), generator=random) for _ in range(2))
+    p, v = problem.p.clone(), problem.v.clone()
+    for x in (g, m):
+        x[problem.layout.dead(0, len(x))] = 0
+    if spoil is not None:
+        spoil(p, g, m, v)
+    vectors = p, g, m, v = tuple(x.to(device) for x in (p, g, m, v))
+    given = *vectors, problem.h, bias_step, CLIP
+    step = Step(*given, room=0) if launcher is None else CudaStep(launcher, *given)
+    tiles = Tiles(live, p) if launcher is None else CudaTiles(live, p)
+    versions = [x._version for x in vectors]
+    c = step.descend_(tiles)
+    step.done()
+    assert [x._version > before for x, before in zip(vectors, versions, strict=True)] == [True, False, True, True]
+    sums = torch.as_tensor(tiles.found).view(4, -1)[2:]
+    return {"m": m, "v": v, "sums": sums, "c": c, "rates": torch.as_tensor(tiles.rates), "p": p}
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("lengths", "decay", "bias_step"),
+    [
+        (LENGTHS[0], 0.0, 1),
+        (LENGTHS[1], 0.1, None),
+        ((5 * TILE + 17, 1, 1027), 0.1, 3),
+        pytest.param(LENGTHS[2], 0.0, 1000, marks=pytest.mark.slow),
+        pytest.param((300 * TILE + 5, 1000), 0.1, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_on_a_gradient_equals_that_of_the_compiled_loops_bit_for_bit(lengths, decay, bias_step):
+    problem, launcher = Problem(lengths, torch.float32, decay), Emulator(cuda.source(), seed=3, resident=3)
+    assert_equal(stepped_on_gradient(problem, launcher, bias_step), stepped_on_gradient(problem, None, bias_step))
+    assert launcher.launched == ["measure_gradient", "trust_of", "move_floats"]
+
+
+def spoiled(p, g, m, v):
+    """What is no number, or infinite, and norms of 0: of p, of all of a tensor."""
+    g[3], g[600], p[70], v[500] = torch.nan, torch.inf, -torch.inf, torch.nan
+    p[1008:1072] = 0
+    for x in (p, g, m, v):
+        x[1072:1081] = 0
+
+
+@pytest.mark.parametrize("lr", [1e-2, 0.0])
+def test_what_is_no_number_or_infinite_in_a_step_on_a_gradient_is_that_of_the_loops(lr):
+    problem = Problem((1000, 5, 64, 9, 24), torch.float32, 0.1)
+    problem.h = replace(problem.h, lr=lr)
+    found = stepped_on_gradient(problem, Emulator(cuda.source(), seed=1), spoil=spoiled)
+    assert_equal(found, stepped_on_gradient(problem, spoil=spoiled))
+    assert found["c"].tolist()[2:4] == [1, 1]
+    assert lr or torch.equal(found["p"][1008:], torch.where(torch.arange(len(problem.p)) < 1081, 0, problem.p)[1008:])
+
+
+def test_a_step_on_a_gradient_of_another_type_is_refused_before_anything_is_launched():
+    problem, launcher = Problem((64,), torch.float64, 0.1), Emulator(cuda.source())
+    with pytest.raises(ValueError, match=r"torch.float64\[64\] .* must be contiguous torch.float32"):
+        stepped_on_gradient(problem, launcher)
+    problem = Problem((64,), torch.float32, 0.1)
+    shifted = [torch.zeros(65)[1:] for _ in range(4)]
+    with pytest.raises(ValueError, match="multiples of 16"):
+        CudaStep(launcher, *shifted, problem.h, 3, CLIP)
+    assert launcher.launched == []
+
+
+FAULTS_ON_A_GRADIENT = {
+    "tiles are added up in float": ("total_of<2u, double>", "total_of<2u, float>"),
+    "a moment in one rounding": (
+        "__fadd_rn(mean, __fmul_rn(numbers.weight1, __fsub_rn(x, mean)))",
+        "__fmaf_rn(numbers.weight1, __fsub_rn(x, mean), mean)",
+    ),
+    "a norm of 0 has a ratio": (
+        "if (size > 0.f && update > 0.f) {\n        trust = larger(__fdiv_rn(size, update), least",
+        "if (true) {\n        trust = larger(__fdiv_rn(size, update), least",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [pytest.param(one, marks=pytest.mark.slow) for one in FAULTS_ON_A_GRADIENT])
+def test_a_fault_planted_in_a_step_on_a_gradient_is_found(fault):
+    old, new = FAULTS_ON_A_GRADIENT[fault]
+    source = cuda.source()
+    assert source.count(old) == 1
+    problem = Problem((1000, 5, 64, 9, 9 * TILE + 1003, 8 * TILE, 7 * TILE), torch.float32, 0.1)
+    launcher = Emulator(source.replace(old, new), seed=2)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_equal(stepped_on_gradient(problem, launcher, spoil=spoiled), stepped_on_gradient(problem, spoil=spoiled))
 
 
 def test_the_source_is_what_the_launches_take_it_for():

@@ -17,6 +17,8 @@ MOST = {  # launches of ours, bytes a value with torch's operations
     "0/1 adam, a sync each step": (7, 33.7),
     "0/1 adam, a local step": (1, 36.1),
     "1-bit lamb": (9, 42.2),
+    "lamb": (3, 56.2),
+    "1-bit lamb, warm-up": (3, 56.2),
     "1-bit adam": (7, 25.9),
     "1-bit adam, bfloat16": (7, 19.3),
     "0/1 adam, a sync that ends a round": (7, 37.8),

@@ -11,10 +11,10 @@ from thinwire.comm.groups.threads import run_threads
 from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda import kernels as exchange
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
-from thinwire.optim import OneBitAdam, OneBitLamb, ZeroOneAdam, lamb_math, onebit_lamb
+from thinwire.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam, lamb_math, onebit_lamb
 from thinwire.optim.engine import exchanges
 from thinwire.optim.kernels import lamb, updates
-from thinwire.optim.kernels.lamb import CudaLamb, CudaTiles
+from thinwire.optim.kernels.lamb import CudaLamb, CudaStep, CudaTiles
 from thinwire.optim.kernels.updates import CudaUpdates
 
 SHAPES = [(24, 16), (40,), (7,), (64, 8), (3, 5)]
@@ -56,6 +56,8 @@ class Launchers:
         monkeypatch.setattr(onebit_lamb, "fits", lambda _: True)
         monkeypatch.setattr(lamb_math, "tiles_of", CudaTiles)
         monkeypatch.setattr(onebit_lamb, "descent_of", lambda vectors, *rest: CudaLamb(self.lamb, *vectors, *rest))
+        monkeypatch.setattr(lamb_math, "fits", lambda _: True)
+        monkeypatch.setattr(lamb_math, "step_of", lambda vectors, *rest: CudaStep(self.lamb, *vectors, *rest))
 
     def take(self):
         """What was launched since the last call, by all ranks."""
@@ -107,7 +109,6 @@ def trained(name, size, dtype, steps=STEPS, shapes=SHAPES, overlap=True, each=No
 )
 def test_a_run_on_emulated_kernels_is_that_on_the_loops_bit_for_bit(name, size, dtype, monkeypatch):
     require_compiler()
-    monkeypatch.setattr(lamb_math, "has_loops", lambda _: False)  # a GPU has the chain there: equal to rounding
     theirs = trained(name, size, dtype)
     with monkeypatch.context() as inside:
         launchers = Launchers(inside)
@@ -128,7 +129,15 @@ def test_a_run_on_emulated_kernels_is_that_on_the_loops_bit_for_bit(name, size, 
                 "decode_rows",
                 "encode_lerp",
             },
-            "1-bit LAMB": {"encode_scaled", "measure_rows", "measure_floats", "rates_of", "move_rows"},
+            "1-bit LAMB": {
+                "encode_scaled",
+                "measure_rows",
+                "measure_floats",
+                "rates_of",
+                "move_rows",
+                "measure_gradient",
+                "trust_of",
+            },
             "0/1 Adam": {"encode_first_advanced", "encode_advanced", "first_local", "receive_rows"},
         }
         assert due[name] <= launched
@@ -173,6 +182,44 @@ def test_a_lost_gradient_is_told_and_undone_as_by_the_loops_bit_for_bit(monkeypa
     for (a, *mine), (b, *those) in zip(ours, theirs, strict=True):
         assert mine == those
         assert torch.equal(a, b)
+
+
+def with_groups():
+    """Of two ranks the parameters after 5 steps of LAMB with groups that differ, one of which stays where it is."""
+
+    def work(group):
+        start = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape, generator=start).bfloat16()) for shape in SHAPES]
+        groups = [
+            {"params": params[:2], "weight_decay": 0.0},
+            {"params": params[2:3], "lr": 0.0},
+            {"params": params[3:], "betas": (0.8, 0.9)},
+        ]
+        optimizer = construct(Lamb, groups, lr=1e-2, group=group, weight_decay=0.1)
+        own = torch.Generator().manual_seed(1 + group.rank)
+        for _ in range(5):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=own).bfloat16()
+            optimizer.step()
+        s = optimizer.vectors
+        return optimizer.space.p_N.clone(), s.m_N.clone(), s.v_N.clone()
+
+    return run_threads(2, work)
+
+
+@pytest.mark.law
+def test_lamb_with_groups_on_emulated_kernels_is_that_on_the_loops_bit_for_bit(monkeypatch):
+    require_compiler()
+    theirs = with_groups()
+    with monkeypatch.context() as inside:
+        launchers = Launchers(inside)
+        ours = with_groups()
+        launched = launchers.lamb.launched
+    assert (
+        launched.count("measure_gradient") == launched.count("trust_of") == launched.count("move_floats") == 2 * 3 * 5
+    )
+    for mine, those in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, those, strict=True))
 
 
 class Counting:

@@ -8,7 +8,7 @@ import torch
 
 from tests.comm.kernels.cases import KERNELS, NOISE, WEIGHT, Case, assert_same, assert_same_floats, run
 from tests.emulation import test_int8_kernels as int8
-from tests.emulation.test_lamb_kernels import kinds_of, stepped
+from tests.emulation.test_lamb_kernels import kinds_of, stepped, stepped_on_gradient
 from tests.emulation.test_update_kernels import SIZES, UPDATES, vectors
 from tests.emulation.test_whole_exchange import exchanged
 from tests.optim.kernels.test_lamb import Problem
@@ -171,6 +171,15 @@ def test_1_bit_lamb_is_that_of_the_cpu_bit_for_bit(lengths, kind, kernels):
     said = kinds_of(problem)[kind]
     launcher = updates.launcher_for(torch.zeros(0, device=GPU), lamb.source())
     ours, theirs = stepped(*lamb_on(GPU, problem, said), launcher), stepped(problem, *said)
+    for name, a in ours.items():
+        assert_same_floats(a.cpu(), theirs[name], name)
+
+
+@pytest.mark.parametrize("lengths", [(5,), (8, 3, 4097), (300 * 4096 + 5, 1000)])
+def test_lamb_on_a_gradient_is_that_of_the_cpu_bit_for_bit(lengths, kernels):
+    problem = Problem(lengths, torch.float32, 0.1)
+    launcher = updates.launcher_for(torch.zeros(0, device=GPU), lamb.source())
+    ours, theirs = stepped_on_gradient(problem, launcher, device=GPU), stepped_on_gradient(problem)
     for name, a in ours.items():
         assert_same_floats(a.cpu(), theirs[name], name)
 

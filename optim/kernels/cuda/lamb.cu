@@ -1,13 +1,13 @@
-// 1-bit LAMB's compressed step for CUDA, float32, in three launches: measure, rates, move. optim/kernels/lamb_loops.py
-// says what each computes: these are equal to it bit for bit, for every operation is rounded for itself and sums go in
-// its order. It needs no header and no define. Vectors begin at multiples of 16 bytes, tensors at multiples of 8 elements.
+// 1-bit LAMB's compressed step for CUDA, float32, in three launches: measure, rates, move; and LAMB's own on a gradient:
+// measure, trust, move. optim/kernels/lamb_loops.py says what each computes: these are equal to it bit for bit, for
+// every operation is rounded for itself and sums go in its order. It needs no header and no define. Vectors begin at multiples of 16 bytes, tensors at multiples of 8 elements.
 //
 // A thread block does one tile of one tensor. A momentum is read as what was received over k, a number for each tensor:
 // from rows, a sign an element and a size a block of values, or from floats.
 //
 // The sum over a tile: lane l of 8 adds the squares of elements 8 j + l over j, then lanes fold 4 + 4, 2 + 2, 1 + 1, and
 // the elements behind the last whole eight are added to that, which a tensor may end with. The sum over a tensor adds its
-// tiles one after the other. So the number of threads, and of tiles at a time, is in no result.
+// tiles one after the other, in LAMB's own step in double. So the number of threads, and of tiles at a time, is in no result.
 
 #define THREADS 256
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 4)
@@ -43,6 +43,9 @@ __device__ __forceinline__ void put_four(float* x, long long i, float4 values) {
 // One of the four, k = 0 .. 3.
 __device__ __forceinline__ float& at(float4& x, unsigned k) { return k == 0 ? x.x : k == 1 ? x.y : k == 2 ? x.z : x.w; }
 __device__ __forceinline__ float larger(float x, float y) { return y > x ? y : x; }  // x where y is no number
+__device__ __forceinline__ double larger(double x, float y) { return y > x ? y : x; }
+__device__ __forceinline__ float sum_of(float x, float y) { return __fadd_rn(x, y); }
+__device__ __forceinline__ double sum_of(double x, float y) { return __dadd_rn(x, (double)y); }
 __device__ __forceinline__ float square(float x) { return __fmul_rn(x, x); }
 
 // What a step's numbers are. beta1, weight1: of the gradient that two momenta imply; weight2: of its square. Where SUMS,
@@ -130,41 +133,25 @@ struct FromFloats {
     }
 };
 
-// v_fresh, and of the tile the largest ratio of roots, and the sums of the three squares: found, float[4, tiles].
-// Behind a tensor v_fresh becomes 0, where only its last thread looks for dead elements. Slabs are squared into two places in turns, so that one warp adds up the one before.
-template <bool SUMS, typename From>
-__device__ __forceinline__ void measure(From from, const Tile& tile, const float* p, const float* v, float* fresh_v,
-                                        const Numbers& n, float* found) {
+// found, float[4, tiles] <- of the tile, in the row behind its own, the sum of squares of each kind from FIRST on.
+// use(i, ends, of): of four elements the squares, of kinds from FIRST on; i: where in the tile; ends: does the tensor end
+// among them or before? Slabs are squared into two places in turns, so that one warp adds up the one before.
+template <unsigned FIRST, typename Use>
+__device__ __forceinline__ void sum_squares(const Tile& tile, float* found, Use use) {
     extern __shared__ float shared[];
-    float most = 0.f, sum = 0.f, rest = 0.f;
+    float sum = 0.f, rest = 0.f;
     unsigned lane = threadIdx.x % BYTE, kind = threadIdx.x / BYTE, whole = tile.size / BYTE * BYTE;
     for (unsigned begin = 0, turn = 0; begin < tile.size; begin += SLAB, turn ^= 1u) {
         float* squares = shared + turn * KINDS * ROOM;
         unsigned inside = FOUR * threadIdx.x;
         if (unsigned i = begin + inside; i < (tile.size + BYTE - 1u) / BYTE * BYTE) {
-            float4 p4 = four(p, tile.at + i), v4 = four(v, tile.at + i), f4 = four(fresh_v, tile.at + i);
-            float4 m4, adds, of[KINDS];
-            from.template both4<SUMS>(tile.at + i, n, m4, adds);
-            bool ends = i + FOUR > tile.size;
+            float4 of[KINDS];
+            use(i, i + FOUR > tile.size, of);
 #pragma unroll
-            for (unsigned k = 0; k < FOUR; ++k) {
-                float d = __fadd_rn(__fsqrt_rn(at(v4, k)), n.eps);
-                at(f4, k) = __fadd_rn(SUMS ? at(f4, k) : __fmul_rn(n.beta2, at(f4, k)), at(adds, k));
-                float u0 = __fdiv_rn(at(m4, k), d), u = __fadd_rn(u0, __fmul_rn(n.decay, at(p4, k)));
-                at(of[0], k) = square(u0), at(of[1], k) = square(u), at(of[2], k) = square(at(p4, k));
-                if (SUMS) continue;
-                float ratio = __fdiv_rn(d, __fadd_rn(__fsqrt_rn(at(f4, k)), n.eps));
-                if (!ends || i + k < tile.size) most = larger(most, ratio);
-            }
-            if (ends)
-#pragma unroll
-                for (unsigned k = 0; k < FOUR; ++k) at(f4, k) = i + k < tile.size ? at(f4, k) : 0.f;
-            put_four(fresh_v, tile.at + i, f4);
-#pragma unroll
-            for (unsigned j = 0; j < KINDS; ++j) put_four(squares, j * ROOM + inside, of[j]);
+            for (unsigned j = FIRST; j < KINDS; ++j) put_four(squares, j * ROOM + inside, of[j]);
         }
         __syncthreads();
-        if (kind < KINDS) {
+        if (FIRST <= kind && kind < KINDS) {
             const float* own = squares + kind * ROOM;
             unsigned end = whole > begin ? whole - begin : 0u, stop = tile.size - begin;
             if (end > SLAB) end = SLAB;
@@ -176,17 +163,45 @@ __device__ __forceinline__ void measure(From from, const Tile& tile, const float
                 for (unsigned k = end; k < stop; ++k) rest = __fadd_rn(rest, own[k]);
         }
     }
-    unsigned tiles = gridDim.x, number = blockIdx.x;
     if (threadIdx.x < WARP)
         for (unsigned half = BYTE / 2u; half; half /= 2u) sum = __fadd_rn(sum, __shfl_down_sync(ALL, sum, half));
-    if (kind < KINDS && lane == 0) found[(1u + kind) * tiles + number] = __fadd_rn(sum, rest);
+    if (FIRST <= kind && kind < KINDS && lane == 0)
+        found[(1u + kind) * gridDim.x + blockIdx.x] = __fadd_rn(sum, rest);
+}
+
+// v_fresh, and of the tile the largest ratio of roots and the sums of the three squares.
+// Behind a tensor v_fresh becomes 0, where only its last thread looks for dead elements.
+template <bool SUMS, typename From>
+__device__ __forceinline__ void measure(From from, const Tile& tile, const float* p, const float* v, float* fresh_v,
+                                        const Numbers& n, float* found) {
+    extern __shared__ float shared[];
+    float most = 0.f;
+    sum_squares<0u>(tile, found, [&](unsigned i, bool ends, float4* of) {
+        float4 p4 = four(p, tile.at + i), v4 = four(v, tile.at + i), f4 = four(fresh_v, tile.at + i);
+        float4 m4, adds;
+        from.template both4<SUMS>(tile.at + i, n, m4, adds);
+#pragma unroll
+        for (unsigned k = 0; k < FOUR; ++k) {
+            float d = __fadd_rn(__fsqrt_rn(at(v4, k)), n.eps);
+            at(f4, k) = __fadd_rn(SUMS ? at(f4, k) : __fmul_rn(n.beta2, at(f4, k)), at(adds, k));
+            float u0 = __fdiv_rn(at(m4, k), d), u = __fadd_rn(u0, __fmul_rn(n.decay, at(p4, k)));
+            at(of[0], k) = square(u0), at(of[1], k) = square(u), at(of[2], k) = square(at(p4, k));
+            if (SUMS) continue;
+            float ratio = __fdiv_rn(d, __fadd_rn(__fsqrt_rn(at(f4, k)), n.eps));
+            if (!ends || i + k < tile.size) most = larger(most, ratio);
+        }
+        if (ends)
+#pragma unroll
+            for (unsigned k = 0; k < FOUR; ++k) at(f4, k) = i + k < tile.size ? at(f4, k) : 0.f;
+        put_four(fresh_v, tile.at + i, f4);
+    });
     for (unsigned half = WARP / 2u; half; half /= 2u) most = larger(most, __shfl_down_sync(ALL, most, half));
     __syncthreads();
     if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = most;
     __syncthreads();
     if (threadIdx.x == 0) {
         for (unsigned warp = 1; warp < THREADS / WARP; ++warp) most = larger(most, shared[warp]);
-        found[number] = most;
+        found[blockIdx.x] = most;
     }
 }
 
@@ -227,6 +242,72 @@ KERNEL sum_floats(const Tile* tiles, const float* p, const float* v, float* fres
     measure<true>(from, tile, p, v, fresh_v, numbers, found);
 }
 
+// LAMB on the gradient g, first pass: m <- m + w1 (g - m); v <- beta2 v + w2 g^2; and of the tile the sums of squares of
+// u = m / (sqrt(v) + eps) + decay p and of p. The second is move_floats, where k is 1.
+KERNEL measure_gradient(const Tile* tiles, const float* p, const float* g, float* m, float* v,
+                       const __grid_constant__ Numbers numbers, float* found) {
+    Tile tile = tiles[blockIdx.x];
+    sum_squares<1u>(tile, found, [&](unsigned i, bool, float4* of) {
+        float4 p4 = four(p, tile.at + i), g4 = four(g, tile.at + i), m4 = four(m, tile.at + i), v4 = four(v, tile.at + i);
+#pragma unroll
+        for (unsigned k = 0; k < FOUR; ++k) {
+            float x = at(g4, k), mean = at(m4, k);
+            mean = __fadd_rn(mean, __fmul_rn(numbers.weight1, __fsub_rn(x, mean)));
+            float adds = __fmul_rn(__fmul_rn(numbers.weight2, x), x);
+            at(v4, k) = __fadd_rn(__fmul_rn(numbers.beta2, at(v4, k)), adds), at(m4, k) = mean;
+            float u0 = __fdiv_rn(mean, __fadd_rn(__fsqrt_rn(at(v4, k)), numbers.eps));
+            at(of[1], k) = square(__fadd_rn(u0, __fmul_rn(numbers.decay, at(p4, k)))), at(of[2], k) = square(at(p4, k));
+        }
+        put_four(m, tile.at + i, m4), put_four(v, tile.at + i, v4);
+    });
+}
+
+// Of what was found of a tensor's tiles, in thread `row` from FIRST on, the largest of row 0 or the sum of another; the
+// tensor has the tiles [first[t], first[t + 1]). tiles: of all tensors.
+template <unsigned FIRST, typename Sum>
+__device__ __forceinline__ Sum total_of(const long long* first, const float* found, unsigned tiles) {
+    extern __shared__ float shared[];
+    unsigned row = threadIdx.x;
+    long long stop = first[blockIdx.x + 1u];
+    Sum total = 0;
+    for (long long begin = first[blockIdx.x]; begin < stop; begin += THREADS) {
+        if (begin + threadIdx.x < stop)
+#pragma unroll
+            for (unsigned r = FIRST; r <= KINDS; ++r)
+                shared[r * TOLD + threadIdx.x] = found[r * tiles + begin + threadIdx.x];
+        __syncthreads();
+        if (FIRST <= row && row <= KINDS) {
+            unsigned count = stop - begin < THREADS ? (unsigned)(stop - begin) : THREADS;
+#pragma unroll 8
+            for (unsigned k = 0; k < count; ++k) {
+                float x = shared[row * TOLD + k];
+                total = row ? sum_of(total, x) : larger(total, x);
+            }
+        }
+        __syncthreads();
+    }
+    return total;
+}
+
+// Of each tensor c = |x| / |u|, clipped, 1 where either is 0, and rates <- lr c / k: what was measured is k times u.
+KERNEL trust_of(const long long* first, const float* found, unsigned tiles, double k, float least, float most, float lr,
+                float* coeff, float* rates) {
+    extern __shared__ float shared[];
+    unsigned tensor = blockIdx.x, row = threadIdx.x;
+    double total = total_of<2u, double>(first, found, tiles);
+    if (row == KINDS) shared[1] = __double2float_rn(__dsqrt_rn(total));
+    if (row == KINDS - 1u) shared[0] = __double2float_rn(__ddiv_rn(__dsqrt_rn(total), k));
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    float update = shared[0], size = shared[1], trust = 1.f;
+    if (size > 0.f && update > 0.f) {
+        trust = larger(__fdiv_rn(size, update), least);
+        trust = most < trust ? most : trust;
+    }
+    coeff[tensor] = trust;
+    rates[tensor] = __fdiv_rn(__fmul_rn(trust, lr), __double2float_rn(k));
+}
+
 // Bounds of r, of its change, of the trust ratio c, and by how many times that a step is bounded; bounded: is it? weighs:
 // r counts for the part of an update that is not decay. follows: factors are |u_0|^2 of exact momenta, 1 where that is
 // not known, and stay.
@@ -235,29 +316,12 @@ struct Bounds {
     unsigned bounded, weighs, follows, unused;
 };
 
-// rates <- lr min(c_avg r, longest c) of each tensor, from what was found of its tiles; factor <- r. A block for each
-// tensor, whose tiles are [first[t], first[t + 1]). tiles: of all tensors.
+// rates <- lr min(c_avg r, longest c) of each tensor, from what was found of its tiles; factor <- r. A block for each.
 KERNEL rates_of(const long long* first, const float* found, unsigned tiles, const float* coeff, float* factor,
                 const __grid_constant__ Bounds bounds, float* rates) {
     extern __shared__ float shared[];
     unsigned tensor = blockIdx.x, row = threadIdx.x;
-    long long stop = first[tensor + 1u];
-    float total = 0.f;
-    for (long long begin = first[tensor]; begin < stop; begin += THREADS) {
-        if (begin + threadIdx.x < stop)
-#pragma unroll
-            for (unsigned r = 0; r <= KINDS; ++r) shared[r * TOLD + threadIdx.x] = found[r * tiles + begin + threadIdx.x];
-        __syncthreads();
-        if (row <= KINDS) {
-            unsigned count = stop - begin < THREADS ? (unsigned)(stop - begin) : THREADS;
-#pragma unroll 8
-            for (unsigned k = 0; k < count; ++k) {
-                float x = shared[row * TOLD + k];
-                total = row ? __fadd_rn(total, x) : larger(total, x);
-            }
-        }
-        __syncthreads();
-    }
+    float total = total_of<0u, float>(first, found, tiles);
     if (row <= KINDS) shared[row] = row ? __fsqrt_rn(total) : total;
     __syncthreads();
     if (threadIdx.x != 0) return;

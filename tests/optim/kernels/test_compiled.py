@@ -16,7 +16,7 @@ def test_compiling_all_leaves_no_loop_of_the_folder_out():
         for f in vars(module).values()
         if hasattr(f, "nopython_signatures") and f.__module__ == module.__name__
     ]
-    assert len(of_folder) == 13 + 8
+    assert len(of_folder) == 13 + 9
     before = [len(f.nopython_signatures) for f in of_folder]
     assert min(before) >= 1
     compile_all(torch.float32)

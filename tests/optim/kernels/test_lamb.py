@@ -195,7 +195,7 @@ def dense_step(problem, monkeypatch, room, bias_step):
         if room is None:
             patch.setattr(lamb_math, "has_loops", lambda vector: False)
         else:
-            patch.setattr(lamb_math, "Step", lambda *given: Step(*given, room=room))
+            patch.setattr(lamb_math, "step_of", lambda vectors, *rest: Step(*vectors, *rest, room=room))
         c = lamb_math.step_(p, g, m, v, problem.h, [part], LIMITS, bias_step)
     return p, m, v, c
 
