@@ -58,7 +58,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("a script's", {"recipe": {"script": "a.py"}}, "recipe.script", "a.py", "recipe.entry, with recipe.name = script?"),
     ("a field of scripts", {"recipe": {"args": []}}, "recipe.args", [], "recipe.args, with recipe.name = script?"),
     ("capitals", {"name": "My_Model"}, "name", "My_Model", "letter or digit; such as my-model"),
-    ("unknown nested", {"workers": {"count": 2}}, "workers.count", 2, "allowed here: min, max, device"),
+    ("unknown nested", {"workers": {"count": 2}}, "workers.count", 2, "allowed here: min, max, per_box, device"),
     ("unknown in a tagged union", {"optimizer": {**ONEBIT, "foo": 1}}, "optimizer.foo", 1, "warmup"),
     *(
         (f"{steps!r} steps", {"steps": steps}, "steps", steps, "must be a whole number at least 1")

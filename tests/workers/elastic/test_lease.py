@@ -59,12 +59,13 @@ def test_a_worker_that_the_membership_answers_is_wanted_whenever_the_controller_
     monkeypatch.setattr(worker_side, "resolve", lambda config: job.server.address)
     worker_side.seat({"slot": 0, "secret": SECRET}, lease)
     config = worker_side.with_facts({"run_dir": str(tmp_path)})
-    ranks, _ = worker._ranks(
+    ranks, _, _ = worker._ranks(
         config,
-        SimpleNamespace(checkpoint=None),
+        SimpleNamespace(checkpoint=None, workers=SimpleNamespace(per_box=1)),
         "127.0.0.1",
         torch.device("cpu"),
         SimpleNamespace(run_dir=tmp_path, has_failed=bool),
+        SimpleNamespace(),
     )
     try:
         assert lease.renewals.acquire(timeout=60.0)

@@ -31,8 +31,10 @@ def test_a_job_that_names_no_warmup_finds_its_end_within_the_run():
     assert optimizer.stability.lr_warmup_steps == spec.lr_warmup_steps == 2
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_is_a_job_whose_optimizer_is_made(path):
+@pytest.mark.parametrize(
+    "path", sorted(set(EXAMPLES.glob("*.yaml")) - {EXAMPLES / "sharded-job.yaml"}), ids=lambda path: path.stem
+)
+def test_every_example_of_a_recipe_is_a_job_whose_optimizer_is_made(path):
     spec = TrainSpec.model_validate(yaml.safe_load(path.read_text()))
     recipe = recipe_of(spec)
     made = recipe.optimizer(recipe.model().named_parameters(), SoloGroup())
