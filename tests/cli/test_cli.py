@@ -67,7 +67,11 @@ def test_yaml_is_read_as_its_json_subset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_is_a_valid_job(path: Path) -> None:
-    assert read_job_spec(path).name == path.stem
+    job = read_job_file(path)
+    recipe = job["recipe"]
+    if recipe["name"] == "script":  # whose folder, relative to the file, is packed
+        recipe = {"name": "script", "entry": recipe["entry"], "package": "0" * 64}
+    assert read_job_spec(path, {**job, "recipe": recipe}).name == path.stem
 
 
 def test_the_quickstart_example_is_the_job_that_the_readers_are_told_of() -> None:
