@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -158,12 +157,6 @@ class Rank:
         due = given + before - residual
         off = began - self.values() - torch.cat([due[start:stop] for start, stop in live])
         return float(off.abs().max()), self.values(), residual
-
-
-@pytest.fixture
-def one_process():
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("size", RANKS)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -32,10 +31,7 @@ KINDS = [
 NAMES = [f"{kind.__name__} {more}" for kind, more in KINDS]
 
 
-@pytest.fixture(autouse=True)
-def one_process():
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class Rank:
