@@ -8,7 +8,7 @@ beside a parameter (engine/added.py), so that nothing here knows what an optimiz
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from thinwire.optim.engine.algorithm import Algorithm
 INSIDE = "inner "
 """How the names of entries of one of ours begin."""
 STEP = "step"
+HOOK = "_thinwire_hook"
+"""The attribute of an inner optimizer that holds the handle of what refuses a step() of its user's."""
 DISTRIBUTED = ("torch.distributed.", "deepspeed.", "horovod.", "bagua.")
 """Packages whose optimizers exchange something themselves."""
 
@@ -65,6 +67,17 @@ class Inner:
         refuse_unfit(optimizer)
         self.optimizer = optimizer
         self.ours: Algorithm[Any] | None = optimizer if isinstance(optimizer, Algorithm) else None
+        self._is_stepping = False
+        if (before := vars(optimizer).pop(HOOK, None)) is not None:
+            before.remove()  # of a LocalSteps that it was in
+        vars(optimizer)[HOOK] = optimizer.register_step_pre_hook(self._refuse_alone)
+
+    def _refuse_alone(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called, of an optimizer inside of LocalSteps: call step() of "
+                "LocalSteps, which takes it and ends rounds; nothing was changed"
+            )
 
     def share(self, param_groups: list[dict[str, Any]], state: dict[Tensor, Any]) -> None:
         """These are its groups from here on, and where it is not one of ours its state, which what it has is put in."""
@@ -84,7 +97,11 @@ class Inner:
                 f"{type(self.optimizer).__name__}.load_state_dict() was called inside of LocalSteps, whose state it "
                 "is: call state_dict() and load_state_dict() of LocalSteps, which has the inner optimizer's in it"
             )
-        self.optimizer.step()
+        self._is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._is_stepping = False
 
     def entries(self, param: Tensor) -> dict[Any, Any]:
         """What one of ours keeps of a parameter, as views; of another it is in the state of LocalSteps itself."""
@@ -106,11 +123,15 @@ class Inner:
             else:
                 x.copy_(given)
 
-    def moments(self, entries: Iterator[dict[Any, Any]]) -> list[Tensor]:
-        """Of the entries of all parameters what is a vector, in order: what ranks have a mean of."""
-        return [
-            x
-            for one in entries
-            for _, x in sorted(one.items(), key=lambda item: str(item[0]))
-            if isinstance(x, Tensor) and x.dim() and x.dtype.is_floating_point
-        ]
+
+def sorted_out(entries: Iterable[dict[Any, Any]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of the entries of all parameters, in one order: vectors of floats, of which ranks have a mean; other tensors."""
+    every = [one[key] for one in entries for key in sorted(one, key=str) if isinstance(one[key], Tensor)]
+    moments = [x for x in every if x.dim() and x.dtype.is_floating_point]
+    return moments, [x for x in every if not (x.dim() and x.dtype.is_floating_point)]
+
+
+def plain_of(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """What is a number or a text among them, under texts."""
+    plain = bool | int | float | str | None
+    return {key: x for key, x in values.items() if isinstance(key, str) and isinstance(x, plain)}

@@ -20,6 +20,7 @@ are those after this rank's step, the round is open, and the next step ends it.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,8 +50,8 @@ from thinwire.optim.engine.local import is_dtensor
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import NonFinite
 from thinwire.optim.engine.schedule import StepPlan, Wire, local_steps_plan
-from thinwire.optim.engine.state import Local, Replicated, Residual
-from thinwire.optim.inner import Inner
+from thinwire.optim.engine.state import MASTER, Local, Replicated, Residual
+from thinwire.optim.inner import Inner, plain_of, sorted_out
 
 logger = logging.getLogger(__name__)
 
@@ -204,8 +205,23 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
-        self.saved |= {"last_sync": 0, "num_rounds": 0, "same_inner": 0}
+        inner = type(self.inner.optimizer).__name__
+        self.saved |= {"last_sync": 0, "num_rounds": 0, "same_inner": -1, "inner": inner}
         self.inner.share(self.param_groups, self.state)
+
+    def check_saved(self, saved: dict[str, Any]) -> None:
+        """Refuse the state of another inner optimizer, which would begin anew unseen. Raises: ValueError."""
+        mine, theirs = type(self.inner.optimizer).__name__, saved["inner"]
+        if mine != theirs:
+            raise ValueError(f"state_dict has inner = {theirs!r}, and this is a LocalSteps over {mine}: load another")
+
+    def note_evidence(self) -> None:
+        """Before anything is saved. Raises: ValueError for what an inner optimizer keeps of no parameter."""
+        if others := [key for key in self.state if not isinstance(key, Tensor)]:
+            raise ValueError(
+                f"the inner optimizer {type(self.inner.optimizer).__name__} keeps state[{others[0]!r}], which is of no "
+                "parameter and would be lost in what is saved: have it keep that in its groups, or by parameter"
+            )
 
     def make_state(self) -> LocalStepsState:
         """Empty vectors and error memory."""
@@ -218,7 +234,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
 
     def begin_beside(self, plan: StepPlan) -> None:
         """As FlatOptimizer.begin_beside: after the step that ends a round, with the exchange."""
-        self.beside_due = plan.momentum is Wire.COMPRESSED
+        self.beside_due = True
 
     def reached(self) -> list[object]:
         """As Algorithm.reached, with what the inner optimizer keeps."""
@@ -261,7 +277,10 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
             space.g_N.zero_()
         space.leave_gradients(space.g_N)
         self.inner.step(self.state)
-        space.take_changes()
+        space.take_written()  # of low precision through .data, too, as many optimizers write
+
+    def _tell_scaler(self, *, left_out: bool) -> None:
+        """A GradScaler goes by what it has found itself: this rank's gradient alone is left out."""
 
     def _end_round(self, plan: StepPlan) -> None:
         """Exchange what ranks have moved by, and take the outer step. Collective.
@@ -331,12 +350,20 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
 
         For ranks of different speed: each makes the steps that it can, at most `every`, and what it has moved by counts
         in a plain mean. Steps that it has not made count as made: num_steps is that of the end of the round, on every
-        rank; one that has made none gives 0. Raises: as step().
+        rank; one that has made none gives 0. Raises: as step(). After NonFiniteInput the count is as where another
+        rank's step raised it, which stands: there the next step or sync() ends the round.
         """
-        end = self.saved["last_sync"] + self.every
+        end = max(self.saved["last_sync"] + self.every, self.num_steps + 1)
         with self._reports_undone(), self.calling(f"step() {end}"):
             self._agree_on_load()
-            self._end_early(end)
+            changing.follow_changes(self)
+            try:
+                self._end_early(end)
+            except NonFiniteInput as error:
+                if isinstance(error, Refused):
+                    changing.refuse_mismatch(self, "step()")
+                self.num_steps = end
+                raise
 
     def _end_early(self, end: int) -> None:
         self.overlap.abandon()
@@ -372,9 +399,10 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def prepare_to_save(self) -> None:
         """End the round, and bring the moments of the inner optimizers to their mean, in full. Collective.
 
+        What has no mean, such as a count of steps or what an inner optimizer writes into its groups, becomes rank 0's.
         Then a run that is loaded equals the one that goes on. rank_state_dict() sends nothing and ends no round.
         Raises: PeerLost; NonFiniteInput; RuntimeError for moments that are not finite; ValueError where ranks keep
-        different ones. Then nothing else has changed.
+        different ones, or lists of some. Then nothing else has changed.
         """
         super().prepare_to_save()
         with self.calling(f"prepare_to_save() after step {self.num_steps}", SYNC_EVERYWHERE):
@@ -396,48 +424,76 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     @torch.no_grad()
     def _equalise_inner(self) -> None:
         self.refuse_to_be_alone()
-        params = [param for group in self.param_groups for param in group["params"]]
         if self.group.size > 1:
             _refuse_other_state(self)
-            moments = self.inner.moments(self.kept_beside(param) for param in params)
+            kept = {param: self.kept_beside(param) for group in self.param_groups for param in group["params"]}
+            moments, others = sorted_out(kept.values())
             means = [moment.detach().to(self.space.p_N, copy=True).view(-1) for moment in moments]
             for mean in means:
                 self.group.mean_(mean)
+            given = self._given_by_first(others)
+            plain = self._plain_of_first(list(kept.values()))
             if not all(bool(torch.isfinite(witness(mean))) for mean in means):
                 raise RuntimeError(
                     f"after step {self.num_steps} a moment of some rank's inner optimizer holds NaN or infinity, so "
                     "that no state can be saved; nothing was changed. Load a checkpoint of before on every rank"
                 )
-            for moment, mean in zip(moments, means, strict=True):
-                moment.copy_(mean.view(moment.shape))
+            for x, common in zip([*moments, *others], [*means, *given], strict=True):
+                x.copy_(common.view(x.shape))
+            for (param, one), numbers in zip(kept.items(), plain, strict=True):
+                self.keep_beside(param, {**one, **numbers})
         self.saved["same_inner"] = self.num_steps
 
+    def _given_by_first(self, others: Sequence[Tensor]) -> list[Tensor]:
+        """These of rank 0, new. Collective."""
+        device = self.space.p_N.device
+        as_bytes = [x.detach().to(device).contiguous().view(-1).view(torch.uint8) for x in others if x.numel()]
+        if not as_bytes:
+            return [x.clone() for x in others]
+        all_B = torch.cat(as_bytes)
+        self.group.broadcast_(all_B)
+        parts = torch.split(all_B, [x.nbytes for x in others])
+        return [part.clone().view(x.dtype) if x.numel() else x.clone() for part, x in zip(parts, others, strict=True)]
+
+    def _plain_of_first(self, kept: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
+        """Numbers and texts among what rank 0 keeps of each parameter; those of its groups become this rank's too."""
+        here = [[plain_of(group) for group in self.param_groups], [plain_of(one) for one in kept]]
+        texts = texts_if_they_differ(self.group, json.dumps(here), self.space.p_N.device)
+        groups, found = here if texts is None else json.loads(texts[0])
+        for group, theirs in zip(self.param_groups, groups, strict=True):
+            group.update(theirs)
+        return list(found)
+
     def plain_state(self) -> dict[str, Any]:
-        """As FlatOptimizer.plain_state, at the end of a round."""
+        """As FlatOptimizer.plain_state, at the end of a round, of ranks with inner moments of their own."""
         found = super().plain_state()
-        found["saved"]["last_sync"] = self.num_steps
+        found["saved"] |= {"last_sync": self.num_steps, "same_inner": -1}
         return found
 
     def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
         """As FlatOptimizer.synced_vectors: nothing is sent. What this rank has moved by is in R from here on."""
         s = self.vectors
         if taking_part and s.start_N is not None:
-            s.move_error.add_(torch.where(s.lost, 0.0, s.start_N - self.space.p_N))
+            broken = ~torch.isfinite(witness(self.space.p_N))  # where the inner optimizer has diverged on this rank
+            s.move_error.add_((s.start_N - self.space.p_N).masked_fill_(broken, 0.0))
             self.space.p_N.copy_(s.start_N)
             self.space.write_back()
             self._begin_round()
         return super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
 
     def own_state(self) -> dict[str, Any]:
-        """In a round x, x_s and whether a gradient was lost."""
+        """In a round x, x_s and whether a gradient was lost; of x_s the masters, where there are any."""
         s = self.vectors
         if s.start_N is None:
             return {}
-        return {"parameters": self.space.p_N.clone(), "start_N": s.start_N.clone(), "lost": bool(s.lost)}
+        low = [x.reshape(-1) for i, x in enumerate(self.space.views(s.start_N)) if self.space.is_low(i)]
+        masters = {MASTER: torch.cat(low)} if low else {}
+        own = {"parameters": self.space.p_N.clone(), "start_N": s.start_N.clone(), "lost": bool(s.lost)}
+        return {**own, **masters}
 
     def check_own(self, own: dict[str, Any]) -> None:
         """Refuse what own_state() cannot have given. Raises: ValueError."""
-        if own and own.keys() != {"parameters", "start_N", "lost"}:
+        if own and (own.keys() - {MASTER} != {"parameters", "start_N", "lost"} or not isinstance(own["lost"], bool)):
             raise ValueError(f"state_dict has own {sorted(own)}: it is damaged, or of another optimizer")
         for key in ("parameters", "start_N") if own else ():
             found, shape = own[key], self.space.p_N.shape
@@ -473,11 +529,17 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
 def _refuse_other_state(optimizer: LocalSteps) -> None:
     """Raises: ValueError, alike on every rank, where inner optimizers keep different things."""
     rows = [row for row in described(optimizer) if row[2] is not None]
+    for name, key, dtype, what in rows:
+        if dtype == "":
+            raise ValueError(
+                f"the inner optimizer keeps {key!r} of parameter {name} (group and place in it), {what}: ranks have no "
+                "mean of that. Save rank_state_dict() on every rank, which each loads again. Nothing was changed"
+            )
     texts = texts_if_they_differ(optimizer.group, "\n".join(map(str, rows)), optimizer.space.p_N.device)
     if texts is None:
         return
     other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
-    sides = [texts[rank].split("\n") for rank in (0, other)]
+    sides = [[line or "nothing" for line in texts[rank].split("\n")] for rank in (0, other)]
     first, theirs = next(pair for pair in zip_longest(*sides, fillvalue="nothing") if pair[0] != pair[1])
     raise ValueError(
         f"the inner optimizer of rank 0 keeps {first} (parameter, name, type, shape), that of rank {other} {theirs}: "

@@ -5,7 +5,8 @@
 
 What all ranks hold alike is taken once; R is the sum of what each brings of it (comm.exchange.held). Between syncs of
 0/1 Adam the round ends as in state_dict(): parameters and momentum are the means of those that the ranks hold; so is
-the momentum of 1-bit Muon.
+the momentum of 1-bit Muon. A round of LocalSteps costs no step: parameters are those where it began, and R has the mean
+of what ranks have moved by since.
 """
 
 from __future__ import annotations
@@ -39,9 +40,15 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
     size, in_round = len(parts), bool(first_share.own)
     state = {key: value for key, value in first.items() if key != KEY}
     if in_round:
-        state["vectors"] = {**first["vectors"], "m_N": _mean([found["vectors"]["m_N"] for _, found in parts])}
+        if "m_N" in first["vectors"]:
+            state["vectors"] = {**first["vectors"], "m_N": _mean([found["vectors"]["m_N"] for _, found in parts])}
         state["saved"] = {**first["saved"], "last_sync": first["num_steps"]}
-        if "parameters" in first_share.own:
+        if "start_N" in first_share.own:
+            state["parameters"] = first_share.own["start_N"]
+            if "master" in first:
+                masters = first_share.own["master"]
+                state["master"] = torch.cat([masters, first["master"][len(masters) :]])
+        elif "parameters" in first_share.own:
             state["parameters"] = _mean([share.own["parameters"] for share, _ in parts])
             if "master" in first:
                 state["master"] = _mean([found["master"] for _, found in parts])
@@ -49,6 +56,9 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if lost:
             logger.warning("gradient_left_out step=%d ranks=%s reason=not finite", first["num_steps"], lost)
     residuals = {name: _sum([share.errors[name].part(size) for share, _ in parts]) for name in first_share.errors}
+    if "start_N" in first_share.own:
+        moved = [share.own["start_N"] - share.own["parameters"] for share, _ in parts]
+        residuals["move_error"] += _mean([x if bool(x.isfinite().all()) else torch.zeros_like(x) for x in moved])
     for name, frozen in first.get("residuals", {}).items():  # of frozen parameters, whole on every rank
         residuals[name] = torch.cat([residuals[name], frozen])
     return {**state, "residuals": residuals}

@@ -230,7 +230,7 @@ def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
         with suppress(Refused):
             mean_or_refusal(optimizer.group, optimizer.space.g_N, refuses=1.0)
         return
-    if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL:
+    if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL and not optimizer.beside_due:
         optimizer.send_beside()
     try:
         optimizer.overlap.complete(lambda: refusal(optimizer.reduce, memory, optimizer.mean_wire), optimizer.send_due)

@@ -43,7 +43,9 @@ def moments(optimizer):
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    pairs = [(one[key], other.get(key)) for key in one]
+    alike = [torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs]
+    return one.keys() == other.keys() and all(alike)
 
 
 @every_value(
