@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm
 
 INSIDE = "inner "
@@ -107,21 +108,39 @@ class Inner:
         """What one of ours keeps of a parameter, as views; of another it is in the state of LocalSteps itself."""
         if self.ours is None or not self.ours.num_steps:
             return {}
-        return {INSIDE + name: x for name, x in dict(self.ours.state.get(param, {})).items()}
+        shown = dict(self.ours.state.get(param, {})).items()
+        return {INSIDE + name: int(x) if name == STEP else x for name, x in shown}
 
     @torch.no_grad()
     def take(self, param: Tensor, entries: Mapping[Any, Any]) -> None:
         """Hold what entries() gave; where that was nothing, begin anew."""
         if self.ours is None:
             return
-        for name, x in dict(self.ours.state.get(param, {})).items():
+        shown = dict(self.ours.state.get(param, {}))
+        for name, x in shown.items():
             given = entries.get(INSIDE + name)
             if name == STEP:
-                self.ours.num_steps = int(given or 0)
-            elif given is None:
+                continue
+            if given is None:
                 x.zero_()
             else:
                 x.copy_(given)
+        if STEP in shown:
+            self._count(self.ours, param, int(entries.get(INSIDE + STEP) or 0))
+
+    def _count(self, ours: Algorithm[Any], param: Tensor, steps: int) -> None:
+        """This parameter was in so many steps; that of most says how many there were."""
+        if param in ours.frozen_states:
+            ours.frozen_states[param].steps = steps
+        counts = [age.counts(ours.num_steps, ours.num_updates) for age in ours.ages]
+        for i, tensor in enumerate(ours.space.tensors):
+            if tensor.param is param:
+                counts[i] = steps, None if counts[i][1] is None else steps
+        num_steps = max((count for count, _ in counts), default=steps)
+        if num_steps != ours.num_steps or [age.missed for age in ours.ages] != [num_steps - one for one, _ in counts]:
+            ours.num_steps = num_steps
+            ours.ages = [Age.of(one, seen, num_steps, ours.num_updates) for one, seen in counts]
+            ours.resumed()
 
 
 def sorted_out(entries: Iterable[dict[Any, Any]]) -> tuple[list[Tensor], list[Tensor]]:

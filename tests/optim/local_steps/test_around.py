@@ -97,6 +97,31 @@ def test_ranks_of_unequal_steps_save_what_all_go_on_from(inner):
     run_threads(3, work)
 
 
+@pytest.mark.law
+@pytest.mark.parametrize("inner", ["adamw", "adam of ours"])
+def test_a_parameter_that_was_frozen_for_a_while_has_its_own_count_in_a_save(inner):
+    """Of unequal ages: the loaded run is the one that went on, and each count is its parameter's."""
+
+    def work(group):
+        net, again = network(), network(seed=9)
+        optimizer, other = made(net, group, inner), made(again, group, inner)
+        net[4].bias.requires_grad_(False)
+        train(net, optimizer, EVERY, group.rank)
+        net[4].bias.requires_grad_(True)
+        train(net, optimizer, EVERY, group.rank)
+        state = optimizer.state_dict()
+        again.load_state_dict(net.state_dict())
+        other.load_state_dict(state)
+        for one, of_one in ((net, optimizer), (again, other)):
+            train(one, of_one, EVERY, group.rank)
+        assert torch.equal(optimizer.space.p_N, other.space.p_N)
+        assert same(moments(optimizer), moments(other))
+        counts = {x for (_, name), x in moments(optimizer).items() if name.endswith("step")}
+        assert {int(x) for x in counts} == {2 * EVERY, 3 * EVERY}
+
+    run_threads(2, work)
+
+
 @pytest.mark.parametrize(("keeps", "said"), [("list", "keeps 'seen' of parameter"), ("of no parameter", "'count'")])
 def test_what_cannot_be_saved_is_refused_when_it_is_to_be(keeps, said):
     def work(group):
