@@ -37,6 +37,7 @@ def same(finals):
     return of_rank
 
 
+@pytest.mark.slow
 def test_a_box_joins_in_mid_run_and_a_dead_process_takes_it_out_while_the_other_goes_on(tmp_path):
     with BoxJob(tmp_path, Limits(1, 2), 16, 0, steps=16, server={"start_wait_s": 0.0}) as job:
         job.allow(4)
@@ -118,10 +119,12 @@ def test_whichever_process_dies_or_hangs_its_box_is_out(tmp_path, process, numbe
         assert sorted(map(len, same(job.finals()).values())) == [2, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("raise", "failed: ValueError: what broken-"), ("exit", "ended with status 0 before the run did")],
+    [
+        pytest.param("raise", "failed: ValueError: what broken-", marks=pytest.mark.slow),
+        ("exit", "ended with status 0 before the run did"),
+    ],
 )
 def test_what_ended_another_process_of_a_box_is_told_and_not_what_follows_in_the_first(tmp_path, how, words):
     (tmp_path / "breaks").write_text(how)
