@@ -38,6 +38,8 @@ FAILED = 3
 """The status of one that has failed, and has said how."""
 ENDS_S = 10.0
 """How long the others may take to end when the first has come to its end; and the first, when another has failed."""
+NOTICED_S = 1.0
+"""How soon the first knows of another's end. Its own collective with that one may fail a moment earlier."""
 MEET_S = 300.0
 """How long the processes of a box may take to start: they import torch, and may all read it from one slow disk."""
 _PR_SET_PDEATHSIG = 1
@@ -68,7 +70,7 @@ class Companions:
     def __init__(self, on_end: Callable[[str], None]) -> None:
         self._on_end = on_end
         self._processes: list[subprocess.Popen[str]] = []
-        self._stopping = threading.Event()
+        self._stopping, self._broken, self._told = threading.Event(), threading.Event(), threading.Event()
         self.failure: Failure | None = None
         """What one of them has failed with."""
 
@@ -86,34 +88,50 @@ class Companions:
         import torch.distributed as dist
 
         store = dist.TCPStore("127.0.0.1", 0, None, True, _seconds(MEET_S), wait_for_workers=False)  # type: ignore[attr-defined]
-        for rank in range(1, size):
-            order = Order(
-                rank,
-                size,
-                store.port,
-                str(devices[rank]),
-                address,
-                str(run_dir),
-                created_at,
-                attempt,
-                shared,
-                os.getpid(),
-            )
-            process = subprocess.Popen(
-                [sys.executable, "-m", "thinwire.workers.companions"], stdin=subprocess.PIPE, text=True
-            )
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(asdict(order)) + "\n")
-            process.stdin.flush()  # and stays open for as long as this process lives
-            self._processes.append(process)
-            threading.Thread(target=self._watch, args=(process, rank, store), name="companion", daemon=True).start()
-        logger.info("box_started pids=%s", [os.getpid(), *self.pids])
-        return _formed(store, 0, size, devices[0])
+        try:
+            for rank in range(1, size):
+                order = Order(
+                    rank,
+                    size,
+                    store.port,
+                    str(devices[rank]),
+                    address,
+                    str(run_dir),
+                    created_at,
+                    attempt,
+                    shared,
+                    os.getpid(),
+                )
+                self._start(order, store)
+            logger.info("box_started pids=%s", [os.getpid(), *self.pids])
+            return _formed(store, 0, size, devices[0])
+        except BaseException:
+            self.settle()
+            self.stop(0.0)
+            raise
+
+    def _start(self, order: Order, store: Any) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "thinwire.workers.companions"], stdin=subprocess.PIPE, text=True
+        )
+        self._processes.append(process)
+        threading.Thread(target=self._watch, args=(process, order.rank, store), name="companion", daemon=True).start()
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(asdict(order)) + "\n")
+        process.stdin.flush()  # and stays open for as long as this process lives
 
     @property
     def pids(self) -> list[int]:
         """Of the others."""
         return [process.pid for process in self._processes]
+
+    def settle(self) -> None:
+        """The first has an error of its own. Where it follows from the end of another, that one's is told before it.
+
+        It does not return where the other was ended and has failed with nothing: then this process ends.
+        """
+        if self._broken.wait(NOTICED_S):
+            self._told.wait(ENDS_S)
 
     def stop(self, patience_s: float = ENDS_S) -> None:
         """This process has come to its end: so do they, at the latest after so long."""
@@ -130,18 +148,24 @@ class Companions:
         from thinwire.contract.reports import Failure
 
         status = process.wait()
-        if self._stopping.is_set() or status == 0:
-            return
         key = _failure_key(rank)
+        if self._stopping.is_set():
+            if status > 0:
+                logger.warning("companion_failed rank=%d pid=%d status=%d", rank, process.pid, status)
+            return
+        if status == 0 and store.check([_end_key(rank)]):
+            return
+        self._broken.set()
         if status == FAILED and store.check([key]):
             self.failure = Failure.model_validate_json(store.get(key))
             how = f"failed: {self.failure.kind}: {self.failure.message}"
         else:
-            how = f"ended with status {status}" if status > 0 else f"was ended by {signal.Signals(-status).name}"
+            how = f"was ended by {_signal(-status)}" if status < 0 else f"ended with status {status} before the run did"
         words = f"process {rank} of its box (pid {process.pid}) {how}"[:500]
         logger.warning("box_broken %s", words)
         self._on_end(words)
         if self.failure is not None:  # what waits for it raises, and then the worker ends with that
+            self._told.set()
             time.sleep(ENDS_S)
         if not self._stopping.is_set():
             sys.stdout.flush()
@@ -155,8 +179,19 @@ def _seconds(seconds: float) -> Any:
     return timedelta(seconds=seconds)
 
 
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time one
+        return f"signal {number}"
+
+
 def _failure_key(rank: int) -> str:
     return f"failed-{rank}"
+
+
+def _end_key(rank: int) -> str:
+    return f"ended-{rank}"
 
 
 def _formed(store: Any, rank: int, size: int, device: torch.device) -> Processes:
@@ -230,6 +265,7 @@ def _work(order: Order) -> int:
         logger.exception("training_failed step=%d", ranks.step)
         store.set(_failure_key(order.rank), failure_of_script(error, spec.recipe, ranks.step).model_dump_json())
         return FAILED
+    store.set(_end_key(order.rank), "")
     return 0
 
 

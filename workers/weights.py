@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,8 +30,7 @@ from thinwire.workers.checkpoints import CheckpointRefused, CheckpointStore
 from thinwire.workers.checkpoints.shard import CHUNK_BYTES, DTYPES
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.checkpoints.storage import open_storage
-from thinwire.workers.ranks import Alone
-from thinwire.workers.saving import of_shard, restored
+from thinwire.workers.saving import restored
 from thinwire.workers.session.training import Training
 
 MOST_NAMED = 3
@@ -69,9 +69,15 @@ def fetch(where: str, target: Path) -> Fetched:
                 f"{store.storage.address('')} has no whole checkpoint: a job saves one every checkpoint.every_steps "
                 "steps, and at its end"
             )
-        content = of_shard(store.load(which, torch.device("cpu")), Alone())
+        content = store.load(which, torch.device("cpu"))
     except (OSError, ValueError, CheckpointRefused) as error:
         raise FetchFailed(f"the checkpoints of the job cannot be read: {error}") from error
+    shards: Any = content.plain.get("shards")
+    if shards is not None:
+        raise FetchFailed(
+            f"{store.address(which)} holds the shards of {len(shards)} processes (workers.per_box) and no whole "
+            "weights: let the script save them, as with torch.distributed.checkpoint"
+        )
     tensors = weights_of(content)
     if not tensors:
         raise FetchFailed(

@@ -185,7 +185,7 @@ def box_of(
 
     companions = Companions(member.fail)
     processes = companions.start(size, devices, address, run.directory, run.created_at, run.attempt, shared=run.shared)
-    return BoxRanks(processes, (ranks, member), address, devices[0]), companions
+    return BoxRanks(processes, (ranks, member), address, devices[0], settle=companions.settle), companions
 
 
 def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:

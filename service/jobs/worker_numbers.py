@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from thinwire.contract.jobs import JobState, Problem, TakesEffect, WaitingForWorkers, WorkersChange
 from thinwire.contract.places import Room, never_fits
 from thinwire.contract.reports import Event, EventKind, WantedWorkers
-from thinwire.contract.spec import MOST_WORKERS, Workers, conflicts_of_workers
+from thinwire.contract.spec import MOST_WORKERS, Workers, conflicts_of_workers, uneven_boxes
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobOver
 from thinwire.service.jobs.job_folder import RunFolders
@@ -71,7 +71,7 @@ def resize(session: Session, row: JobRow, change: WorkersChange, now: float, roo
     old = wanted_workers(row)
     least = old.min if change.min is None else change.min
     most = old.max if change.max is None else change.max
-    problems = _impossible(change, least, most, global_batch=row.spec["global_batch"])
+    problems = _impossible(change, least, most, row.spec["global_batch"], submitted_workers(row).per_box)
     if problems:
         raise InvalidRequest.of(problems)
     if (least, most) == (old.min, old.max):
@@ -107,7 +107,7 @@ def submitted_workers(row: JobRow) -> Workers:
     return Workers.model_validate({name: written[name] for name in Workers.model_fields if name in written})
 
 
-def _impossible(change: WorkersChange, least: int, most: int, global_batch: int | None) -> list[Problem]:
+def _impossible(change: WorkersChange, least: int, most: int, global_batch: int | None, per_box: int) -> list[Problem]:
     """What of the change cannot stand together, or beside what stays."""
     found, conflicts = [], conflicts_of_workers(least, most, global_batch)
     if "min_above_max" in conflicts and change.min is None:
@@ -120,6 +120,14 @@ def _impossible(change: WorkersChange, least: int, most: int, global_batch: int 
     if "more_workers_than_samples" in conflicts:
         words = f"must be at most global_batch = {global_batch}: at least one sample a worker"
         found.append(Problem(path="workers.max", value=most, message=words))
+    uneven = None if found or global_batch is None else uneven_boxes(global_batch, per_box, range(least, most + 1))
+    if uneven is not None:
+        path, value = ("workers.min", least) if change.max is None else ("workers.max", most)
+        words = (
+            f"must leave global_batch = {global_batch} a multiple of {per_box} processes times each number of boxes "
+            f"from workers.min = {least} to workers.max = {most}, which it is not with {uneven}"
+        )
+        found.append(Problem(path=path, value=value, message=words))
     return found
 
 

@@ -16,6 +16,7 @@ SCRIPT = {"recipe": {"name": "script", "entry": "train.py", "working_dir": "/cod
         (SMALL | {"data": {"source": "python-stdlib"}}, "1 with a built-in recipe, which shards no model"),
         ({**SCRIPT, "start": {"weights": "/w.safetensors"}}, "1 with start"),
         ({**SCRIPT, "global_batch": 7}, "a multiple of workers.per_box = 2"),
+        ({**SCRIPT, "global_batch": 16, "workers": {"min": 2, "max": 4}}, "workers.max = 4, which it is not with 3"),
         ({**SCRIPT, "workers": {"elastic": "restart"}}, "1 with workers.elastic = restart"),
     ],
 )
@@ -23,6 +24,19 @@ def test_a_job_that_cannot_have_boxes_is_refused_with_the_reason(job, words):
     with pytest.raises(ValidationError) as refused:
         read_spec({**job, "workers": {**job.get("workers", {}), "per_box": 2}})
     assert words in str(refused.value)
+
+
+def test_samples_that_are_shared_out_alike_by_each_number_of_boxes_are_taken():
+    for workers in ({"min": 1, "max": 4}, {"min": 3, "max": 3}):
+        read_spec({**SCRIPT, "global_batch": 24, "workers": {**workers, "per_box": 2}})
+    read_spec({**SCRIPT, "global_batch": 25, "workers": {"min": 1, "max": 4}})
+
+
+@pytest.mark.parametrize("value", [0, -1, 65, 1.5, "two", None])
+def test_a_number_of_processes_that_none_can_be_is_refused_by_name(value):
+    with pytest.raises(ValidationError) as refused:
+        read_spec({**SCRIPT, "workers": {"per_box": value}})
+    assert "workers.per_box" in str(refused.value)
 
 
 def test_a_box_takes_a_place_for_each_of_its_processes():

@@ -192,6 +192,19 @@ def test_a_job_that_is_over_cannot_be_resized(service: Service, end: LaunchState
     _refused(service, job_id, service.state(job_id))
 
 
+def test_boxes_that_would_not_get_shares_alike_are_refused(service: Service) -> None:
+    recipe = {"name": "script", "entry": "train.py", "working_dir": "/code"}
+    given = {"recipe": recipe, "global_batch": 12, "steps": 5, "workers": {"min": 1, "max": 2, "per_box": 2}}
+    job_id = service.client.post("/v1/jobs", json=given).json()["id"]
+    answer = patch(service, job_id, max=4)
+    assert answer.status_code == 422, answer.text
+    (problem,) = answer.json()["problems"]
+    assert (problem["path"], problem["value"]) == ("workers.max", 4)
+    assert "2 processes times each number of boxes from workers.min = 1 to workers.max = 4" in problem["message"]
+    assert problem["message"].endswith("which it is not with 4")
+    assert patch(service, job_id, max=3).status_code == 200
+
+
 def test_a_job_that_is_being_cancelled_cannot_be_resized(service: Service) -> None:
     job_id = service.running()
     service.client.post(f"/v1/jobs/{job_id}/cancel")

@@ -12,6 +12,7 @@ from thinwire.contract.weights import FetchFailed
 from thinwire.optim import Adam
 from thinwire.train import session
 from thinwire.workers.checkpoints import CheckpointStore
+from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.weights import fetch
 
 
@@ -39,6 +40,14 @@ def test_what_cannot_be_fetched_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FetchFailed, match="cannot be written"):
         fetch(str(tmp_path / "c"), tmp_path / "file" / "out")
+
+
+def test_shards_are_no_whole_weights(tmp_path, monkeypatch):
+    saving_run(CheckpointStore(tmp_path / "c", keep=1), "onebit_adam", 1, torch.float32)
+    monkeypatch.setattr(CheckpointStore, "load", lambda *_: Content({}, {}, {"shards": [{}, {}]}))
+    with pytest.raises(FetchFailed, match=r"the shards of 2 processes .* let the script save them"):
+        fetch(str(tmp_path / "c"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 class Tied(torch.nn.Module):

@@ -7,7 +7,7 @@ worker's share is derived from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -374,6 +374,13 @@ def conflicts_of_workers(least: int, most: int, global_batch: int | None) -> set
     return found
 
 
+def uneven_boxes(samples: int, per_box: int, numbers: Iterable[int]) -> int | None:
+    """The first of these numbers of boxes over whose processes so many samples are not shared out alike; None: there
+    is none. FSDP weighs the shares of a box's processes alike.
+    """
+    return None if per_box == 1 else next((number for number in numbers if samples % (number * per_box)), None)
+
+
 def _impossible_workers(spec: JobSpec) -> list[Impossible]:
     found: list[Impossible] = []
     conflicts = conflicts_of_workers(spec.workers.min, spec.workers.max, spec.global_batch)
@@ -398,8 +405,15 @@ def _impossible_boxes(spec: JobSpec) -> list[Impossible]:
         found.append(("workers.per_box", size, "1 with workers.elastic = restart; or say in_place"))
     if spec.start is not None:
         found.append(("workers.per_box", size, "1 with start, which fills whole models; load it in the script"))
-    if spec.global_batch is not None and spec.global_batch % size:
-        found.append(("global_batch", spec.global_batch, f"a multiple of workers.per_box = {size}"))
+    least, most = spec.workers.min, spec.workers.max
+    uneven = None if spec.global_batch is None else uneven_boxes(spec.global_batch, size, range(least, most + 1))
+    if uneven is not None:
+        words = (
+            f"a multiple of workers.per_box = {size} times each number of boxes from workers.min = {least} to "
+            f"workers.max = {most}, which it is not with {uneven}; or let both be the same, and a job that has lost a "
+            "box waits for another"
+        )
+        found.append(("global_batch", spec.global_batch, words))
     return found
 
 

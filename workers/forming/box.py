@@ -26,6 +26,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -174,7 +175,8 @@ class _Look:
 class BoxRanks:
     """The Ranks of one process of a box. first: those of the member, on its first process; None on the others.
 
-    host: this process's own address, for its lane. timeout_s: of a collective there.
+    host: this process's own address, for its lane. timeout_s: of a collective there. settle: called on the first
+    before it says that it has failed: it may have failed for the end of another (workers/companions.py).
     """
 
     elastic = True
@@ -186,8 +188,10 @@ class BoxRanks:
         host: str,
         device: torch.device,
         timeout_s: float = 60.0,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self.box: Box = processes
+        self._settle = settle
         self._processes = processes
         self._first: ElasticRanks | None = None if first is None else first[0]
         self._member: Member | None = None if first is None else first[1]
@@ -263,6 +267,8 @@ class BoxRanks:
     def fail(self, reason: str) -> None:
         """As Ranks.fail. Of another process than the first the end of it says the same (workers/companions.py)."""
         if self._first is not None:
+            if self._settle is not None:
+                self._settle()
             self._first.fail(reason)
         elif self._news is not None:
             self._news.tell(reason)

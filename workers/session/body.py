@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from thinwire.comm import CommError
 from thinwire.comm.protocol import Group
 from thinwire.contract.reports import wrong_with_reported_name
+from thinwire.contract.spec import uneven_boxes
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import Share, own_part
 from thinwire.workers.ranks import Box
@@ -249,17 +250,22 @@ def _no_count(found: object, share: Share) -> ScriptError:
     return ScriptError(f"run.batches(weigh=...) counted {found!r} in its batch of step {share.step}: give one from 0")
 
 
-def refuse_unequal(samples: int, box: Box, group: Group, weigh: Callable[[Any], Any] | None) -> None:
-    """Where a model is sharded FSDP makes the mean over a box, of shares that weigh alike. Raises: ScriptError."""
+def refuse_unequal(samples: int, box: Box, numbers: Iterable[int], weigh: Callable[[Any], Any] | None) -> None:
+    """Where a model is sharded FSDP makes the mean over a box, of shares that weigh alike. numbers: of boxes.
+
+    Raises: ScriptError.
+    """
     if box.size == 1:
         return
     if weigh is not None:
         raise ScriptError("run.batches(weigh=...): leave it out where a worker is a box: FSDP weighs shares alike")
-    if samples % (box.size * group.size):
+    uneven = uneven_boxes(samples, box.size, numbers)
+    if uneven is not None:
         raise ScriptError(
-            f"{samples} samples of a step (global_batch, or what the last one has) are no multiple of {group.size} "
+            f"{samples} samples of a step (global_batch, or what the last one has) are no multiple of {uneven} "
             f"boxes x {box.size} processes, and FSDP weighs shares alike: give a multiple for each number of boxes "
-            "that the job may have"
+            "that the job may have, from workers.min to workers.max; or let both be the same, and a job that has lost "
+            "a box waits for another"
         )
 
 

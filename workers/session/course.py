@@ -14,7 +14,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ class Course:
             with self._meter.part("control"):
                 training = self.training
                 samples = training.feed.samples(step)
-                refuse_unequal(samples, self._ranks.box, training.group, self.weigh)
+                refuse_unequal(samples, self._ranks.box, [training.group.size], self.weigh)
                 share = weighed(share, self.weigh, samples, training.group, self._around.device)
             with self._meter.part("forward_backward", bytes_on="optimizer"), self.bodies.open(share):
                 yield share.batch
@@ -492,10 +492,16 @@ class Course:
             close()  # and with it the loader's processes, which are for other shares
         group, box, feed = self.training.group, self._ranks.box, self.training.feed
         if box.size > 1 and self.last is not None and self.step < self.last:  # at once, and not in the last step
+            numbers = {group.size, *(self._boxes_asked_for() if self.step == 0 else ())}
             for step in (self.step + 1, self.last):
-                refuse_unequal(feed.samples(step), box, group, self.weigh)
+                refuse_unequal(feed.samples(step), box, sorted(numbers), self.weigh)
         place, places = group.rank * box.size + box.rank, group.size * box.size
         self._shares = feed.shares(self.step + 1, place, places)
+
+    def _boxes_asked_for(self) -> Iterable[int]:
+        """By how many the job may come to train, as its file says; a run that goes on may have been resized."""
+        spec = self._around.spec
+        return () if spec is None else range(spec.workers.min, spec.workers.max + 1)
 
     def _waits(self) -> Waits:
         return Waits(self.training.group, self._ranks.seat)

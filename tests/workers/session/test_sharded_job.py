@@ -20,7 +20,7 @@ class BoxJob(ScriptJob):
 
     def __init__(self, run_dir, limits, *args, steps, per_box=2, entry="sharded.py", **spec):
         super().__init__(run_dir, limits, entry, *args, steps=steps, **spec)
-        self.spec["workers"] |= {"per_box": per_box}
+        self.spec["workers"] |= {"max": limits.max, "per_box": per_box}
 
     def pids(self, slot):
         return json.loads((self.run_dir / f"box-{slot}").read_text())
@@ -37,6 +37,27 @@ def same(finals):
     return of_rank
 
 
+@pytest.mark.slow
+def test_a_box_joins_in_mid_run_and_a_dead_process_takes_it_out_while_the_other_goes_on(tmp_path):
+    with BoxJob(tmp_path, Limits(1, 2), 16, 0, steps=16, server={"start_wait_s": 0.0}) as job:
+        job.allow(4)
+        job.start(0).until(lambda: len(job.commits()) >= 3)
+        job.start(1).until(lambda: job.joined(1) == 1)
+        job.allow(12)
+        saved = "step-00000010-*/manifest.json"  # for which all shards have been compared
+        job.until(lambda: list((tmp_path / "checkpoints").glob(saved)))
+        assert job.regroups() == [2]
+        before = job.pids(1)
+        os.kill(before[1], signal.SIGKILL)  # not the one that is a member
+        job.until(lambda: not job.workers[1].is_alive())
+        job.until(lambda: job.regroups() == [2, 1])
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in before)
+        job.allow(16)
+        job.wait()
+        assert [step for _, slot, _, step in job.commits() if slot == 0] == list(range(1, 17)), "a step was lost"
+
+
+@pytest.mark.slow
 def test_a_dead_process_takes_its_box_out_the_others_go_on_and_a_new_box_joins(tmp_path):
     with BoxJob(tmp_path, Limits(1, 2), 30, 5, steps=30) as job:
         job.allow(12)
@@ -96,6 +117,34 @@ def test_whichever_process_dies_or_hangs_its_box_is_out(tmp_path, process, numbe
         job.wait()
         assert job.regroups() == [2]
         assert sorted(map(len, same(job.finals()).values())) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        pytest.param("raise", "failed: ValueError: what broken-", marks=pytest.mark.slow),
+        ("exit", "ended with status 0 before the run did"),
+    ],
+)
+def test_what_ended_another_process_of_a_box_is_told_and_not_what_follows_in_the_first(tmp_path, how, words):
+    (tmp_path / "breaks").write_text(how)
+    with BoxJob(tmp_path, Limits(1, 1), 24, 0, steps=24) as job:
+        job.start(0)
+        job.until(lambda: not job.workers[0].is_alive(), tolerate="RuntimeError")
+        told = [one.fields["why"] for one in job.said if one.kind == "failed"]
+        assert len(told) == 1
+        assert "it failed: process 1 of its box (pid" in told[0]
+        assert words in told[0]
+
+
+@pytest.mark.slow
+def test_samples_that_a_later_number_of_boxes_could_not_share_out_are_refused_when_the_run_begins(tmp_path):
+    with BoxJob(tmp_path, Limits(1, 1), 24, 0, steps=24) as job:
+        job.spec["workers"]["max"] = 5
+        job.start(0).wait(tolerate="ScriptError: 24 samples of a step (global_batch, or what the last one has) are no")
+        (failed,) = job.events("failed")
+        assert "no multiple of 5 boxes x 2 processes" in failed["error"]
+        assert not job.commits()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 folder, steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 inputs = torch.randn(96, 11, generator=torch.Generator().manual_seed(1))
 samples = list(zip(inputs, inputs[:, :1] * 2 + inputs[:, 1:2], strict=True))
-losses, gate = [], folder / "gate"
+losses, gate, breaks = [], folder / "gate", folder / "breaks"
 
 
 def loss_of(batch):
@@ -49,6 +49,11 @@ with session() as run:
             (folder / f"at-{run.step_number}").touch()
             time.sleep(0.02)
         loss = loss_of(batch)
+        if dist.get_rank() == 1 and run.step_number >= 5 and breaks.exists():
+            how, once = breaks.read_text(), breaks.rename(folder / f"broken-{os.getpid()}")
+            if how == "raise":
+                raise ValueError(f"what {once.name} is of")
+            os._exit(0)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
