@@ -176,7 +176,7 @@ class FlatSpace:
         found = set()
         for index in indices:
             storage, param = storages[index], self.tensors[index].param
-            elsewhere = _holders(storage) > ours[storage.data_ptr()]
+            elsewhere = holders(storage) > ours[storage.data_ptr()]
             if elsewhere or (param.device.type == "cpu" and param.is_shared()):  # type: ignore[no-untyped-call]
                 found.add(index)
         return found
@@ -523,7 +523,7 @@ def _is_same(grad: Tensor, view: Tensor) -> bool:
     )
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
+def holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and arrays hold a storage, beside the object that it was asked of."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
