@@ -475,7 +475,12 @@ class FlatSpace:
             tensor.param.grad = None
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
-        """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero."""
+        """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero.
+
+        Raises: ValueError for a parameter of another shape; then nothing is modified.
+        """
+        if self.box is None and [tensor.param.shape for tensor in self.tensors] != self._shapes:
+            self.refuse_changed()
         self.g_N.zero_()
         for i in self._low:
             param = self.tensors[i].param

@@ -351,3 +351,11 @@ def test_state_of_a_parameter_that_is_put_under_another_key_is_refused():
     weight.square().sum().backward()
     with pytest.raises(RuntimeError, match="was emptied or replaced"):
         optimizer.step()
+
+
+def test_a_parameter_of_another_shape_is_named_before_the_next_forward():
+    weight = torch.nn.Parameter(torch.ones(2, 8))
+    optimizer = Adam([weight], lr=0.1)
+    weight.data = weight.data.view(4, 4)
+    with pytest.raises(ValueError, match=r"is now torch.float32 \(4, 4\) on cpu; move and convert the model first"):
+        optimizer.zero_grad()
