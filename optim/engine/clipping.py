@@ -63,11 +63,11 @@ class Clipping:
 
     def over(self, exchange: Exchange, bound: float) -> Exchange:
         """The same exchange, where each bucket is shortened before it goes."""
-        return exchange.preceded(partial(self._shorten, bound))
+        self._runs = exchange.runs  # measure() may come before any bucket
+        return exchange.preceded(partial(self._shorten, bound), share_memory=self._space.box is not None)
 
-    def _shorten(self, bound: float, k: int, runs: LeftGradients) -> Sequence[int]:
+    def _shorten(self, bound: float, k: int) -> Sequence[int]:
         """Returns of which tensors it has written the gradients."""
-        self._runs = runs
         if k < self._num_shortened:  # it was sent before, and that was undone
             return ()
         self._look_at(k)
@@ -93,6 +93,16 @@ class Clipping:
             total = space.box.total(torch.stack([self._squares.get(i, zero) for i in range(len(space.tensors))]))
         space.gradient_norm = total.sqrt()
         self._next_K = (total - there_K).clamp_(min=0.0).nan_to_num_(0.0, 0.0, 0.0)
+
+    def shorten_others(self, bound: float) -> None:
+        """g <- g, shortened by its norm, but for buckets that were shortened and sent, which was undone."""
+        if not self._num_shortened:
+            self._space.shorten_by_known_norm(bound)
+            return
+        assert self._space.gradient_norm is not None
+        self._runs = ()
+        if pieces := [x for k in range(self._num_shortened, len(self._groups)) for x in self._pieces(k)]:
+            torch._foreach_mul_(pieces, shortening(self._space.gradient_norm, bound))
 
     def taken(self) -> None:
         """The step was taken: its gradient is the one before. Of one whose norm was not found nothing is known."""

@@ -49,7 +49,7 @@ from thinwire.comm.kernels.choose import reads_narrow
 from thinwire.comm.layout import Span, VectorLayout
 from thinwire.comm.protocol import FullWire, Group
 from thinwire.comm.signals import deferred
-from thinwire.optim.engine.flat import FlatSpace
+from thinwire.optim.engine.flat import FlatSpace, holders
 from thinwire.optim.engine.local import local
 from thinwire.optim.engine.sent import WRITTEN, Sent, spoil_
 
@@ -89,17 +89,20 @@ class LeftInPlace:
         self._alone = frozenset(layout.alone())
         self._types: Sequence[torch.dtype] = (g_N.dtype, *also)
         self._first, self._bytes, self._device = g_N.data_ptr(), g_N.nbytes, g_N.device
+        self._only_alone = False
         self.runs: list[Tensor | None] = [None] * len(layout.live)
 
-    def refuse_others(self) -> None:
-        """Take only what is like g in type."""
+    def are_written(self, *, share_memory: bool) -> None:
+        """Take only what is like g in type and, unless they share_memory side by side as shards do, has its own."""
         self._types = self._types[:1]
+        self._only_alone = not share_memory
 
     def take(self, index: int, grad: Tensor) -> bool:
         """Use it, where that can be done; it must not change until the commit. What lies in g is read there."""
         if index not in self._alone or grad.dtype not in self._types or grad.layout != torch.strided:
             return False
-        if 0 <= grad.data_ptr() - self._first < self._bytes:
+        shared = self._only_alone and holders(grad.untyped_storage()) > 1  # one for two, where views of them are added
+        if shared or 0 <= grad.data_ptr() - self._first < self._bytes:
             return False
         if grad.device != self._device or not grad.is_contiguous() or grad.data_ptr() % ALIGNED:
             return False
@@ -126,31 +129,31 @@ class Exchange:
         """Is a peer lost, as far as is known? finish() raises it."""
         return self._carrier.has_failed
 
-    def preceded(self, first: Callable[[int, LeftGradients], Sequence[int]]) -> Exchange:
-        """The same exchange, where first(k, runs) comes before each bucket k is launched. Returns itself.
+    @property
+    def runs(self) -> LeftGradients:
+        """Of each tensor, its gradient where it is read where backward left it; empty where all are in g_N."""
+        return () if self._where is None else self._where.runs
 
-        It writes this rank's gradients, in g or in runs, and returns of which tensors: so they are of g's type wherever
-        they are.
+    def preceded(self, first: Callable[[int], Sequence[int]], *, share_memory: bool) -> Exchange:
+        """The same exchange, where first(k) comes before each bucket k is launched. Returns itself.
+
+        It writes this rank's gradients, in g or in runs, and returns of which tensors. share_memory: as in are_written.
         """
         launch, where = self.launch, self._where
 
         def both(k: int) -> None:
-            self.wrote = first(k, () if where is None else where.runs)
+            self.wrote = first(k)
             launch(k)
 
         self.launch = both
         self.launching = nullcontext  # what is written between two launches is queued between them
         if where is not None:
-            where.refuse_others()
+            where.are_written(share_memory=share_memory)
         return self
 
     def keeps(self, index: int, grad: Tensor) -> bool:
         """Will launch read this tensor's gradient where it is? Else it must be in g_N. Until the commit it stays so."""
         return self._where is not None and self._where.take(index, grad)
-
-    def reads(self, index: int) -> Tensor | None:
-        """This tensor's gradient, float[elements], where it is read where backward left it; None: it is in g_N."""
-        return None if self._where is None else self._where.runs[index]
 
 
 def mean_gradient(reduce: Reducer, g_N: Tensor, memory: ErrorMemory | None, wire: FullWire) -> Exchange:
@@ -374,7 +377,7 @@ class Overlap:
             box.found = None
             if here is not None and here.exchange is not None:
                 box.found = here.sent.differ(self._space, here.written)
-                spoil_(self._space, self._last, here.exchange.reads, box.found)
+                spoil_(self._space, self._last, here.exchange.runs, box.found)
 
     def refuse_written_shards(self, group: Group) -> None:
         """After NonFiniteInput: was it look_at_shards(), on any rank? Collective. Raises: RuntimeError, alike."""

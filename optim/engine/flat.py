@@ -78,7 +78,7 @@ class FlatSpace:
         self._shapes = [view.shape for view in self._parameters]
         self._devices = [self.p_N.device] * len(self.tensors)
         self._at = [view.data_ptr() for view in self._parameters]
-        self._gradient_at = [view.data_ptr() for view in self._gradients]
+        self._gradient_is = [_place(view) for view in self._gradients]
         """Of each tensor, what its parameter must be like, and where it and its gradient lie in the flat vectors."""
         self._written: dict[int, tuple[int, int]] = {}
         self._looks, self._looks_at_all = 0, False
@@ -176,7 +176,7 @@ class FlatSpace:
         found = set()
         for index in indices:
             storage, param = storages[index], self.tensors[index].param
-            elsewhere = _holders(storage) > ours[storage.data_ptr()]
+            elsewhere = holders(storage) > ours[storage.data_ptr()]
             if elsewhere or (param.device.type == "cpu" and param.is_shared()):  # type: ignore[no-untyped-call]
                 found.add(index)
         return found
@@ -377,7 +377,8 @@ class FlatSpace:
                 self._untouched[i] = self._version(i)
             elif not _is_same(grad, view):
                 into.append(view)
-                foreign.append(grad if grad.layout == torch.strided else grad.to_dense())
+                dense = grad if grad.layout == torch.strided else grad.to_dense()
+                foreign.append(dense.clone() if self.lies_flat(dense) else dense)  # the same memory, read otherwise
                 self._untouched[i] = -1
             elif self.tensors[i].param.grad is self._given[i] and self._version(i) == self._taken[i]:
                 quiet.append(i)
@@ -401,10 +402,10 @@ class FlatSpace:
         others: list[int] = []
         if self.box is not None:
             return quiet, list(indices)
-        tensors, given, at, taken = self.tensors, self._given, self._gradient_at, self._taken
+        tensors, given, place, taken = self.tensors, self._given, self._gradient_is, self._taken
         for i in indices:
             grad, own = tensors[i].param.grad, given[i]
-            if grad is not own or own.data_ptr() != at[i]:
+            if grad is not own or not _lies(own, place[i]):
                 others.append(i)
                 continue
             version = own._version
@@ -474,7 +475,12 @@ class FlatSpace:
             tensor.param.grad = None
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
-        """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero."""
+        """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero.
+
+        Raises: ValueError for a parameter of another shape; then nothing is modified.
+        """
+        if self.box is None and [tensor.param.shape for tensor in self.tensors] != self._shapes:
+            self.refuse_changed()
         self.g_N.zero_()
         for i in self._low:
             param = self.tensors[i].param
@@ -489,7 +495,7 @@ class FlatSpace:
         """Backward adds into the flat gradient, where the parameter has its dtype."""
         for i in indices:
             param, view = self.tensors[i].param, self._gradients[i]
-            if param.grad is self._given[i] and self._shown[i].data_ptr() == self._gradient_at[i]:
+            if param.grad is self._given[i] and _lies(self._shown[i], self._gradient_is[i]):
                 continue
             if param.dtype == view.dtype:
                 if self.box is None and param.shape != view.shape:
@@ -514,16 +520,24 @@ def _alone(view: Tensor) -> Tensor:
     return from_dlpack(view)
 
 
+_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+def _place(x: Tensor) -> _Place:
+    """Where a dense tensor lies, and how its memory is read: `.data =` and t_() change that in the tensor itself."""
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
+def _lies(x: Tensor, place: _Place) -> bool:
+    at, shape, stride, dtype = place
+    return x.data_ptr() == at and x.stride() == stride and x.shape == shape and x.dtype is dtype
+
+
 def _is_same(grad: Tensor, view: Tensor) -> bool:
-    return (
-        grad.layout == torch.strided
-        and grad.data_ptr() == view.data_ptr()
-        and grad.stride() == view.stride()
-        and grad.dtype == view.dtype
-    )
+    return grad.layout == torch.strided and _lies(grad, _place(view))
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
+def holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and arrays hold a storage, beside the object that it was asked of."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 

@@ -185,7 +185,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             return
         self.clipping.measure()
         if not (self.clips_in_time(plan) and self.clipping.is_known):
-            self.space.shorten_by_known_norm(self.max_grad_norm)
+            self.clipping.shorten_others(self.max_grad_norm)
 
     def set_global_batch(self, size: int) -> bool:
         """Say how many samples a step has over all ranks. Returns whether a warm-up begins again; here none does."""
@@ -286,6 +286,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             self._tell_scaler(left_out=True)
             return
         except BaseException as error:
+            self.clipping.reset()
             overlap.undo(error, self.reduce, self.group)
             raise
         overlap.abandon()  # of a local step: nothing of it was sent

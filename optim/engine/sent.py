@@ -11,7 +11,7 @@ the device. Why it was they ask then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,14 +72,14 @@ class Sent:
         return found
 
 
-def spoil_(space: FlatSpace, last: Span, read_at: Callable[[int], Tensor | None], found: Tensor) -> None:
+def spoil_(space: FlatSpace, last: Span, runs: Sequence[Tensor | None], found: Tensor) -> None:
     """The first live element of the gradient <- NaN where this is found, if the bucket `last`, which is to go, has it.
 
-    It has it on the rank of a box that has the beginning of the first tensor. read_at: where a tensor's gradient is
-    read; None: in g_N.
+    It has it on the rank of a box that has the beginning of the first tensor. runs: where a tensor's gradient is read;
+    None, or no runs: in g_N.
     """
     index = next((i for i, tensor in enumerate(space.tensors) if tensor.start < tensor.stop), None)
     if index is not None and last[0] <= space.tensors[index].start < last[1]:
-        run = read_at(index)
+        run = runs[index] if runs else None
         read = space.g_N[space.first] if run is None else run[:1]
         read.masked_fill_(found, torch.nan)

@@ -9,7 +9,9 @@ import torch
 from tests.covering import every_value
 from tests.optim.engine.test_overlap import NETS, WARMUP, everything, make
 from tests.optim.reference.written_out import bits
+from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
+from thinwire.optim.engine.state import replicated
 
 BOUND = 0.05
 WAITS = "max_grad_norm waits for a first norm: at first, and after a save or a change of ranks"
@@ -274,5 +276,89 @@ def test_a_grad_scaler_and_no_overlap_clip_by_the_exact_norm(name):
         sent = torch.cat([tensor.param.grad.flatten() for tensor in plain.space.tensors])
         assert float(torch.linalg.vector_norm(sent)) == pytest.approx(BOUND, rel=1e-4)
         torch.testing.assert_close(ours.space.p_N, plain.space.p_N, rtol=1e-3, atol=1e-4)
+
+    run_threads(2, work)
+
+
+class OneGradient(torch.nn.Module):
+    """Two parameters whose gradient backward leaves in the same memory, and two whose gradients lie side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.cut = torch.nn.Linear(16, 3), torch.nn.Parameter(torch.ones(2, 16, 7))
+        self.one, self.other = (torch.nn.Parameter(torch.full((6, 16), x)) for x in (0.1, 0.2))
+        self.left, self.right = (torch.nn.Parameter(torch.full((16, 16), x)) for x in (0.1, 0.2))
+
+    def forward(self, x, extra):
+        x = x @ self.cut[0].T + (self.one.unsqueeze(0) + self.other.unsqueeze(0)).squeeze(0)
+        x = x @ torch.cat([self.left, self.right]).T
+        return self.last(torch.tanh(x[:, :16]) * x[:, 16:])
+
+
+@every_value({"name": OURS})
+def test_gradients_in_one_memory_are_each_shortened_once(name):
+    def work(group):
+        nets = [seeded(0, OneGradient) for _ in range(2)]
+        early, late = (bounded(name, net, group) for net in nets)
+        for step in range(WARMUP + LATER):
+            one_step(nets[0], early, group.rank)
+            one_step(nets[1], late, group.rank, hooks=False)
+            # g_N is not compared: that of a gradient which is read in place is worth nothing
+            held = [bits(one.space.p_N, *replicated(one.vectors).values()) for one in (early, late)]
+            assert torch.equal(*held), step
+            sent = [[tensor.param.grad for tensor in one.space.tensors] for one in (early, late)]
+            assert all(map(torch.equal, *sent)), step
+        assert early.overlap.report()["in_backward"]
+
+    run_threads(2, work)
+
+
+@every_value({"name": OURS})
+def test_a_step_that_was_refused_leaves_no_norms_behind(name):
+    """The next one's backward opens nothing, and zero_grad() is the model's."""
+
+    def work(group):
+        nets = [copy.deepcopy(NETS[0]) for _ in range(2)]
+        disturbed, other = (bounded(name, net, group) for net in nets)
+        for net, optimizer in zip(nets, (disturbed, other), strict=True):
+            for _ in range(WARMUP + 2):
+                one_step(net, optimizer, group.rank)
+        disturbed.zero_grad()
+        backward_loss(nets[0], 77, group.rank).backward()
+        for param in nets[0].parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match="gradients were written"):
+            disturbed.step()
+        for net, optimizer in zip(nets, (disturbed, other), strict=True):
+            net.zero_grad()
+            with optimizer.no_sync():
+                (20 * backward_loss(net, 78, group.rank)).backward()
+            optimizer.step()
+        assert torch.equal(disturbed.space.g_N, other.space.g_N)
+        assert disturbed.clipping.share() == other.clipping.share()
+
+    run_threads(2, work)
+
+
+def test_rates_that_fall_after_backward_so_far_that_the_sync_is_not_due_do_not_shorten_twice():
+    """What 0/1 Adam has sent is undone, and the step is local."""
+
+    def work(group):
+        net = copy.deepcopy(NETS[0])
+        more = {"local_step_clipper": 4, "local_step_scaler": None}
+        optimizer = bounded("zero_one_adam", net, group, **more)
+        for _ in range(WARMUP + 2):
+            one_step(net, optimizer, group.rank)
+        optimizer.zero_grad()
+        backward_loss(net, optimizer.num_steps + 1, group.rank).backward()
+        assert optimizer.overlap.exchange is not None
+        sent = torch.cat([tensor.param.grad.flatten() for tensor in optimizer.space.tensors])
+        for param_group in optimizer.param_groups:
+            param_group["lr"] /= 4
+        optimizer.step()
+        assert not optimizer.at_sync
+        g_N = optimizer.space.g_N
+        assert torch.equal(torch.cat([g_N[tensor.start : tensor.stop] for tensor in optimizer.space.tensors]), sent)
 
     run_threads(2, work)

@@ -293,3 +293,69 @@ def test_memory_is_the_optimizer_s_again_once_nothing_else_looks_at_it(caplog):
             tensor.param.data_ptr() == place for tensor, place in zip(optimizer.space.tensors, places, strict=True)
         ]
         assert stays == [is_kept] * 4
+
+
+def transposed(grad):
+    grad.t_()
+
+
+def transposed_through_data(grad):
+    grad.data = grad.data.t()
+
+
+@pytest.mark.parametrize("deed", [transposed, transposed_through_data])
+@every_overlap
+def test_a_gradient_that_is_read_otherwise_in_its_own_memory_counts_as_it_reads(deed, overlap):
+    """And zero_grad() has the view back, for the next backward."""
+
+    def work(group):
+        ends = []
+        for itself in (True, False):
+            weight = torch.nn.Parameter(torch.arange(16.0).view(4, 4) / 8)
+            optimizer = Adam([weight], lr=0.1, group=group, overlap=overlap)
+            for step in range(4):
+                optimizer.zero_grad(set_to_none=False)
+                with optimizer.no_sync():
+                    ((weight * torch.arange(16.0).view(4, 4)).sin().sum() * (step + 1)).backward()
+                if step == 1 and itself:
+                    deed(weight.grad)
+                elif step == 1:
+                    weight.grad = weight.grad.t().clone()
+                optimizer.step()
+            ends.append(weight.detach().clone())
+        assert torch.equal(*ends)
+
+    run_threads(2, work)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (1, 2, 8), (1, 8)])
+def test_a_gradient_that_gets_another_shape_in_its_own_memory_is_refused_until_zero_grad(shape):
+    weight = torch.nn.Parameter(torch.ones(2, 8))
+    optimizer = Adam([weight], lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        if step == 1:
+            weight.grad.data = weight.grad.data.view(-1)[: torch.Size(shape).numel()].view(shape)
+            with pytest.raises(ValueError, match="its gradient is"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert optimizer.num_steps == 2
+
+
+def test_state_of_a_parameter_that_is_put_under_another_key_is_refused():
+    weight = torch.nn.Parameter(torch.ones(2, 8))
+    optimizer = Adam([weight], lr=0.1)
+    optimizer.state[torch.nn.Parameter(torch.ones(2, 8))] = optimizer.state.pop(weight)
+    weight.square().sum().backward()
+    with pytest.raises(RuntimeError, match="was emptied or replaced"):
+        optimizer.step()
+
+
+def test_a_parameter_of_another_shape_is_named_before_the_next_forward():
+    weight = torch.nn.Parameter(torch.ones(2, 8))
+    optimizer = Adam([weight], lr=0.1)
+    weight.data = weight.data.view(4, 4)
+    with pytest.raises(ValueError, match=r"is now torch.float32 \(4, 4\) on cpu; move and convert the model first"):
+        optimizer.zero_grad()
