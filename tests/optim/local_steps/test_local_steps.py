@@ -29,6 +29,15 @@ def made(net, group=None, inner="adamw", **more):
     return sized(LocalSteps, bucket_elements=64)(INNER[inner](net.parameters()), group=group, **more)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Torch's products on several threads round by where their memory lies."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def left(optimizer):
     return optimizer.vectors.move_error.residual()
 
