@@ -217,6 +217,9 @@ def run_threads(
     errors: dict[int, BaseException] = {}
 
     def body(group: ThreadGroup) -> None:
+        # A thread keeps to torch.set_num_threads() only once it has asked: its first products would be summed on all
+        # cores, to other bits than those that come after.
+        torch.get_num_threads()
         try:
             results[group.rank] = work(group)
         except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there

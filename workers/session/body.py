@@ -32,6 +32,9 @@ from thinwire.workers.session.training import ScriptError
 
 logger = logging.getLogger(__name__)
 
+_threads = threading.local()
+"""Of each thread, as ranks may be threads: `bodies`, those of its loops that are open."""
+
 STEPLESS = 20
 """Batches in a row without optimizer.step() until the log says so."""
 
@@ -60,7 +63,7 @@ class _Body:
     """One of them. lr: with which its step was made, once it was."""
 
     def __init__(self, optimizer: FlatOptimizer[Any], share: Share) -> None:
-        self.share = share
+        self.share, self.optimizer = share, optimizer
         self.num_steps, self.phase = optimizer.num_steps, optimizer.phase.value
         self.lr = float(optimizer.param_groups[0]["lr"])
         self.has_stepped = False
@@ -86,6 +89,7 @@ class Bodies:
         """What is reported of the step that is being made."""
         optimizer.undone = self._note_undone
         optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
 
     @property
     def is_open(self) -> bool:
@@ -122,16 +126,9 @@ class Bodies:
         self.numbers = {}
         self._registered.remember()
         self._open = body = _Body(self._optimizer, share)
-        thread = threading.get_ident()
-
-        def note(optimizer: Optimizer, *_: object) -> None:
-            if optimizer is self._optimizer:
-                if body.step_began is not None:
-                    body.optimizer_s += time.perf_counter() - body.step_began
-            elif optimizer is not self._optimizer.inside and threading.get_ident() == thread:
-                body.strangers.add(type(optimizer).__name__)
-
-        handles: list[Any] = [register_optimizer_step_post_hook(note)]
+        watching = _watching()
+        watching.append(body)
+        handles: list[Any] = []
         weight = share.weight
         if weight != 1.0:
             for group in self._optimizer.param_groups:
@@ -141,6 +138,7 @@ class Bodies:
         try:
             yield
         finally:
+            watching.remove(body)
             for handle in handles:
                 handle.remove()
 
@@ -194,6 +192,11 @@ class Bodies:
 
         return once_computed(args, kwargs, computed)
 
+    def _after_step(self, *_: object) -> None:
+        body = self._open
+        if body is not None and body.step_began is not None:
+            body.optimizer_s += time.perf_counter() - body.step_began
+
     def _note_undone(self, error: CommError) -> None:
         """A step of this optimizer was undone: the body goes on, and the step is made again."""
         if self._open is None:
@@ -201,6 +204,26 @@ class Bodies:
         if self._undone is None:
             self._undone = error.with_traceback(None)
             self._registered.keep()
+
+
+def _watching() -> list[_Body]:
+    if not hasattr(_threads, "bodies"):
+        _threads.bodies = []
+    bodies: list[_Body] = _threads.bodies
+    return bodies
+
+
+def _note_stranger(optimizer: Optimizer, *_: object) -> None:
+    """Whatever optimizer has stepped in this thread."""
+    if torch.compiler.is_compiling():  # a compiled step is traced through this
+        return
+    for body in _watching():
+        if optimizer is not body.optimizer and optimizer is not body.optimizer.inside:
+            body.strangers.add(type(optimizer).__name__)
+
+
+# Once, and never taken away: torch goes through all of them after each step, and fails if another thread adds one then.
+register_optimizer_step_post_hook(_note_stranger)
 
 
 def once_computed(args: Any, kwargs: Any, call: Callable[[], None]) -> tuple[Any, Any] | None:

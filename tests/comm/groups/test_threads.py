@@ -25,6 +25,18 @@ def test_who_does_not_come_is_named_by_those_who_wait_and_told_that_they_gave_up
     assert "gave up waiting" in results[1][1]
 
 
+def test_a_rank_multiplies_on_as_many_threads_from_its_first_product_on():
+    x = torch.randn(19, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gram = x.mT @ x
+
+    def work(_: ThreadGroup):
+        first = gram @ x.mT
+        torch.get_num_threads()
+        return torch.equal(first, gram @ x.mT)
+
+    assert run_threads(1, work) == [True]
+
+
 def test_threads_mean_broadcast_gather():
     def work(group: ThreadGroup):
         x = torch.tensor([float(group.rank), 1.0])
