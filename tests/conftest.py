@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 from hypothesis import settings
 
-from tests import covering
-
 if TYPE_CHECKING:  # imported where they are used: tests of kernels run where neither Ray nor the service is installed
     from thinwire.service.launch.local import LocalLauncher
 
@@ -36,16 +34,6 @@ def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
     from thinwire.service.launch.local import worker_command
 
     return worker_command(run_dir, attempt)
-
-
-def leaves_out_slow(expression: str) -> bool:
-    """Does `pytest -m expression` choose no test with the mark `slow`, for certain?"""
-    return " or " not in expression and "not slow" in expression.split(" and ")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """What nobody runs is not made: two thirds of all cases, in each of the processes that run tests side by side."""
-    covering.slow_too = not leaves_out_slow(config.option.markexpr)
 
 
 @pytest.hookimpl(wrapper=True)

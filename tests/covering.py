@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-slow_too = True
-"""Are slow cases made? conftest.py says no where all of them would be deselected: they are two of three."""
-
 Axes = Mapping[str, Iterable[Any]]
 """By name of a parameter (or "one, other", as in parametrize) its values."""
 
@@ -59,7 +56,7 @@ def _parametrize(axes: Axes, values: list[list[Any]], always: set[tuple[int, ...
     """One case for each place of the product: flat, as names such as "one, other" take two values."""
     width = [len(name.split(",")) for name in axes]
     cases = []
-    for place in itertools.product(*(range(len(axis)) for axis in values)) if slow_too else sorted(always):
+    for place in itertools.product(*(range(len(axis)) for axis in values)):
         flat: list[Any] = []
         told = []
         for name, axis, at, wide in zip(axes, values, place, width, strict=True):
