@@ -102,7 +102,7 @@ def main(
     load: Annotated[str, typer.Option(help="Whose GPT, of benchmarks/wire/cases.py.")] = "gpt-25m",
     steps: Annotated[int, typer.Option(help="Of each kind.")] = 30,
     methods: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join([*WIDTHS, *OURS])}.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the result.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Folder of the result.")] = RESULTS / "account",
 ) -> None:
     """Measure, print the figures, and write a file. Needs root, for the lab."""
     found: dict[str, Any] = {}
