@@ -62,4 +62,5 @@ with session() as run:
 
 shards = [p.to_local().detach().clone() for p in model.parameters()]
 kept = {"rank": dist.get_rank(), "shards": shards, "vectors": optimizer.rank_state_dict()["vectors"], "losses": losses}
+kept["timeout_s"] = getattr(run.group, "_timeout_s", lambda _: None)(getattr(run.group, "process_group", None))
 torch.save(kept, folder / f"final-{dist.get_rank()}-{os.getpid()}")
