@@ -22,6 +22,7 @@ from benchmarks.provenance import ROOT, provenance
 from benchmarks.report import made_by, pipes
 from benchmarks.turns import run_in_turns
 from thinwire.comm import SoloGroup
+from thinwire.comm.codecs import SignCodec
 from thinwire.contract.files import write_whole
 from thinwire.optim import Adam, LocalSteps, Muon, OneBitMuon, OuterSGD
 
@@ -58,14 +59,18 @@ def cases(inner: str) -> dict[str, Case]:
     dense = Case(lr, partial(Muon if inner == "muon" else Adam, lr=lr, weight_decay=DECAY))
     one_bit = {"one bit a step": Case(lr, partial(OneBitMuon, lr=lr, weight_decay=DECAY))} if inner == "muon" else {}
     local = {
-        f"local steps, H = {every}, {said}": Case(rate, partial(_local, inner, rate, every, outer))
-        for every, outer, said, rate in (
-            (32, nesterov, "Nesterov 0.7, 0.9", lr),
-            (128, nesterov, "Nesterov 0.7, 0.9", lr),
-            (32, mean, "the mean", lr),
-            (128, mean, "the mean", lr),
-            (32, mean, "the mean, twice the rate", 2 * lr),
-            (32, mean, "the mean, 4 times the rate", 4 * lr),
+        f"local steps, H = {every}, {said}": Case(rate, partial(_local, inner, rate, every, outer, codec=codec))
+        for every, outer, said, rate, codec in (
+            (32, nesterov, "Nesterov 0.7, 0.9", lr, "sign"),
+            (128, nesterov, "Nesterov 0.7, 0.9", lr, "sign"),
+            (32, mean, "the mean", lr, "sign"),
+            (128, mean, "the mean", lr, "sign"),
+            (32, mean, "the mean, twice the rate", 2 * lr, "sign"),
+            (32, mean, "the mean, 4 times the rate", 4 * lr, "sign"),
+            (32, mean, "the mean, scales of the 1-norm", lr, SignCodec(scale="l1")),
+            (32, mean, "the mean, a scale for 64 values", lr, SignCodec(block=64)),
+            (32, mean, "the mean, a scale of the 1-norm for 64 values", lr, SignCodec(block=64, scale="l1")),
+            (32, mean, "the mean, 8 bits", lr, "int8"),
         )
     }
     return {"dense": dense, **one_bit, **local}
