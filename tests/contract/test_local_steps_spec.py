@@ -34,5 +34,5 @@ def test_what_cannot_be_is_refused_with_its_name(changes, path, words):
 
 
 def test_an_exchange_inside_machines_first_is_refused():
-    with pytest.raises(ValidationError, match="flat or auto with optimizer.name = local_steps"):
+    with pytest.raises(ValidationError, match=r"flat or auto with optimizer\.name = local_steps"):
         small_spec(optimizer=GIVEN, topology="node_first")

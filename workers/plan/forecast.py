@@ -326,9 +326,9 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
         notes.append("the dense ways take torch's AdamW, and not Muon, which every rank would compute for them too")
     words = LOSSES.get((inner_of(methods), run.every), "how much is not known for this one")
     notes.append(
-        f"local steps are of {inner_of(methods)}, {run.every} to a round; their loss is not that of as many dense steps: "
-        f"{words}. Their gain is in steps, not in time to a loss, and counts for the advice only where the job asks for "
-        "them; rounds that a checkpoint ends early are left out"
+        f"local steps are of {inner_of(methods)}, {run.every} to a round; their loss is not that of as many dense "
+        f"steps: {words}. Their gain is in steps, not in time to a loss, and counts for the advice only where the job "
+        "asks for them; rounds that a checkpoint ends early are left out"
     )
     if found.cores == inf:
         notes.append("on GPUs the transport costs the processor nothing")
