@@ -87,7 +87,8 @@ def test_a_job_of_sgd_rehearses_1_bit_sgd_and_nothing_of_adam(sent):
     steps = [after - before for before, after in pairwise(marks)]
     assert steps[:2] == pytest.approx([bits] * 2, rel=0.06)
     steps = [after - before for before, after in pairwise([*of_local, group.stats.sent_bytes])]
-    assert steps == pytest.approx([bits] * 3 + [0] * 3, rel=0.06)
+    assert steps == pytest.approx([bits] * 3 + [0] * (len(steps) - 3), rel=0.06)
+    assert len(steps) > 3
     assert found.busy["local_steps"].local > 0
 
 
