@@ -71,6 +71,7 @@ def cases(inner: str) -> dict[str, Case]:
             (32, mean, "the mean, a scale for 64 values", lr, SignCodec(block=64)),
             (32, mean, "the mean, a scale of the 1-norm for 64 values", lr, SignCodec(block=64, scale="l1")),
             (32, mean, "the mean, 8 bits", lr, "int8"),
+            (128, mean, "the mean, 8 bits", lr, "int8"),
         )
     }
     return {"dense": dense, **one_bit, **local}
@@ -148,7 +149,8 @@ def _markdown(runs: Sequence[dict[str, Any]]) -> str:
             "",
             f"Validation loss, nats, after {first['steps']} steps of a GPT of {first['parameters']:,} parameters on "
             f"the bytes of a text; {RANKS} ranks of 8 windows of 64 bytes, equal tokens. Rates are the dense methods' "
-            "best, not tuned for local steps. fp32's bytes: of a ring all-reduce in every step; its: all that rank 0 "
+            "best unless the method says otherwise; local steps are in signs unless it says 8 bits. "
+            "fp32's bytes: of a ring all-reduce in every step; its: all that rank 0 "
             "sent in training steps, comparisons of replicas among it; construction and the save at the end are in "
             "neither. One seed a row: differences of a few per cent mean nothing. Rows that lose are printed as they "
             "are.",
