@@ -1,6 +1,7 @@
 """Ctrl-C inside a step: it is finished, or as if it had not begun, and then this rank leaves, so that no peer waits."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -111,11 +112,13 @@ class AtLine:
         self.at, self.act, self.folders, self.lines = at, act, folders, 0
 
     def __enter__(self):
+        gc.disable()  # what ends with an older optimizer would be counted among the lines, and swallow what is raised there
         sys.settrace(self.call)
         return self
 
     def __exit__(self, *what):
         sys.settrace(None)
+        gc.enable()
 
     def call(self, frame, event, value):
         ours = "thinwire" in frame.f_globals.get("__name__", "")
