@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from thinwire.comm.codecs import Int8Codec, SignCodec
+from thinwire.comm.codecs import Int4Codec, Int8Codec, SignCodec, TopKCodec
 from thinwire.comm.default import GivenGroup
 from thinwire.comm.errors import NonFiniteInput, Refused
 from thinwire.comm.exchange.alone import Results
@@ -55,7 +55,12 @@ from thinwire.optim.inner import Inner, plain_of, sorted_out
 
 logger = logging.getLogger(__name__)
 
-CODECS: dict[str, Codec] = {"sign": SignCodec(), "int8": Int8Codec()}
+CODECS: dict[str, Codec] = {
+    "sign": SignCodec(),
+    "int8": Int8Codec(),
+    "int4": Int4Codec(),
+    "topk": TopKCodec(),
+}
 """By the name that `codec` has."""
 SYNC_EVERYWHERE = "call sync() on every rank first, or save where optimizer.at_sync is true"
 PIECE = 1 << 20
@@ -125,7 +130,8 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     inner: an optimizer of torch.optim, or written like one, or a dense one of ours that was made with
     group=SoloGroup(). Its groups are those of LocalSteps: a schedule may hold either. It is stepped, saved and loaded
     by LocalSteps alone. every: H, the same on every rank. outer: the outer step (OuterSGD). codec: "sign", one bit a
-    value; "int8"; or a Codec. total_steps: of the run, where it is known: a round that would not end in it is refused.
+    value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2 bits each; or a Codec. total_steps: of the run, where it
+    is known: a round that would not end in it is refused.
     group: the ranks (None: torch.distributed's default group, or this process alone). model, max_grad_norm (each rank
     shortens its own gradient): as in CheckedOptions. non_finite: a gradient that is not finite counts as zero on its
     rank; "raise": every rank raises NonFiniteInput at the end of that round, which the next step ends; "skip": only the
@@ -146,7 +152,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         *,
         every: int,
         outer: OuterSGD = OuterSGD(),
-        codec: Literal["sign", "int8"] | Codec = "sign",
+        codec: Literal["sign", "int8", "int4", "topk"] | Codec = "sign",
         total_steps: int | None = None,
         group: GivenGroup | None = None,
         model: nn.Module | None = None,
