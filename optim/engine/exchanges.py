@@ -258,9 +258,7 @@ class _Round:
 
 _owners: dict[int, weakref.ref[Overlap]] = {}
 """By the id of a parameter the Overlap that its hooks belong to, weakly: a new optimizer takes the parameters over.
-
-By id, for torch swaps no tensor with a weak reference. An Overlap holds its parameters, so that no id comes twice.
-"""
+By id, for torch swaps no tensor with a weak reference; an Overlap holds its parameters, so that no id comes twice."""
 
 
 class Overlap:
