@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from benchmarks.provenance import ROOT, provenance
 from benchmarks.report import made_by, pipes
 from benchmarks.turns import run_in_turns
 from thinwire.comm import SoloGroup
+from thinwire.comm.codecs import SignCodec
 from thinwire.contract.files import write_whole
 from thinwire.optim import Adam, LocalSteps, Muon, OneBitMuon, OuterSGD
 
@@ -44,18 +45,33 @@ def _local(name: str, lr: float, every: int, outer: OuterSGD, params: Any, **whe
     return LocalSteps(_inner(name, params, lr), every=every, outer=outer, **where)
 
 
-def cases(inner: str) -> dict[str, Callable[..., Any]]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: its peak rate, and of (parameters, group, model) the optimizer."""
+
+    lr: float
+    make: Callable[..., Any]
+
+
+def cases(inner: str) -> dict[str, Case]:
     """What is run for this inner optimizer, by name."""
-    lr, nesterov, mean = RATES[inner], OuterSGD(), OuterSGD(1.0, 0.0)
-    dense = partial(Muon if inner == "muon" else Adam, lr=lr, weight_decay=DECAY)
-    one_bit = {"one bit a step": partial(OneBitMuon, lr=lr, weight_decay=DECAY)} if inner == "muon" else {}
+    lr, nesterov, mean = RATES[inner], OuterSGD(0.7, 0.9), OuterSGD(1.0, 0.0)
+    dense = Case(lr, partial(Muon if inner == "muon" else Adam, lr=lr, weight_decay=DECAY))
+    one_bit = {"one bit a step": Case(lr, partial(OneBitMuon, lr=lr, weight_decay=DECAY))} if inner == "muon" else {}
     local = {
-        f"local steps, H = {every}, {said}": partial(_local, inner, lr, every, outer)
-        for every, outer, said in (
-            (32, nesterov, "Nesterov 0.7, 0.9"),
-            (128, nesterov, "Nesterov 0.7, 0.9"),
-            (32, mean, "the mean"),
-            (128, mean, "the mean"),
+        f"local steps, H = {every}, {said}": Case(rate, partial(_local, inner, rate, every, outer, codec=codec))
+        for every, outer, said, rate, codec in (
+            (32, nesterov, "Nesterov 0.7, 0.9", lr, "sign"),
+            (128, nesterov, "Nesterov 0.7, 0.9", lr, "sign"),
+            (32, mean, "the mean", lr, "sign"),
+            (128, mean, "the mean", lr, "sign"),
+            (32, mean, "the mean, twice the rate", 2 * lr, "sign"),
+            (32, mean, "the mean, 4 times the rate", 4 * lr, "sign"),
+            (32, mean, "the mean, scales of the 1-norm", lr, SignCodec(scale="l1")),
+            (32, mean, "the mean, a scale for 64 values", lr, SignCodec(block=64)),
+            (32, mean, "the mean, a scale of the 1-norm for 64 values", lr, SignCodec(block=64, scale="l1")),
+            (32, mean, "the mean, 8 bits", lr, "int8"),
+            (128, mean, "the mean, 8 bits", lr, "int8"),
         )
     }
     return {"dense": dense, **one_bit, **local}
@@ -65,28 +81,31 @@ def main(
     inner: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     steps: Annotated[int, typer.Option(min=128, help="Of each run, a multiple of 128.")] = STEPS,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    only: Annotated[str, typer.Option(help="Part of the names of what is run.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Run all of one inner optimizer, and after each write the table of all that are there. A minute of a core each.
 
-    Raises: BadParameter for steps that are no whole rounds.
+    Raises: BadParameter for steps that are no whole rounds, and where no name has `only` in it.
     """
     if steps % 128:
         raise typer.BadParameter(f"{steps}: must be a multiple of 128, the longest round")
+    if not (chosen := {name: case for name, case in cases(inner).items() if only in name}):
+        raise typer.BadParameter(f"--only {only!r}: must be part of one of these: {'; '.join(cases(inner))}")
     torch.set_num_threads(1)
     task, by = DEFAULTS_TASKS["gpt"], provenance()
     out.mkdir(parents=True, exist_ok=True)
-    for name, make in cases(inner).items():
+    for name, case in chosen.items():
         path = out / f"{inner}-{seed}-{name.replace(', ', '-').replace(' ', '_').replace('=', '')}.json"
         if path.exists():
             continue
-        spec = task.spec({"name": "adam", "lr": RATES[inner]}, seed, steps, RANKS)
-        seen = run_in_turns(RANKS, partial(_train, spec, make), 3600.0)[0]
+        spec = task.spec({"name": "adam", "lr": case.lr}, seed, steps, RANKS)
+        seen = run_in_turns(RANKS, partial(_train, spec, case.make), 3600.0)[0]
         one = {
             "inner": inner,
             "method": name,
             "seed": seed,
-            "lr": RATES[inner],
+            "lr": case.lr,
             "steps": spec.steps,
             "parameters": seen.numel,
             "curve": [round(value, 5) for value in seen.curve],
@@ -130,7 +149,8 @@ def _markdown(runs: Sequence[dict[str, Any]]) -> str:
             "",
             f"Validation loss, nats, after {first['steps']} steps of a GPT of {first['parameters']:,} parameters on "
             f"the bytes of a text; {RANKS} ranks of 8 windows of 64 bytes, equal tokens. Rates are the dense methods' "
-            "best, not tuned for local steps. fp32's bytes: of a ring all-reduce in every step; its: all that rank 0 "
+            "best unless the method says otherwise; local steps are in signs unless it says 8 bits. "
+            "fp32's bytes: of a ring all-reduce in every step; its: all that rank 0 "
             "sent in training steps, comparisons of replicas among it; construction and the save at the end are in "
             "neither. One seed a row: differences of a few per cent mean nothing. Rows that lose are printed as they "
             "are.",

@@ -31,7 +31,7 @@ from benchmarks.provenance import ROOT, provenance
 from benchmarks.report import pipes
 from thinwire.comm import SoloGroup, TorchGroup
 from thinwire.comm.keeps import Keeps
-from thinwire.optim import SGD, Adam, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam, ZeroOneSchedule
+from thinwire.optim import SGD, Adam, Lamb, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.regroup import hand_over, regroup
 
@@ -39,6 +39,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "memory"
 SIZES = (1, 2, 4)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SHAPES = [(4096, 4096), (4096,)] * 2
+NARROW = [(4096, 256), (256,)] * 32
+"""As many in matrices of which Newton-Schulz takes seconds; those of 4096 x 4096 take minutes a step."""
 SMALL = [(64, 64), (64,)]
 BUCKET = 1 << 21
 """Elements: 16 buckets, as the default size of 4 Mi makes of a model of 67 million."""
@@ -66,6 +68,9 @@ OPTIMIZERS: dict[str, tuple[type[FlatOptimizer[Any]], dict[str, Any], int]] = {
     "1-bit Adam error memory bf16": (OneBitAdam, {"warmup": 3, "narrow": ("error_memory",)}, 6),
     "1-bit LAMB": (OneBitLamb, {"warmup": 3}, 6),
     "0/1 Adam": (ZeroOneAdam, ZERO_ONE, 14),
+    "Muon": (Muon, {}, 3),
+    "1-bit Muon": (OneBitMuon, {}, 4),
+    "1-bit Muon both bf16": (OneBitMuon, {"narrow": ("momentum", "error_memory")}, 4),
     "Adam in 8 bits": (Adam, {"full_exchange": "int8"}, 3),
     "LAMB in 8 bits": (Lamb, {"full_exchange": "int8"}, 3),
     "1-bit Adam in 8 bits": (OneBitAdam, {"warmup": 3, "full_exchange": "int8"}, 6),
@@ -147,10 +152,10 @@ def forget_peak() -> None:
 class Meter:
     """Bytes of this process above what it had before there was a model."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
         gc.collect()
         self._mapped, self._resident = mapped_bytes(), resident_bytes("VmRSS")
-        self._numel = sum(torch.Size(shape).numel() for shape in SHAPES)
+        self._numel = sum(torch.Size(shape).numel() for shape in shapes)
         self._own = 4 if dtype == torch.float32 else 2
         self.moments: dict[str, Moment] = {}
 
@@ -187,8 +192,10 @@ def call_of(optimizer: FlatOptimizer[Any], before: dict[str, Any]) -> str:
     """What the last step was."""
     if optimizer.num_steps == 1:
         return "first step"
-    if isinstance(optimizer, SGD | Adam | Lamb):
+    if isinstance(optimizer, SGD | Adam | Lamb | Muon):
         return "step"
+    if not optimizer.sends_in_full:
+        return "compressed step"
     if before["frozen_at"] is None:
         synced = optimizer.stats().get("num_syncs", 0) > before.get("num_syncs", 0)
         return "compressed step before the freeze" if synced else "warm-up step"
@@ -216,8 +223,9 @@ def measure(name: str, dtype: torch.dtype, group: TorchGroup | SoloGroup) -> lis
     small = model(SMALL, dtype)
     _through_everything(make(small, group=group, **options), small, steps, group, None)
     del small
-    meter = Meter(dtype)
-    params = model(SHAPES, dtype)
+    shapes = NARROW if issubclass(make, Muon | OneBitMuon) else SHAPES
+    meter = Meter(dtype, shapes)
+    params = model(shapes, dtype)
     optimizer = make.sized(BUCKET)(params, group=group, **options)
     train(optimizer, params, steps, meter)
     _through_everything(optimizer, params, 0, group, meter)
@@ -227,7 +235,7 @@ def measure(name: str, dtype: torch.dtype, group: TorchGroup | SoloGroup) -> lis
         if newcomer:
             del optimizer, params
             gc.collect()
-            params = model(SHAPES, dtype)
+            params = model(shapes, dtype)
             optimizer = make.sized(BUCKET)(params, group=SoloGroup(), **options)
             fill_gradients(params)
         told = "regroup, by who comes" if newcomer else "regroup after a death"
@@ -245,7 +253,7 @@ def _through_everything(
     meter: Meter | None,
 ) -> None:
     """Steps, then state_dict, the step after it, and a planned change. Without a meter: so that code is loaded."""
-    meter = meter or Meter(params[0].dtype)
+    meter = meter or Meter(params[0].dtype, [tuple(param.shape) for param in params])
     train(optimizer, params, steps, meter)
     with meter.around(lambda: "state_dict()", optimizer):
         optimizer.state_dict()

@@ -35,12 +35,19 @@ def main(
     case: Annotated[str, typer.Option(help="Of benchmarks/wire/cases.py.")] = "exchange-25m/2x1Gbit",
     out: Annotated[Path, typer.Option(help="The result, JSON.")] = RESULTS / "pairs.json",
 ) -> None:
-    """Run the pairs, print a table, and keep seconds a step of every turn."""
-    found: list[dict[str, dict[str, list[float]]]] = []
-    result: dict[str, Any] = {}
-    for number in range(1, pairs + 1):
+    """Run the pairs, print a table, and keep seconds a step of every turn. What `out` has is gone on from."""
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    found: list[dict[str, dict[str, list[float]]]] = result.get("seconds_a_step_by_turn", [])
+    for number in range(len(found) + 1, pairs + 1):
         ways = {"old": old, "new": new} if number % 2 else {"new": new, "old": old}
         runs = {way: one_run(folder, case) for way, folder in ways.items()}
+        if found and [result["case"], result["old"], result["new"]] != [
+            case,
+            *(runs[w]["commit"] for w in ("old", "new")),
+        ]:
+            raise typer.BadParameter(
+                f"{out} is of case {result['case']}, {result['old']} and {result['new']}: name another file"
+            )
         found.append({way: seconds_of(run) for way, run in runs.items()})
         result = {
             "command": " ".join(["python -m benchmarks.pairs", *sys.argv[1:]]),

@@ -59,8 +59,8 @@ class Regrouped:
 
     step: committed steps that all ranks hold now. source: whose replicated state it is; None: of nobody, a fresh start.
     received: ranks that were given it. rolled_forward: survivors that had not finished the step themselves.
-    local_steps_lost: steps of 0/1 Adam that some rank, gone or not, has made alone, or not made, and that count for
-    nothing.
+    local_steps_lost: steps of 0/1 Adam or of LocalSteps that some rank, gone or not, has made alone, or not made, and
+    that count for nothing.
     lost: ranks of the old group that are gone. server_lost: those whose server error has gone with them.
     rebuilt: those of whom an estimate stands in R, in place of what was lost.
     lost_norm: an estimate of the norm of what R has lost, from what the survivors hold; 0 where nothing is.

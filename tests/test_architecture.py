@@ -1,6 +1,7 @@
 """Rules of the house that import-linter cannot state."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def test_packages_are_links_to_the_top_level_folders(package):
     assert link.readlink() == Path("..") / package
 
 
+@cache
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from thinwire.contract.reports import Failure
     from thinwire.workers.forming.box import Processes
+    from thinwire.workers.session.training import Run
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ _PR_SET_PDEATHSIG = 1
 class Order:
     """What one of them is to do. rank: in the box, of `size`. port: of the box's store. device: as torch names it.
 
-    address: by which other boxes reach this one. run_dir, created_at, attempt, shared: as of Run.
+    address: by which other boxes reach this one. timeout_s: of a collective with them. run_dir, created_at, attempt,
+    shared: as of Run.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Order:
     port: int
     device: str
     address: str
+    timeout_s: float
     run_dir: str
     created_at: float
     attempt: int
@@ -79,12 +82,11 @@ class Companions:
         size: int,
         devices: list[torch.device],
         address: str,
-        run_dir: Path,
-        created_at: float,
-        attempt: int,
-        shared: bool,
+        run: Run,
+        timeout_s: float,
     ) -> Processes:
-        """Start them, and form the box. devices: of each process, this one's first. Raises: BoxBroken."""
+        """Start them, and form the box. devices: of each process, this one's first. timeout_s: of a collective with
+        other boxes. Raises: BoxBroken."""
         import torch.distributed as dist
 
         store = dist.TCPStore("127.0.0.1", 0, None, True, _seconds(MEET_S), wait_for_workers=False)  # type: ignore[attr-defined]
@@ -96,10 +98,11 @@ class Companions:
                     store.port,
                     str(devices[rank]),
                     address,
-                    str(run_dir),
-                    created_at,
-                    attempt,
-                    shared,
+                    timeout_s,
+                    str(run.directory),
+                    run.created_at,
+                    run.attempt,
+                    run.shared,
                     os.getpid(),
                 )
                 self._start(order, store)
@@ -255,7 +258,7 @@ def _work(order: Order) -> int:
     spec = read_accepted(json.loads(RunFolder(run_dir).job.read_text())["spec"])
     assert isinstance(spec, ScriptSpec)
     store = dist.TCPStore("127.0.0.1", order.port, None, False, _seconds(MEET_S))  # type: ignore[attr-defined]
-    ranks = BoxRanks(_formed(store, order.rank, order.size, device), None, order.address, device)
+    ranks = BoxRanks(_formed(store, order.rank, order.size, device), None, order.address, device, order.timeout_s)
     run = Run(run_dir, order.created_at, order.attempt, shared=order.shared)
     try:
         run_job(spec, run, ranks, device, Reporter())

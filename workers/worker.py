@@ -184,8 +184,9 @@ def box_of(
     from thinwire.workers.forming.box import BoxRanks
 
     companions = Companions(member.fail)
-    processes = companions.start(size, devices, address, run.directory, run.created_at, run.attempt, shared=run.shared)
-    return BoxRanks(processes, (ranks, member), address, devices[0], settle=companions.settle), companions
+    processes = companions.start(size, devices, address, run, ranks.timeout_s)
+    first = ranks, member
+    return BoxRanks(processes, first, address, devices[0], ranks.timeout_s, settle=companions.settle), companions
 
 
 def _failed(failure: Failure, ranks: Ranks, error: Exception) -> Failed:

@@ -6,6 +6,9 @@
                 of natural compression; orthogonalised behind the mean.  [Gruntkowska et al. 2025, arXiv 2510.00643]
     dion_8      low-rank factors of the momentum by power iteration, what they leave stays in it; rank fraction 1/8
     dion_16     and 1/16.  [Ahn et al. 2025, arXiv 2504.05295, Alg. 2; compressed data-parallel sync]
+    tables_in_8_bits
+                ours, not a paper's: OneBitMuon on matrices, Adam with exchanges in 8 bits on all else. Its bytes are
+                those that the group counted
 
 Matrices of blocks are theirs; embeddings, heads and vectors have AdamW on the mean gradient, as in those papers, at a
 rate of their own (BESIDE), and their bytes are counted too. What crosses is formed exactly and averaged in floats;
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.protocol import Group
+from thinwire.optim import Adam, OneBitMuon
 from thinwire.optim.muon_math import SIZE, matrix
 from thinwire.optim.muon_rules import rules_of
 
@@ -140,9 +144,45 @@ class Dion16(Dion):
     part = 1 / 16
 
 
+class TablesIn8Bits(torch.optim.Optimizer):
+    """OneBitMuon on matrices; Adam, full_exchange="int8", on embeddings, heads and vectors at BESIDE of the rate."""
+
+    frozen_at = None
+
+    def __init__(
+        self, params: Iterable[Tensor], lr: float, group: Group, model: nn.Module, weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        rules = rules_of(self.param_groups, model)
+        matrices = [param for param, rule in rules.items() if rule == "matrix"]
+        tables = [param for param, rule in rules.items() if rule != "matrix"]
+        told = {"params": matrices, "rule": "matrix"}
+        self.matrices = OneBitMuon([told], lr, weight_decay=weight_decay, group=group)
+        self.tables = Adam(tables, lr * BESIDE, weight_decay=weight_decay, group=group, full_exchange="int8")
+        self.num_steps, self.evidence = 0, dict[str, Any]()
+        live = sum(one.space.layout.num_live for one in (self.matrices, self.tables))
+        self.space = SimpleNamespace(layout=SimpleNamespace(num_live=live))
+
+    def prepare_to_save(self) -> None:
+        """Nothing: parameters are common."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of both, at the rate that this optimizer's group has. Collective."""
+        self.num_steps += 1
+        for optimizer, part in ((self.matrices, 1.0), (self.tables, BESIDE)):
+            optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"] * part
+            optimizer.step()
+
+
 def _natural(x: Tensor) -> Tensor:
     """The nearest power of two: a sign and an exponent. The paper's rounds at random; this errs less."""
     return torch.where(x == 0, 0, x.sign() * torch.exp2(x.abs().clamp_(min=1e-30).log2().round()))
 
 
-OTHERS = {"sign_muon": SignMuon, "ef21_muon": Ef21Muon, "dion_8": Dion, "dion_16": Dion16}
+OTHERS = {
+    "sign_muon": SignMuon,
+    "ef21_muon": Ef21Muon,
+    "dion_8": Dion,
+    "dion_16": Dion16,
+    "tables_in_8_bits": TablesIn8Bits,
+}

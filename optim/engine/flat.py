@@ -65,6 +65,8 @@ class FlatSpace:
         self._shown = [_alone(view) for view in self._gradients]
         self._given = [as_dtensor(x, tensor.param) for x, tensor in zip(self._shown, self.tensors, strict=True)]
         """What p.grad is set to: the gradient shown, of a shard as a DTensor."""
+        self.copies: dict[int, Tensor] = {}
+        """What p.grad is set to of small shards that hooks have taken into g_N (sent.py)."""
         self._untouched = [-1] * len(self.tensors)
         """Version of the gradient shown when it was set to zero; -1, which none has, where it is not."""
         self._taken = [-1] * len(self.tensors)

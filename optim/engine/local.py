@@ -12,16 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_PLAIN = (Tensor, nn.Parameter)
+_are_dtensors: dict[type, bool] = {Tensor: False, nn.Parameter: False}
+"""By type of tensor. It is asked of every parameter and gradient, several times a step."""
 
 
 def is_dtensor(x: object) -> bool:
     """Is it a DTensor? Nothing is imported for it: where nobody has imported DTensor there is none."""
-    if type(x) in _PLAIN:  # asked of every parameter and gradient, several times a step
-        return False
-    module = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(module, "DTensor", None)
-    return kind is not None and isinstance(x, kind)
+    kind = type(x)
+    found = _are_dtensors.get(kind)
+    if found is None:
+        dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        found = _are_dtensors[kind] = dtensor is not None and issubclass(kind, dtensor)
+    return found
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -40,8 +40,10 @@ class Sent:
         """Keep those of these tensors, which are taken and not sent yet. Modifies p.grad of small ones.
 
         Where the exchange has taken a gradient into g_N the mean will take its place there. Of a small one, as those of
-        vectors are, p.grad is a copy from here on.
+        vectors are, p.grad is a copy from here on, the same tensor in each step: to make a DTensor takes far longer
+        than to copy it.
         """
+        into, small = [], []
         for index in indices:
             param = space.tensors[index].param
             if param.grad is None:
@@ -50,11 +52,17 @@ class Sent:
             if space.lies_flat(here):
                 if here.numel() > SMALL:
                     continue
-                here = here.clone()
-                param.grad = as_dtensor(here, param)
+                if index not in space.copies:
+                    space.copies[index] = as_dtensor(torch.empty_like(here), param)
+                param.grad = space.copies[index]
+                small.append(here)
+                here = local(param.grad)
+                into.append(here)
             if here.numel() and here.is_contiguous():
                 flat = here.view(-1)
                 self._there[index] = flat[:: 1 + len(flat) // FEW].view(_INTEGERS[here.element_size()])
+        if small:
+            torch._foreach_copy_(into, small)
         self.written(indices)
 
     def written(self, indices: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.extras import ROOT, STEPS
+from tests.once import once
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -38,19 +39,25 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("distribution")
+    return Built(*map(Path, once(tmp_path_factory, "distribution", _build)))
+
+
+def _build(folder: Path) -> list[str]:
     source, out = folder / "source", folder / "dist"
     unwanted = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".git", "results", *unwanted))
     subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source], check=True)
     (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
-    return Built(source, sdist, wheel)
+    return [str(path) for path in (source, sdist, wheel)]
 
 
 @pytest.fixture(scope="module")
 def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of an environment with the wheel in it, over the packages of this one, from which no thinwire comes."""
-    at = tmp_path_factory.mktemp("environment")
+    return Path(once(tmp_path_factory, "installed", lambda folder: _install(built, folder)))
+
+
+def _install(built: Built, at: Path) -> str:
     venv.create(at, symlinks=True)
     python = at / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
@@ -59,7 +66,7 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # After its own: and the files *.pth in those folders, such as that of the clone, are not read.
     folders = [path for path in map(Path, sys.path) if path.name == "site-packages"]
     (site / "packages_of_the_tests.pth").write_text("".join(f"{folder}\n" for folder in folders))
-    return at / "bin"
+    return str(at / "bin")
 
 
 def away(installed: Path, folder: Path, *words: str | Path) -> str:

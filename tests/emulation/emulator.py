@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from tests.conftest import missing
-from thinwire.comm.kernels.cuda.launch import THREADS, Argument
+from thinwire.comm.kernels.cuda.launch import FORMS, THREADS, Argument
 
 HERE = Path(__file__).parent
 BUILT = HERE.parents[1] / ".pytest_cache" / "emulation"
@@ -60,6 +60,8 @@ class Emulator:
     ) -> None:
         """As Launcher.launch; returns when the kernel has run."""
         self.launched.append(kernel)
+        unknown = {a.dtype.str[1:] for a in arguments if isinstance(a, np.generic)} - FORMS.keys()
+        assert not unknown, f"{kernel} is given {unknown}, which a launch on a GPU cannot pack"
         tensors = [a for a in arguments if isinstance(a, Tensor)] + list(reads)
         held = [np.array([a.data_ptr()], np.uint64) if isinstance(a, Tensor) else np.array([a]) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(one.ctypes.data for one in held))

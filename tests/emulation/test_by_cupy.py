@@ -110,14 +110,19 @@ def launcher(played, monkeypatch):
 
 def test_arguments_go_to_the_driver_as_the_bytes_of_c(played, launcher):
     structure = np.array([(7, 2.5)], [("a", "u8"), ("b", "f4")])
-    played.sizes = [8, 4, 8, 4, 12]
+    played.sizes = [8, 4, 8, 4, 8, 12]
     for value in (3, 2**32 - 1):
         x = torch.zeros(value % 5 + 1)
-        given = x, np.uint32(value), np.int64(-value), np.float32(value / 7), structure
+        given = x, np.uint32(value), np.int64(-value), np.float32(value / 7), np.float64(value / 7), structure
         launcher.launch("add", value % 9 + 1, 64, given)
         name, shape, arguments = played.launched.pop()
         assert (name, shape) == ("add", (value % 9 + 1, 1, 1, launch.THREADS, 1, 1, 64, 78))
-        numbers = struct.pack("=I", value), struct.pack("=q", -value), struct.pack("=f", np.float32(value / 7))
+        numbers = (
+            struct.pack("=I", value),
+            struct.pack("=q", -value),
+            struct.pack("=fd", np.float32(value / 7), value / 7),
+        )
+        numbers = *numbers[:2], numbers[2][:4], numbers[2][4:]
         assert arguments == [struct.pack("=Q", x.data_ptr()), *numbers, structure.tobytes()]
     assert played.named == ["add"]
 

@@ -12,6 +12,7 @@ import pytest
 from tests.emulation.emulator import require_compiler
 from tests.emulation.pretend import FINISH
 from tests.emulation.whole_steps import PLANTED, cases
+from tests.once import once
 
 ROOT = Path(__file__).parents[2]
 FLOOR = {f"optim.variance.floor.{name}" for name in ("_sums_of", "_raise", "floor_variance_")}
@@ -47,9 +48,14 @@ SELDOM = {
 """As docs/gpu.md has it, "Where the host waits": in which steps, and what of the product waits in them."""
 
 
-@cache
-def told(seldom: bool):
-    """What a process of its own has found: a device that is made up stays in its process."""
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Of seldom cases, or of the others: what a process of its own has found."""
+    return cache(lambda seldom: once(tmp_path_factory, f"waits-{seldom}", lambda folder: found(seldom)))
+
+
+def found(seldom: bool):
+    """A device that is made up stays in its process."""
     require_compiler()
     names = [name for name, case in cases().items() if case.seldom == seldom]
     argv = [sys.executable, "-m", "tests.emulation.whole_steps", *names]
@@ -79,7 +85,7 @@ def happens(name, step):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if case.seldom else name for name, case in cases().items()]
 )
-def test_a_step_waits_for_the_device_in_finish_alone(name):
+def test_a_step_waits_for_the_device_in_finish_alone(told, name):
     steps = told(cases()[name].seldom)[name]
     assert len(steps) == cases()[name].steps
     assert sum(step["compares"] for step in steps) <= 4
@@ -91,11 +97,11 @@ def test_a_step_waits_for_the_device_in_finish_alone(name):
         assert {wait for wait in waits if wait.split(": ")[0] not in allowed} == set(), step
 
 
-def test_what_may_wait_does_wait_somewhere_else_it_need_not_be_allowed():
+def test_what_may_wait_does_wait_somewhere_else_it_need_not_be_allowed(told):
     run = told(False)
     found = {wait.split(": ")[0] for name in run if name != "planted" for step in run[name] for wait in step["waits"]}
     assert set().union(*SELDOM.values()) <= found
 
 
-def test_what_makes_the_host_wait_is_seen():
+def test_what_makes_the_host_wait_is_seen(told):
     assert told(False)["planted"] == PLANTED

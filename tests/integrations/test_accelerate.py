@@ -13,6 +13,7 @@ import pytest
 
 from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
+from tests.once import once
 
 RUNS = """
 import contextlib, json
@@ -358,12 +359,15 @@ def told(tmp_path_factory):
     """What rank 0 saw of all runs."""
     if importlib.util.find_spec("accelerate") is None:
         missing("accelerate is not installed: pip install accelerate")
-    folder = tmp_path_factory.mktemp("accelerate")
-    ranks = start(RUNS, 2, folder, timeout_s=60)
-    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
-    both = [json.loads(said(folder, rank, "told")) for rank in range(2)]
-    assert both[0]["refused"] == both[1]["refused"]
-    return both[0]
+
+    def make(folder):
+        ranks = start(RUNS, 2, folder, timeout_s=60)
+        assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+        both = [json.loads(said(folder, rank, "told")) for rank in range(2)]
+        assert both[0]["refused"] == both[1]["refused"]
+        return both[0]
+
+    return once(tmp_path_factory, "accelerate", make)
 
 
 @pytest.mark.parametrize("run", ["plain", "bf16"])

@@ -13,6 +13,7 @@ import pytest
 
 from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
+from tests.once import once
 
 RUNS = """
 import json
@@ -229,13 +230,16 @@ def told(tmp_path_factory):
     """What rank 0 saw of all runs."""
     if importlib.util.find_spec("transformers") is None:
         missing("transformers is not installed: pip install transformers accelerate")
-    folder = tmp_path_factory.mktemp("trainer")
-    ranks = start(RUNS, 2, folder, timeout_s=60)
-    assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]
-    both = [json.loads(said(folder, rank, "told")) for rank in range(2)]
-    for rank in (0, 1):
-        assert both[rank]["refused"].keys() == both[0]["refused"].keys()
-    return both[0]
+
+    def make(folder):
+        ranks = start(RUNS, 2, folder, timeout_s=60)
+        assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]
+        both = [json.loads(said(folder, rank, "told")) for rank in range(2)]
+        for rank in (0, 1):
+            assert both[rank]["refused"].keys() == both[0]["refused"].keys()
+        return both[0]
+
+    return once(tmp_path_factory, "transformers", make)
 
 
 @pytest.mark.parametrize("run", ["plain", "bf16", "unclipped"])

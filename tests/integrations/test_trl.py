@@ -12,6 +12,7 @@ import pytest
 
 from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
+from tests.once import once
 
 RUNS = """
 import copy, json
@@ -128,10 +129,13 @@ def told(tmp_path_factory):
     for library in ("trl", "peft"):
         if importlib.util.find_spec(library) is None:
             missing(f"{library} is not installed: pip install {library}")
-    folder = tmp_path_factory.mktemp("trl")
-    ranks = start(RUNS, 2, folder, timeout_s=60)
-    assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]
-    return json.loads(said(folder, 0, "told"))
+
+    def make(folder):
+        ranks = start(RUNS, 2, folder, timeout_s=60)
+        assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]
+        return json.loads(said(folder, 0, "told"))
+
+    return once(tmp_path_factory, "trl", make)
 
 
 @pytest.mark.parametrize("run", ["sft", "packed", "defaults", "dpo", "lora"])

@@ -3,12 +3,16 @@
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from thinwire.contract.reports import Failure
 from thinwire.workers import companions
 from thinwire.workers.companions import FAILED, Companions
+from thinwire.workers.session.training import Run
+from thinwire.workers.worker import box_of
 
 
 class Store(dict):
@@ -70,6 +74,17 @@ def test_what_another_has_failed_with_is_known_when_the_first_has_settled(monkey
     assert box.companions.failure == failure
     assert box.said == [f"process 1 of its box (pid {box.process.pid}) failed: ValueError: no such file"]
     box.companions.stop(0.0)
+
+
+def test_all_processes_of_a_box_wait_for_other_boxes_as_long_as_its_member_does(monkeypatch, tmp_path):
+    """One that waits less takes its box out of a generation for a slow peer that the others wait for."""
+    orders = []
+    monkeypatch.setattr(Companions, "_start", lambda self, order, store: orders.append(order))
+    monkeypatch.setattr(companions, "_formed", lambda store, rank, size, device: SimpleNamespace(rank=rank, size=size))
+    first, member = SimpleNamespace(timeout_s=77.0, where=None), SimpleNamespace(fail=None)
+    ranks, _ = box_of(first, member, 3, [torch.device("cpu")] * 3, "127.0.0.1", Run(tmp_path, 1.0))
+    assert [order.timeout_s for order in orders] == [77.0] * 2
+    assert ranks._timeout_s == 77.0
 
 
 def test_one_that_has_come_to_the_end_breaks_nothing(monkeypatch):

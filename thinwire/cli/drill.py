@@ -27,6 +27,7 @@ class OptimizerName(StrEnum):
     LAMB = "lamb"
     SGD = "sgd"
     MUON = "muon"
+    LOCAL_STEPS = "local_steps"
 
 
 class ShadowChoice(StrEnum):

@@ -163,6 +163,35 @@ class MuonSpec(FullExchange):
     nesterov: bool = True
 
 
+class OuterSpec(Frozen):
+    """The outer step: what all workers do with the mean of what they have moved by (OuterSGD)."""
+
+    lr: float = _field(declared.OUTER_LR)
+    momentum: float = _field(declared.OUTER_MOMENTUM)
+    nesterov: bool = True
+
+
+Inner = Annotated[AdamSpec | LambSpec | SgdSpec | MuonSpec, Field(discriminator="name")]
+
+
+class LocalStepsSpec(Frozen):
+    """Local steps (DiLoCo, arXiv 2311.08105): each worker steps alone; every so many steps their moves are averaged."""
+
+    name: Literal["local_steps"]
+    every: Whole = _field(declared.EVERY)
+    inner: Inner = Field(
+        description="the optimizer of each worker alone, whose lr is the run's: adam, lamb, sgd or muon, without "
+        "full_exchange"
+    )
+    outer: OuterSpec = Field(default_factory=OuterSpec)
+    codec: Literal["sign", "int8"] = Field("sign", description="of what is exchanged: one bit a value, or eight")
+
+    @property
+    def lr(self) -> float:
+        """The peak learning rate, which the schedule shapes: the inner optimizer's."""
+        return self.inner.lr
+
+
 Optimizer = Annotated[
     OneBitAdamSpec
     | OneBitLambSpec
@@ -172,6 +201,7 @@ Optimizer = Annotated[
     | AdamSpec
     | LambSpec
     | SgdSpec
-    | MuonSpec,
+    | MuonSpec
+    | LocalStepsSpec,
     Field(discriminator="name"),
 ]

@@ -26,6 +26,7 @@ from thinwire.contract.job_names import LABEL
 from thinwire.contract.optimizers import (
     Freezing,
     FullExchange,
+    LocalStepsSpec,
     OneBitAdamSpec,
     OneBitLambSpec,
     OneBitSgdSpec,
@@ -478,6 +479,17 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))
     if isinstance(bounds, OneBitLambSpec) and bounds.factor_min > bounds.factor_max:
         found.append(("optimizer.factor_min", bounds.factor_min, f"at most optimizer.factor_max = {bounds.factor_max}"))
+    local = spec.optimizer
+    if isinstance(local, LocalStepsSpec):
+        if local.every > spec.steps:
+            found.append(
+                ("optimizer.every", local.every, f"at most steps = {spec.steps}, or workers would exchange nothing")
+            )
+        if local.inner.full_exchange is not None:
+            words = "left out: inside of local steps no gradient is sent; optimizer.codec says how moves are"
+            found.append(("optimizer.inner.full_exchange", local.inner.full_exchange, words))
+        if spec.topology == "node_first":
+            found.append(("topology", spec.topology, "flat or auto with optimizer.name = local_steps"))
     if spec.lr_warmup_steps > spec.steps:
         found.append(("lr_schedule.warmup", spec.lr_warmup_steps, f"at most steps = {spec.steps}"))
     return found

@@ -59,7 +59,7 @@ def load_by_parameter(optimizer: FlatOptimizer[Any], state: Mapping[str, Any]) -
 
     Raises: ValueError saying what differs; then nothing has changed.
     """
-    plain = json.loads(state[PLAIN])
+    plain = _plain(state)
     for group in plain["param_groups"]:
         if "betas" in group:
             group["betas"] = tuple(group["betas"])
@@ -77,8 +77,9 @@ def load_by_parameter(optimizer: FlatOptimizer[Any], state: Mapping[str, Any]) -
         )
 
     def vector(name: str) -> Tensor:
-        parts = [local(state[f"{names[tensor.name]}/{name}"]) for tensor in order.tensors]
-        if name in _numbers(optimizer):
+        is_number = name in _numbers(optimizer)
+        parts = [_tensor(state, f"{names[t.name]}/{name}", None if is_number else t.param) for t in order.tensors]
+        if is_number:
             return torch.cat(parts)
         whole_N = parts[0].new_zeros(order.numel)
         for part, tensor in zip(parts, order.tensors, strict=True):
@@ -96,6 +97,41 @@ def load_by_parameter(optimizer: FlatOptimizer[Any], state: Mapping[str, Any]) -
             **({MASTER: torch.cat([master.reshape(-1) for master in masters])} if masters else {}),
         }
     )
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        plain = json.loads(state[PLAIN])
+        groups = plain["param_groups"]
+        fits = isinstance(plain["shapes"], list) and all(len(entry) == 3 for entry in plain["entries"])
+        fits = fits and isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    except (KeyError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        found = repr(state.get(PLAIN, "nothing"))
+        raise ValueError(
+            f"the state has {found[:100]} by the key {PLAIN!r}, which is not what by_parameter() has written there: "
+            "save and load all of what it gives"
+        )
+    return dict(plain)
+
+
+def _tensor(state: Mapping[str, Any], key: str, param: Tensor | None) -> Tensor:
+    """What is here of it. param: that it is laid out as; None: it is one number."""
+    x = state.get(key)
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"the state has {'nothing' if x is None else type(x).__name__} by the key {key!r}, where a tensor belongs: "
+            "give model= as when it was saved, so that parameters have the same names, and load all that "
+            "by_parameter() gives"
+        )
+    here = local(x)
+    if param is not None and here.shape != local(param).shape:
+        raise ValueError(
+            f"the state has {list(here.shape)} by the key {key!r}, and of this parameter {list(local(param).shape)} is "
+            "here: let dcp.load fill in what by_parameter() of this optimizer gives, which reshards it"
+        )
+    return here
 
 
 def _numbers(optimizer: FlatOptimizer[Any]) -> set[str]:

@@ -175,8 +175,9 @@ class _Look:
 class BoxRanks:
     """The Ranks of one process of a box. first: those of the member, on its first process; None on the others.
 
-    host: this process's own address, for its lane. timeout_s: of a collective there. settle: called on the first
-    before it says that it has failed: it may have failed for the end of another (workers/companions.py).
+    host: this process's own address, for its lane. timeout_s: of a collective there; the same on all processes, for
+    one that gives up earlier takes the box out of a generation in which the others would have waited. settle: called
+    on the first before it says that it has failed: it may have failed for the end of another (workers/companions.py).
     """
 
     elastic = True
@@ -187,7 +188,7 @@ class BoxRanks:
         first: tuple[ElasticRanks, Member] | None,
         host: str,
         device: torch.device,
-        timeout_s: float = 60.0,
+        timeout_s: float,
         settle: Callable[[], None] | None = None,
     ) -> None:
         self.box: Box = processes

@@ -341,7 +341,7 @@ class ElasticRanks:
     ) -> None:
         self.box: Box = Alone()
         self._ended, self._floor, self._beside = ended, floor, beside
-        self._member, self._door, self._device, self._timeout_s = member, door, device, timeout_s
+        self._member, self._door, self._device, self.timeout_s = member, door, device, timeout_s
         self._patience, self._times = patience, times
         self._reach: Reach | None = None
         self.on_wait: OnWait = only_logged
@@ -375,7 +375,7 @@ class ElasticRanks:
             self._door,
             self._member,
             self._device,
-            self._timeout_s,
+            self.timeout_s,
             self._patience,
             self._reach,
             beside=self._beside,
@@ -422,10 +422,10 @@ class ElasticRanks:
         if self._reach is not None:  # before the others form their next group: else its connections hang at their doors
             self._reach.close()
         if self._beside:
-            close_lane(self._group, self._timeout_s)
+            close_lane(self._group, self.timeout_s)
             self._group = None
         else:
-            close_group(self._group, self._timeout_s)
+            close_group(self._group, self.timeout_s)
 
     def _wait_to_commit(self, step: int) -> None:
         logger.warning("may_not_commit step=%d reason=the membership was not heard of for too long: waiting", step)

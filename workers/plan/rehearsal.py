@@ -29,17 +29,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.comm.groups.blocking import MirroredGroup
+from thinwire.comm.groups.blocking import MirroredGroup, SoloGroup
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.kernels.choose import CPU_DTYPES
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import PlanFailed, Say
 from thinwire.contract.spec import TrainSpec
-from thinwire.optim import FlatOptimizer, ZeroOneAdam, ZeroOneSchedule
+from thinwire.optim import FlatOptimizer, LocalSteps, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.plan.children import Children, Parent
-from thinwire.workers.plan.forecast import COMPRESSED, FROM_THE_FIRST, ONE_BIT_SGD, ZERO_ONE, Busy, Rehearsed
+from thinwire.workers.plan.forecast import (
+    COMPRESSED,
+    FROM_THE_FIRST,
+    LOCAL_STEPS,
+    ONE_BIT_SGD,
+    ZERO_ONE,
+    Busy,
+    Rehearsed,
+    inner_of,
+)
 from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
 from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
@@ -51,7 +60,7 @@ SETTLING = 2
 """Steps of a kind before it is timed: the first touches memory, the second is the first that goes on from it."""
 ENDLESS = 1 << 20
 """As the longest gap between syncs: no sync comes while local steps are timed."""
-PARTS = 5
+PARTS = 6
 """What rank 0 says: the transport, forward and backward, and each compressed method."""
 ELEMENTS = 1 << 22
 """Of the vector that is sent to time the transport: 16 MB in float32, larger than caches."""
@@ -175,12 +184,13 @@ def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
     if name == ZERO_ONE:
         schedule = ZeroOneSchedule(dense_steps=timed, local_step_scaler=1, local_step_clipper=1)
         given = {"var_freeze_step": timed, "schedule": schedule}
+    params: Any = [(called, param) for called, param in model.named_parameters() if param.requires_grad]
+    given |= {"lr": RATE, "overlap": setting.overlap}
+    if name == LOCAL_STEPS:
+        params = OPTIMIZERS[inner_of(setting.methods)](params, lr=RATE, group=SoloGroup())
+        given = {"every": 1}
     optimizer: FlatOptimizer[Any] = OPTIMIZERS[name].sized(setting.bucket_elements)(
-        [(called, param) for called, param in model.named_parameters() if param.requires_grad],
-        lr=RATE,
-        group=MirroredGroup(setting.workers),
-        overlap=setting.overlap,
-        **given,
+        params, group=MirroredGroup(setting.workers), **given
     )
 
     def step() -> None:
@@ -188,10 +198,13 @@ def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
         optimizer.step()
         optimizer.zero_grad()
 
-    full_s = 0.0 if name in FROM_THE_FIRST else clock.median_s(step)
+    full_s = 0.0 if name in (*FROM_THE_FIRST, LOCAL_STEPS) else clock.median_s(step)
     compressed_s, local_s = clock.median_s(step), 0.0
     if isinstance(optimizer, ZeroOneAdam):
         optimizer.local_step_clipper = ENDLESS
+        local_s = clock.median_s(step)
+    if isinstance(optimizer, LocalSteps):
+        optimizer.every = ENDLESS
         local_s = clock.median_s(step)
     return Busy(full_s, compressed_s, local_s)
 

@@ -86,7 +86,7 @@ def orders_of(
         job.overlap,
         spec.model_dump(mode="json") if learned is None else None,
         None if learned is None else asdict(learned),
-        compressed_for(job.run.method),
+        compressed_for(job.run.family),
     )
 
 

@@ -5,7 +5,7 @@ Nothing is measured. Plans and sizes of buckets follow from it.
     full        the gradient in full: a warm-up step, or any step of a dense optimizer
     both        0/1 Adam: a step that moves the variance sends the gradient in full, and syncs
     compressed  one bit a value
-    local       0/1 Adam, between two syncs: nothing is sent
+    local       0/1 Adam between two syncs, local steps in a round: nothing is sent
 
 With warmup = auto nobody knows when the variance will be stable. The earliest step that the rule allows is assumed, and
 the latest is given too (optim/variance/when_to_freeze.py). Steps that bring a frozen variance up to date are full,
@@ -20,9 +20,10 @@ from typing import Any, Self
 
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
-from thinwire.contract.optimizers import OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
+from thinwire.contract.hyperparameters import EVERY
+from thinwire.contract.optimizers import LocalStepsSpec, OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
 from thinwire.contract.spec import TrainSpec
-from thinwire.optim import FlatOptimizer, ZeroOneAdam
+from thinwire.optim import FlatOptimizer, LocalSteps, ZeroOneAdam
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
@@ -46,6 +47,7 @@ class RunSteps:
     warmup: steps in full before the freeze, of 1-bit Adam and LAMB; None: they find it, or there is none.
     var_freeze_step, dense_steps, var_update_scaler, local_step_scaler, local_step_clipper: of 0/1 Adam.
     refresh: of all that freeze a variance.
+    inner, every, codec: of local steps; every of other methods: what local steps would have by default.
     lr_warmup_steps: in which the learning rate rises; then it falls as a cosine to `floor` of its peak, 1: stays.
     full_exchange: None: half, flat: low-precision parameters, topology flat, from which it follows.
     Raises: ValueError where these cannot stand together.
@@ -66,6 +68,9 @@ class RunSteps:
     var_update_scaler: int = 16
     local_step_scaler: int | None = None
     local_step_clipper: int | None = None
+    inner: str | None = None
+    every: int = EVERY.default
+    codec: str = "sign"
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -77,6 +82,11 @@ class RunSteps:
             if value is not None and value > most:
                 raise ValueError(f"{name} = {value} in a run of {self.steps} steps: at most {most} is possible")
 
+    @property
+    def family(self) -> str:
+        """The method whose steps may stand in for this run's: of local steps the inner optimizer."""
+        return self.inner or self.method
+
     @classmethod
     def of_job(cls, spec: TrainSpec) -> Self:
         """As a job file says it."""
@@ -87,8 +97,11 @@ class RunSteps:
             more = {name: getattr(given, name) for name in names}
         if isinstance(given, COMPRESSED):
             more["refresh"] = given.refresh
-        if hasattr(given, "betas"):
-            more["beta2"] = given.betas[1]
+        if isinstance(given, LocalStepsSpec):
+            more |= {"inner": given.inner.name, "every": given.every, "codec": given.codec}
+        rule = given.inner if isinstance(given, LocalStepsSpec) else given
+        if hasattr(rule, "betas"):
+            more["beta2"] = rule.betas[1]
         return cls(
             spec.steps,
             given.name,
@@ -110,7 +123,7 @@ class RunSteps:
         Raises: ValueError for an optimizer that no job has, and settings that do not fit the length of the run.
         """
         mine = type(optimizer)  # or made of it by sized(), of the same name
-        names = [n for n, kind in OPTIMIZERS.items() if kind in mine.__mro__ and kind.__name__ == mine.__name__]
+        names = names_of(mine)
         if not names:
             raise ValueError(f"{mine.__name__}: must be one of {', '.join(OPTIMIZERS)}, not a class made of it")
         steps = length_of(optimizer, last) or ASSUMED_STEPS
@@ -124,6 +137,11 @@ class RunSteps:
                 **asdict(optimizer.schedule),
                 "local_step_clipper": optimizer.local_step_clipper,
             }
+        if isinstance(optimizer, LocalSteps):
+            inner = type(optimizer.inner.optimizer)
+            known = names_of(inner) or [kind for kind in ("sgd", "muon") if kind == inner.__name__.lower()]
+            more = {"inner": (known or ["adam"])[0], "every": optimizer.every}
+            more["codec"] = getattr(optimizer.codec, "name", "sign")
         if "betas" in optimizer.param_groups[0]:
             more["beta2"] = optimizer.param_groups[0]["betas"][1]
         falls = has_scheduler(optimizer)
@@ -139,6 +157,11 @@ class RunSteps:
     def rate(self, step: int) -> float:
         """The learning rate of a step (from 1), of its peak."""
         return risen_and_fallen(step, self.steps, self.lr_warmup_steps, self.floor)
+
+
+def names_of(kind: type) -> list[str]:
+    """What a job file calls this class of optimizers, or one that sized() has made of it; empty where nothing."""
+    return [name for name, one in OPTIMIZERS.items() if one in kind.__mro__ and one.__name__ == kind.__name__]
 
 
 def length_of(optimizer: FlatOptimizer[Any], last: int | None) -> int | None:
@@ -201,7 +224,7 @@ def full_steps(run: RunSteps) -> FullSteps:
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
-    if run.method in ("onebit_sgd", "onebit_muon"):
+    if run.method in ("onebit_sgd", "onebit_muon", "local_steps"):
         return NO_FULL_STEPS
     freeze = run.warmup
     if run.method == "zero_one_adam":
@@ -231,6 +254,12 @@ def one_bit(run: RunSteps, *, lamb: bool = False) -> Kinds:
     refreshes = refreshes_between(first, run.steps, beta2, part or PART)
     full = first + refreshes
     return Kinds(full=full, compressed=run.steps - full, latest_warmup=latest, refreshes=refreshes)
+
+
+def local_steps(run: RunSteps) -> Kinds:
+    """Local steps. The end of the run ends a round too; those that a checkpoint ends early are not counted."""
+    rounds = -(-run.steps // run.every)
+    return Kinds(full=0, compressed=rounds, local=run.steps - rounds)
 
 
 def zero_one(run: RunSteps) -> Kinds:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
+from thinwire.contract.optimizers import LocalStepsSpec
 from thinwire.contract.spec import PythonStdlib, TextFile, TextRecipe, TrainSpec
 from thinwire.optim import (
     SGD,
@@ -25,11 +27,13 @@ from thinwire.optim import (
     FlatOptimizer,
     Lamb,
     LambBounds,
+    LocalSteps,
     Muon,
     OneBitAdam,
     OneBitLamb,
     OneBitMuon,
     OneBitSGD,
+    OuterSGD,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
@@ -49,6 +53,7 @@ OPTIMIZERS: dict[str, Any] = {
     "lamb": Lamb,
     "sgd": SGD,
     "muon": Muon,
+    "local_steps": LocalSteps,
 }
 """By `optimizer.name` of the spec."""
 
@@ -71,8 +76,12 @@ def risen_and_fallen(step: int, steps: int, warmup: int, floor: float, *, peak: 
 
 
 def hyperparameters(spec: TrainSpec) -> dict[str, Any]:
-    """The hyperparameters of the job file, under the constructors' names, and the run's steps where they are needed."""
-    hyper = spec.optimizer.model_dump(exclude={"name"})
+    """The hyperparameters of the job file, under the constructors' names, and the run's steps where they are needed.
+
+    Of local steps those of the inner optimizer, which are in the parameter groups.
+    """
+    given = spec.optimizer
+    hyper = (given.inner if isinstance(given, LocalStepsSpec) else given).model_dump(exclude={"name"})
     if "warmup" in hyper:
         hyper["warmup"] = spec.warmup_steps or "auto"
         hyper |= {"total_steps": spec.steps, "lr_warmup_steps": spec.lr_warmup_steps}
@@ -137,7 +146,18 @@ class OfJob(Recipe):
 
     def optimizer(self, params: Iterable[Any], group: Group) -> FlatOptimizer[Any]:
         """The one that the spec names."""
-        made = OPTIMIZERS[self.spec.optimizer.name].sized(self.spec.bucket_elements or DEFAULT_BUCKET)
+        given = self.spec.optimizer
+        made = OPTIMIZERS[given.name].sized(self.spec.bucket_elements or DEFAULT_BUCKET)
+        if isinstance(given, LocalStepsSpec):
+            local: FlatOptimizer[Any] = made(
+                OPTIMIZERS[given.inner.name](params, group=SoloGroup(), **hyperparameters(self.spec)),
+                every=given.every,
+                outer=OuterSGD(given.outer.lr, given.outer.momentum, given.outer.nesterov),
+                codec=given.codec,
+                total_steps=self.spec.steps,
+                group=group,
+            )
+            return local
         optimizer: FlatOptimizer[Any] = made(
             params,
             group=group,

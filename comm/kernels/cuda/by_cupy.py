@@ -21,12 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.cuda.launch import THREADS, Argument
+from thinwire.comm.kernels.cuda.launch import FORMS, THREADS, Argument
 
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")
 """The sources name every rounding; these say it once more."""
-FORMS = {"u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}
-"""What a number is called by struct."""
 SLOT = 16
 """An argument begins at a multiple of so many bytes, as any structure of C may need."""
 

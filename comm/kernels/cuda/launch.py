@@ -14,6 +14,8 @@ THREADS = 256
 Array = np.ndarray[Any, Any]
 Argument = Tensor | np.generic | Array
 """Of a kernel: a tensor is the address of its first element; a number, and an array of one structure, go by value."""
+FORMS = {"u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f", "f8": "d"}
+"""What struct calls each type of numbers that kernels are given."""
 
 
 class Launcher(Protocol):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from tests.comm.gloo_ranks import said, start
 from tests.optim.sharded.boxes import SETUP
+from thinwire.integrations.checkpoint import by_parameter, load_by_parameter
+from thinwire.optim import Adam
 
 RESHARDED = """
 import warnings
@@ -69,6 +72,45 @@ found["refused"] = refused(lambda: load_by_parameter(Adam(smaller.parameters(), 
 say("found", json.dumps(found))
 dist.destroy_process_group()
 """
+
+
+def without(state, key):
+    return {name: x for name, x in state.items() if name != key}
+
+
+def changed(state, key):
+    return {**without(state, key), f"module.{key}": state[key]}
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda s, key: without(s, key), "the state has nothing by the key '0.weight/m_N', where a tensor"),
+        (changed, "the state has nothing by the key '0.weight/m_N', where a tensor belongs: give model= as"),
+        (lambda s, key: {**s, key: "text"}, "the state has str by the key '0.weight/m_N'"),
+        (
+            lambda s, key: {**s, key: torch.ones(3)},
+            r"the state has \[3\] by the key '0.weight/m_N', and of this .* \[2, 3\]",
+        ),
+        (lambda s, key: without(s, "plain"), "the state has 'nothing' by the key 'plain', which is not what"),
+        (lambda s, key: {**s, "plain": "{"}, "the state has '{' by the key 'plain'"),
+        (lambda s, key: {**s, "plain": "[1]"}, "by the key 'plain', which is not what by_parameter"),
+        (
+            lambda s, key: {**s, "plain": json.dumps({**json.loads(s["plain"]), "param_groups": 3})},
+            "by the key 'plain'",
+        ),
+        (lambda s, key: {**s, "plain": json.dumps(without(json.loads(s["plain"]), "entries"))}, "by the key 'plain'"),
+    ],
+)
+def test_a_checkpoint_with_missing_or_other_entries_is_refused_and_changes_nothing(damage, words):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    optimizer = Adam(model.parameters(), lr=0.1, model=model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = by_parameter(optimizer)
+    with pytest.raises(ValueError, match=words):
+        load_by_parameter(optimizer, damage(state, "0.weight/m_N"))
+    assert all(torch.equal(x, state[key]) for key, x in by_parameter(optimizer).items() if key != "plain")
 
 
 @pytest.mark.law

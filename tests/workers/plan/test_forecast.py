@@ -49,7 +49,7 @@ def test_a_job_of_sgd_or_muon_is_planned_beside_the_same_at_one_bit_which_has_no
     given = SPEC.model_dump(exclude={"optimizer"})
     spec = small_spec(**given | {"optimizer": {"name": f"{prefix}{kind}", "lr": 0.1}})
     found = plan(spec, busy={f"onebit_{kind}": Busy(0.0, 0.23)})
-    assert [one.name for one in found.methods] == ["dense_fp32", "dense_bf16", f"onebit_{kind}"]
+    assert [one.name for one in found.methods] == ["dense_fp32", "dense_bf16", f"onebit_{kind}", "local_steps"]
     ours = found.method(f"onebit_{kind}")
     assert any("AdamW" in note for note in found.assumed) == (kind == "muon")
     assert (ours.warmup, ours.warmup_step_s) == (0, None)
@@ -58,6 +58,24 @@ def test_a_job_of_sgd_or_muon_is_planned_beside_the_same_at_one_bit_which_has_no
     assert {"sgd": "1-bit SGD", "muon": "1-bit Muon"}[kind] in found.verdict
     assert "warm-up" not in found.verdict
     assert not [note for note in found.assumed if "warm-up" in note or "full exchanges" in note]
+
+
+def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_them_alone():
+    """1000 steps of rounds of 32: 32 exchanges, the last of a round that the end of the run cuts short."""
+    bits = 3_125_000 + 4 * 6104
+    by_default = plan(SPEC)
+    local = by_default.method("local_steps")
+    assert local.run_bytes == pytest.approx(32 * bits)
+    assert local.run_s == pytest.approx(968 * 0.24 + 32 * (0.26 + bits / 12.5e6 + 2e-4))
+    assert local.run_s < by_default.method(by_default.best).run_s
+    assert by_default.best != "local_steps"
+    assert any("2.263 in place of 1.981" in note for note in by_default.assumed)
+    given = {"name": "local_steps", "every": 100, "inner": {"name": "muon"}, "codec": "int8"}
+    asked = plan(small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": given}))
+    assert [one.name for one in asked.methods] == ["dense_fp32", "dense_bf16", "onebit_muon", "local_steps"]
+    assert asked.best == "local_steps"
+    assert asked.method("local_steps").run_bytes == pytest.approx(10 * 8 * bits, rel=0.02)
+    assert any("muon, 100 to a round" in note and "is not known" in note for note in asked.assumed)
 
 
 def test_local_steps_of_zero_one_adam_send_nothing():

@@ -81,17 +81,21 @@ def test_a_job_of_sgd_rehearses_1_bit_sgd_and_nothing_of_adam(sent):
     bucket, methods = 1 << 16, compressed_for("sgd")
     setting = Setting(2, bucket, 1, 1.0, torch.device("cpu"), methods=methods)
     found = rehearse(recipe_of(SPEC), setting, together, quiet)
-    assert tuple(found.busy) == methods == compressed_for("onebit_sgd") == ("onebit_sgd",)
-    ((group, marks),) = sent
+    assert tuple(found.busy) == methods == compressed_for("onebit_sgd") == ("onebit_sgd", "local_steps")
+    (_, marks), (group, of_local) = sent
     bits = one_bit(Network(2, 0.0, 1.0), found.elements, Transport(), bucket).payload_bytes
-    steps = [after - before for before, after in pairwise([*marks, group.stats.sent_bytes])]
-    assert steps[:3] == pytest.approx([bits] * 3, rel=0.06)
+    steps = [after - before for before, after in pairwise(marks)]
+    assert steps[:2] == pytest.approx([bits] * 2, rel=0.06)
+    steps = [after - before for before, after in pairwise([*of_local, group.stats.sent_bytes])]
+    assert steps == pytest.approx([bits] * 3 + [0] * (len(steps) - 3), rel=0.06)
+    assert len(steps) > 3
+    assert found.busy["local_steps"].local > 0
 
 
 def test_orders_name_the_methods_that_can_stand_in_for_the_job_s_own():
     for name, methods in (("sgd", ["onebit_sgd"]), ("adam", [*COMPRESSED])):
         orders = orders_of(PlanRequest(small_spec(optimizer={"name": name}), GIGABIT), GIGABIT, 2)[1]
-        assert list(orders.methods) == methods
+        assert list(orders.methods) == [*methods, "local_steps"]
 
 
 def test_nothing_is_trained():

@@ -9,6 +9,7 @@ from thinwire.comm.wire.network import Exchange
 from thinwire.optim.engine.schedule import Wire, is_variance_step
 from thinwire.workers.plan import schedule
 from thinwire.workers.plan.schedule import RunSteps
+from thinwire.workers.recipes import recipe_of
 from thinwire.workers.recipes.of_job import OPTIMIZERS, hyperparameters, learning_rate
 
 ZERO_ONE = {"name": "zero_one_adam", "lr": 1e-3, "betas": [0.9, 0.99]}
@@ -108,12 +109,16 @@ def test_a_job_of_another_optimizer_is_counted_as_if_it_had_this_one():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_says_of_its_run_what_its_job_file_says(name):
-    spec = small_spec(steps=100, optimizer={"name": name, "lr": 1e-3}, lr_schedule={"warmup": 9, "decay": "constant"})
+    given = {"name": name, "lr": 1e-3}
+    if name == "local_steps":
+        given = {"name": name, "every": 8, "codec": "int8", "inner": {"name": "adam", "lr": 1e-3, "betas": (0.8, 0.95)}}
+    spec = small_spec(steps=100, optimizer=given, lr_schedule={"warmup": 9, "decay": "constant"})
     param = torch.nn.Parameter(torch.ones(8, 8))
-    optimizer = OPTIMIZERS[name]([param], group=MirroredGroup(2), **hyperparameters(spec))
+    optimizer = recipe_of(spec).optimizer([param], MirroredGroup(2))
     found, told = RunSteps.of_optimizer(optimizer, 100), RunSteps.of_job(spec)
     assert schedule.full_steps(found) == schedule.full_steps(told)
-    assert (found.steps, found.method, found.beta2) == (told.steps, told.method, told.beta2)
+    for of_run in ("steps", "method", "beta2", "inner", "every", "codec"):
+        assert getattr(found, of_run) == getattr(told, of_run), of_run
 
 
 @pytest.mark.parametrize(

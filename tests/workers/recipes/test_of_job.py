@@ -11,9 +11,9 @@ import yaml
 from tests.workers.by_hand import build
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup
-from thinwire.contract.optimizers import Optimizer
+from thinwire.contract.optimizers import Optimizer, OuterSpec
 from thinwire.contract.spec import TrainSpec
-from thinwire.optim import LambBounds, ZeroOneSchedule
+from thinwire.optim import LambBounds, OuterSGD, ZeroOneSchedule
 from thinwire.optim.engine.options import CheckedOptions
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.recipes.of_job import OPTIMIZERS, learning_rate
@@ -43,12 +43,13 @@ def test_every_example_of_a_recipe_is_a_job_whose_optimizer_is_made(path):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_built_from_the_defaults_of_its_spec_and_trains(name, tmp_path):
-    spec = small_spec(steps=12, optimizer={"name": name, "lr": 1e-2})
+    given = {"lr": 1e-2} if name != "local_steps" else {"every": 4, "inner": {"name": "adam", "lr": 1e-2}}
+    spec = small_spec(steps=12, optimizer={"name": name, **given})
     (summary, samples, _), *_ = run_small(tmp_path, spec, 2)
     assert summary["steps"] == 12
     assert summary["replicas_bit_equal"] is True
     assert samples[-1].loss < samples[1].loss
-    assert samples[-1].phase == ("compressed" if name.startswith(("onebit", "zero_one")) else "dense")
+    assert samples[-1].phase == ("compressed" if name.startswith(("onebit", "zero_one", "local")) else "dense")
 
 
 def test_the_job_file_and_the_registry_name_the_same_optimizers():
@@ -63,9 +64,30 @@ def test_what_a_job_file_leaves_out_is_what_a_constructor_would_have_taken(membe
     takes = [inspect.signature(part.__init__).parameters for part in (*makes.__mro__, *grouped)]
     shared = {name for name in member.model_fields if any(name in keywords for keywords in takes)}
     assert shared >= set(member.model_fields) - {"name", "var_freeze", "variance", "error_memory"}
-    for name in shared:
+    for name in shared - {"every", "inner", "outer"}:  # a constructor has no default for the first two
         default = next(keywords[name].default for keywords in takes if name in keywords)
         assert member.model_fields[name].default == default, name
+
+
+def test_the_outer_step_that_a_job_file_leaves_out_is_the_constructor_s():
+    assert OuterSGD(**OuterSpec().model_dump()) == OuterSGD()
+
+
+@pytest.mark.parametrize("inner", ["adam", "lamb", "sgd", "muon"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_job_of_local_steps_exchanges_once_a_round_by_the_rates_of_its_schedule(tmp_path, inner, precision):
+    """Rounds of 4 of 12 steps; the save at 8 ends none early."""
+    given = {"name": "local_steps", "every": 4, "inner": {"name": inner, "lr": 4e-3}, "codec": "int8"}
+    spec = small_spec(steps=12, precision=precision, optimizer=given)
+    (summary, samples, _), *_ = run_small(tmp_path, spec, 2)
+    assert summary["replicas_bit_equal"] is True
+    assert summary["rounds"] == {"total": 12, "skipped": 9}
+    steps = samples[1:]
+    assert [one.step for one in steps if one.payload_bytes] == [4, 8, 12]
+    assert {one.phase for one in steps} == {"compressed"}
+    assert [one.lr for one in steps] == [learning_rate(spec, one.step) for one in steps]
+    ratio = summary["compression_ratio"]
+    assert ratio["overall"] == ratio["compressed_phase"] == pytest.approx(4 * 4, rel=0.1)  # 8 bits, one step in four
 
 
 def test_a_fraction_is_resolved_to_steps():

@@ -117,6 +117,7 @@ def test_whichever_process_dies_or_hangs_its_box_is_out(tmp_path, process, numbe
         job.wait()
         assert job.regroups() == [2]
         assert sorted(map(len, same(job.finals()).values())) == [2, 2]
+        assert [one["timeout_s"] for one in job.finals()] == [20.0] * 4, "a process that waits less takes its box out"
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,17 @@ GLOBAL_BATCH = 16
 
 def small_gpt(workers: int, optimizer: str, *, shadow: str) -> dict[str, Any]:
     """The job: a small GPT whose schedule does not end before the drill does."""
+    rate = 2e-3
+    more: dict[str, Any] = {"lr": rate}
+    if optimizer == "local_steps":
+        more = {"every": 32, "inner": {"name": "adam", "lr": rate}}
     warmup = {"zero_one_adam": {"var_freeze": 50}, "onebit_adam": {"warmup": 50}, "onebit_lamb": {"warmup": 50}}
     return {
         "name": "drill",
         "steps": 10**8,
         "global_batch": GLOBAL_BATCH,
         "recipe": {"layers": 4, "width": 128, "heads": 4, "context": 128},
-        "optimizer": {"name": optimizer, "lr": 2e-3, **warmup.get(optimizer, {})},
+        "optimizer": {"name": optimizer, **more, **warmup.get(optimizer, {})},
         "lr_schedule": {"warmup": 20, "decay": "constant"},
         "workers": {"min": 1, "max": workers, "device": "auto", "max_restarts": 100, "shadow": shadow},
         "checkpoint": {"every_steps": 500},

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 folder, steps, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 inputs = torch.randn(96, 11, generator=torch.Generator().manual_seed(1))
 samples = list(zip(inputs, inputs[:, :1] * 2 + inputs[:, 1:2], strict=True))
-losses, gate, breaks = [], folder / "gate", folder / "breaks"
+timeout_s, losses, gate, breaks = None, [], folder / "gate", folder / "breaks"
 
 
 def loss_of(batch):
@@ -48,6 +48,8 @@ with session() as run:
         while gate.exists() and run.step_number >= int(gate.read_text() or 0):
             (folder / f"at-{run.step_number}").touch()
             time.sleep(0.02)
+        if run.world_size > 1:
+            timeout_s = run.group._timeout_s(run.group.process_group)
         loss = loss_of(batch)
         if dist.get_rank() == 1 and run.step_number >= 5 and breaks.exists():
             how, once = breaks.read_text(), breaks.rename(folder / f"broken-{os.getpid()}")
@@ -62,4 +64,5 @@ with session() as run:
 
 shards = [p.to_local().detach().clone() for p in model.parameters()]
 kept = {"rank": dist.get_rank(), "shards": shards, "vectors": optimizer.rank_state_dict()["vectors"], "losses": losses}
+kept["timeout_s"] = timeout_s
 torch.save(kept, folder / f"final-{dist.get_rank()}-{os.getpid()}")
