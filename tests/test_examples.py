@@ -183,7 +183,10 @@ def test_every_job_file_is_a_spec_as_it_stands_and_trains(file, tmp_path):
     asked = yaml.safe_load(file.read_text())
     spec = TrainSpec.model_validate(asked)
     assert spec.name == file.stem
-    short = TrainSpec.model_validate({**asked, "steps": 2, "global_batch": 4, "evaluation": {"windows": 4}})
+    changed = {"steps": 2, "global_batch": 4, "evaluation": {"windows": 4}}
+    if "every" in asked["optimizer"]:
+        changed["optimizer"] = asked["optimizer"] | {"every": 2}
+    short = TrainSpec.model_validate(asked | changed)
     (summary, *_), *_ = run_small(tmp_path, short, spec.workers.min)
     assert summary["steps"] == 2
     assert summary["replicas_bit_equal"] is True
