@@ -12,11 +12,12 @@ from thinwire.optim.dense import SGD, Adam, Lamb
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import ZeroOneSchedule
 from thinwire.optim.lamb_math import LambBounds
-from thinwire.optim.local_steps import LocalSteps, OuterSGD
+from thinwire.optim.local_steps import LocalSteps
 from thinwire.optim.muon import Muon, OneBitMuon
 from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
 from thinwire.optim.onebit_sgd import OneBitSGD
+from thinwire.optim.outer import OuterSGD
 from thinwire.optim.sparse_adam import SparseAdam
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 

@@ -14,36 +14,41 @@ A round ends early in two ways. Where all ranks are there, as for a save or a pl
 other. Where a rank is gone, each puts its d_i into its error memory and goes back to x_s: R has it, and what comes next
 sends it. So a death costs its own rank's round, and no other; a rank that comes begins at x_s.
 
+With overlap=True the exchange of a round runs while the steps of the next are made:
+
+    x_i = x_s - d_i - d_i'          d_i: the round that is under way, d_i' the steps since; D_k may come at any time
+    D is there                      x_s <- x_s - lr (D + mu b);   at the end of the round x_i <- x_s - d_i'
+
+So a rank goes on from its own parameters, and its own move of a round is replaced by that of all one round later.
+What crosses at the end of a round is x_s - x_i: nothing is counted twice, nothing is lost.
+[Kale et al. 2025, arXiv 2502.12996 (eager updates); Sun et al. 2024, arXiv 2401.16265 (CO2)]
+
 A step stands, however the exchange after it ends: where a peer is lost in it, parameters, inner state and step count
 are those after this rank's step, the round is open, and the next step ends it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from thinwire.comm.codecs import Int8Codec, SignCodec
+from thinwire.comm.codecs import Int4Codec, Int8Codec, SignCodec, TopKCodec
 from thinwire.comm.default import GivenGroup
-from thinwire.comm.errors import NonFiniteInput, Refused
+from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
 from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.exchange import gather_flags
-from thinwire.comm.groups.texts import texts_if_they_differ
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.comm.kernels.peak import witness
 from thinwire.comm.protocol import Codec, Group
-from thinwire.contract.hyperparameters import EVERY, OUTER, OUTER_LR, OUTER_MOMENTUM, TOTAL_STEPS
+from thinwire.contract.hyperparameters import EVERY, TOTAL_STEPS
 from thinwire.optim.engine import changing
-from thinwire.optim.engine.added import described
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.local import is_dtensor
@@ -51,70 +56,40 @@ from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import NonFinite
 from thinwire.optim.engine.schedule import StepPlan, Wire, local_steps_plan
 from thinwire.optim.engine.state import MASTER, Local, Replicated, Residual
-from thinwire.optim.inner import Inner, plain_of, sorted_out
+from thinwire.optim.inner import Inner
+from thinwire.optim.inner_mean import equalise_inner
+from thinwire.optim.outer import DILOCO, OuterSGD, Outward
 
 logger = logging.getLogger(__name__)
 
-CODECS: dict[str, Codec] = {"sign": SignCodec(), "int8": Int8Codec()}
+CODECS: dict[str, Codec] = {
+    "sign": SignCodec(),
+    "int8": Int8Codec(),
+    "int4": Int4Codec(),
+    "topk": TopKCodec(),
+}
 """By the name that `codec` has."""
 SYNC_EVERYWHERE = "call sync() on every rank first, or save where optimizer.at_sync is true"
 PIECE = 1 << 20
 """Elements for which there is scratch where a result is read."""
 
 
-@dataclass(frozen=True, slots=True)
-class OuterSGD:
-    """The rule of the outer step. lr 1 and momentum 0: the mean of the ranks' parameters, as in CFedAvg.
-
-    Raises: ValueError for what is out of range.
-    """
-
-    lr: float = OUTER_LR.default
-    momentum: float = OUTER_MOMENTUM.default
-    nesterov: bool = True
-
-    def __post_init__(self) -> None:
-        for number, value in zip(OUTER, (self.lr, self.momentum), strict=True):
-            number.check(value)
-
-
 @dataclass(slots=True)
 class LocalStepsState:
     """Vectors beside those of the inner optimizer. outer: the momentum b. start: x_s; None before a round's first step.
 
-    lost: bool, a gradient of this rank in this round was not finite and counted as zero.
+    lost: bool, a gradient of this rank in this round was not finite and counted as zero. base: with overlap, from
+    the first exchange on, x where this round began: x_s - base is under way.
 
     An element in fp32 takes 8 bytes as parameter and gradient, 4 each as b and x_s, 4 + 4 / ranks of error memory, and
-    what the inner optimizer keeps.
+    what the inner optimizer keeps; with overlap 4 more.
     """
 
     outer_N: Replicated
     move_error: Residual
     lost: Local
     start_N: Local | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Outward:
-    """The outer step, as D is read. A Reader. p, outer: modified."""
-
-    p_N: Tensor
-    start_N: Tensor
-    outer_N: Tensor
-    rule: OuterSGD
-
-    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
-        """D as rows of signs."""
-        moved = decoded(rows, table)
-        moved[table.dead] = 0
-        self.values(at, moved)
-
-    def values(self, at: slice, values: Tensor) -> None:
-        """D as floats, 0 where dead."""
-        b, mu = self.outer_N[at], self.rule.momentum
-        b.mul_(mu).add_(values)
-        step = values + b * mu if self.rule.nesterov else b
-        torch.sub(self.start_N[at], step * self.rule.lr, out=self.p_N[at])
+    base_N: Local | None = None
 
 
 class LocalSteps(FlatOptimizer[LocalStepsState]):
@@ -125,11 +100,14 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     inner: an optimizer of torch.optim, or written like one, or a dense one of ours that was made with
     group=SoloGroup(). Its groups are those of LocalSteps: a schedule may hold either. It is stepped, saved and loaded
     by LocalSteps alone. every: H, the same on every rank. outer: the outer step (OuterSGD). codec: "sign", one bit a
-    value; "int8"; or a Codec. total_steps: of the run, where it is known: a round that would not end in it is refused.
+    value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2 bits each; or a Codec. total_steps: of the run, where it
+    is known: a round that would not end in it is refused.
     group: the ranks (None: torch.distributed's default group, or this process alone). model, max_grad_norm (each rank
     shortens its own gradient): as in CheckedOptions. non_finite: a gradient that is not finite counts as zero on its
     rank; "raise": every rank raises NonFiniteInput at the end of that round, which the next step ends; "skip": only the
     log says so.
+    overlap: the exchange of a round runs beside the next one's steps and is applied at the end of that: nobody waits
+    where it takes less time than a round. Replicas are equal after prepare_to_save(), which waits for all of it.
 
     In a round ranks hold different parameters: evaluate where at_sync, or after prepare_to_save(), which ends it. The
     constructor is collective: it sends rank 0's parameters to all. Raises: TypeError, ValueError; PeerLost,
@@ -145,13 +123,14 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         inner: Optimizer,
         *,
         every: int,
-        outer: OuterSGD = OuterSGD(),
-        codec: Literal["sign", "int8"] | Codec = "sign",
+        outer: OuterSGD = DILOCO,
+        codec: Literal["sign", "int8", "int4", "topk"] | Codec = "sign",
         total_steps: int | None = None,
         group: GivenGroup | None = None,
         model: nn.Module | None = None,
         max_grad_norm: float | None = None,
         non_finite: NonFinite = "raise",
+        overlap: bool = False,
     ) -> None:
         EVERY.check(every)
         TOTAL_STEPS.check(total_steps)
@@ -164,6 +143,15 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
             raise ValueError(f"outer = {outer!r}: must be an OuterSGD(lr=, momentum=, nesterov=)")
         if isinstance(codec, str) and codec not in CODECS:
             raise ValueError(f"codec = {codec!r}: must be one of {', '.join(CODECS)}, or a Codec of thinwire.comm")
+        if not isinstance(overlap, bool):
+            raise ValueError(f"overlap = {overlap!r}: must be True or False")
+        self.runs_beside = overlap
+        self._under_way: int | None = None
+        """After which step the exchange that is under way was launched."""
+        self._failed: CommError | None = None
+        """How it ended, where it did not count and nobody has been told."""
+        self._has_arrived = False
+        """Is D of the round before in x_s, and this rank's own move still in x?"""
         self.inner = Inner(inner)
         self.inside = inner
         if any(is_dtensor(param) for one in inner.param_groups for param in one["params"]):
@@ -194,7 +182,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def own_settings(self) -> dict[str, Any]:
         """As Algorithm.own_settings."""
         inner = type(self.inner.optimizer).__name__
-        return {"every": self.every, "outer": repr(self.outer), "inner": inner}
+        return {"every": self.every, "outer": repr(self.outer), "inner": inner, "overlap": self.runs_beside}
 
     def make_space(self) -> FlatSpace:
         """As Algorithm.make_space: that of an inner optimizer of ours."""
@@ -230,7 +218,17 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
 
     def plan(self, step: int) -> StepPlan:
         """Gradients stay; the last step of a round ends it."""
-        return local_steps_plan(step, self.saved["last_sync"], self.every)
+        return local_steps_plan(step, self._began, self.every)
+
+    @property
+    def _began(self) -> int:
+        """The step after which this round began."""
+        return int(self.saved["last_sync"] if self._under_way is None else self._under_way)
+
+    @property
+    def next_exchange(self) -> int:
+        """As Algorithm.next_exchange."""
+        return max(self._began + self.every, self.num_steps + 1)
 
     def begin_beside(self, plan: StepPlan) -> None:
         """As FlatOptimizer.begin_beside: after the step that ends a round, with the exchange."""
@@ -262,7 +260,13 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
             except BaseException:
                 self.num_steps += 1
                 raise
-            self.saved["last_sync"] = self.num_steps + 1
+            self._has_ended(self.num_steps + 1)
+
+    def _has_ended(self, step: int) -> None:
+        if self._under_way is None:
+            self.saved["last_sync"] = step
+        else:
+            self._under_way = step
 
     def _step_inner(self) -> None:
         space, s = self.space, self.vectors
@@ -282,40 +286,98 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def _tell_scaler(self, *, left_out: bool) -> None:
         """A GradScaler goes by what it has found itself: this rank's gradient alone is left out."""
 
-    def _end_round(self, plan: StepPlan) -> None:
-        """Exchange what ranks have moved by, and take the outer step. Collective.
+    def _end_round(self, plan: StepPlan, *, whole: bool = False) -> None:
+        """Exchange what ranks have moved by, and take the outer step; with overlap, unless whole, begin to. Collective.
 
         Raises: PeerLost, NonFiniteInput; RuntimeError, alike on every rank, where some rank's parameters are not finite
         themselves. Then parameters and round are as before.
         """
         s, p_N = self.vectors, self.space.p_N
         self.beside_due = True
+        if self.runs_beside and not whole:
+            self._end_beside(plan)
+            return
         try:
             self.exchange_(plan)
         except NonFiniteInput as error:
             if not isinstance(error, Refused):
                 raise self._said(error) from error
             raise
+        self._take_result(p_N, p_N if s.start_N is None else s.start_N)
+        self._begin_round()
+
+    def _take_result(self, p_N: Tensor, start_N: Tensor) -> None:
+        """p <- start - the outer step. p: modified; it may be start."""
         result = self.reduce.result
         self.reduce.commit()  # first: where it is interrupted, nothing has moved
-        reader = Outward(p_N, p_N if s.start_N is None else s.start_N, s.outer_N, self.outer)
+        reader = Outward(p_N, start_N, self.vectors.outer_N, self.outer)
         for low in range(0, p_N.numel(), PIECE):
             result.read(reader, low, min(low + PIECE, p_N.numel()))
-        self._begin_round()
         self.saved["num_rounds"] += 1
+
+    def _end_beside(self, plan: StepPlan) -> None:
+        """Apply the exchange that is under way, and launch that of this round. Collective. Raises: as _end_round."""
+        self._catch_up()
+        s = self.vectors
+        s.start_N = self.space.p_N.clone() if s.start_N is None else s.start_N
+        s.base_N = self.space.p_N.clone()
+        self.overlap.launch_all(self.begin_exchange(plan), self.send_due)
+        self._under_way = self.num_steps
+        s.lost = torch.zeros_like(s.lost)  # the flag of what is under way is read again where that is undone
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the exchange that is under way, and take its outer step; x stays, for the end of the round.
+
+        As Algorithm.settle: how it failed is raised there.
+        """
+        if self._under_way is None:
+            return
+        after, self._under_way = self._under_way, None
+        start_N = self.vectors.start_N
+        assert start_N is not None
+        if not self.reduce.is_open:
+            self._failed = PeerLost("the exchange of the last round was broken off, by an error in a step since")
+            return
+        try:
+            self.reduce.finish()
+        except CommError as error:
+            self._failed = error
+            return
+        self._take_result(start_N, start_N)
+        self._has_arrived = True
+        self.saved["last_sync"] = after
+
+    def _catch_up(self) -> None:
+        """Settle, and put x where it is with what all have moved by in the place of its own. Raises: as _end_round."""
+        self.settle()
+        s, failed, self._failed = self.vectors, self._failed, None
+        if self._has_arrived:
+            assert s.start_N is not None
+            assert s.base_N is not None
+            self.space.p_N.copy_(s.start_N - (s.base_N - self.space.p_N))
+            self._has_arrived = False
+        if s.start_N is not None and self._under_way is None:
+            s.base_N = None
+        if isinstance(failed, NonFiniteInput) and not isinstance(failed, Refused):
+            raise self._said(failed) from failed
+        if failed is not None:
+            raise failed
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this rank has moved by."""
-        if self.skips_non_finite and bool(self.vectors.lost):
+        s = self.vectors
+        if self.skips_non_finite and bool(s.lost):
             logger.warning("gradient_left_out rank=%d steps=%d-%d", self.group.rank, *self._steps_of_round())
-            self.vectors.lost.zero_()
-        return formed_sum(self.reduce, self.vectors.move_error, self._formed)
+            s.lost.zero_()
+        end_N = self.space.p_N if s.base_N is None else s.base_N
+        return formed_sum(self.reduce, s.move_error, partial(self._formed, s.start_N, end_N, s.lost))
 
-    def _formed(self, at: slice, runs: LeftGradients) -> Tensor:
+    @staticmethod
+    def _formed(start_N: Tensor | None, end_N: Tensor, lost: Tensor, at: slice, runs: LeftGradients) -> Tensor:
         """d of these elements, new; NaN where this rank has lost a gradient, for all to learn."""
-        s, p_N = self.vectors, self.space.p_N
-        moved = torch.zeros_like(p_N[at]) if s.start_N is None else s.start_N[at] - p_N[at]
-        return moved.masked_fill_(s.lost, torch.nan)
+        moved = torch.zeros_like(end_N[at]) if start_N is None else start_N[at] - end_N[at]
+        return moved.masked_fill_(lost, torch.nan)
 
     def _said(self, error: NonFiniteInput) -> Exception:
         """What all ranks are told in place of the error of the exchange. Collective."""
@@ -338,10 +400,12 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         )
 
     def _steps_of_round(self) -> tuple[int, int]:
-        return self.saved["last_sync"] + 1, max(self.num_steps, self.saved["last_sync"] + 1)
+        return self._began + 1, max(self.num_steps, self._began + 1)
 
     def _begin_round(self) -> None:
-        self.vectors.start_N = None
+        """x is where all begin. What is under way has been settled."""
+        self.vectors.start_N = self.vectors.base_N = self._failed = None
+        self._has_arrived = False
         self.vectors.lost.zero_()
 
     @torch.no_grad()
@@ -353,7 +417,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         rank; one that has made none gives 0. Raises: as step(). After NonFiniteInput the count is as where another
         rank's step raised it, which stands: there the next step or sync() ends the round.
         """
-        end = max(self.saved["last_sync"] + self.every, self.num_steps + 1)
+        end = self.next_exchange
         with self._reports_undone(), self.calling(f"step() {end}"):
             self._agree_on_load()
             changing.follow_changes(self)
@@ -365,16 +429,17 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
                 self.num_steps = end
                 raise
 
-    def _end_early(self, end: int) -> None:
+    def _end_early(self, end: int, *, whole: bool = False) -> None:
         self.overlap.abandon()
         self.space.take_changes()
         self.reduce.draw = self.num_steps
         try:
-            self._end_round(self.plan(self.saved["last_sync"] + self.every))
+            self._end_round(self.plan(self._began + self.every), whole=whole)
         except BaseException as error:
             self.overlap.undo(error, self.reduce, self.group)
             raise
-        self.num_steps = self.saved["last_sync"] = end
+        self.num_steps = end
+        self._has_ended(end)
         self.handed_over = None
         self.space.equalise_copies()
         self.space.write_back()
@@ -382,8 +447,13 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     # what is saved, and given to others
 
     @property
+    def at_sync(self) -> bool:
+        """As Algorithm.at_sync."""
+        return super().at_sync and self.vectors.start_N is None
+
+    @property
     def common_steps(self) -> int:
-        """The step at which the last round ended. In a round ranks hold different parameters."""
+        """The step at which the last round ended that has been applied. In a round ranks hold different parameters."""
         return int(self.saved["last_sync"])
 
     @property
@@ -408,7 +478,8 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         with self.calling(f"prepare_to_save() after step {self.num_steps}", SYNC_EVERYWHERE):
             self._end_for_all()
             if self.saved["same_inner"] < self.num_steps:
-                self._equalise_inner()
+                equalise_inner(self)
+                self.saved["same_inner"] = self.num_steps
 
     def prepare_to_hand_over(self) -> None:
         """As prepare_to_save(), but that inner moments stay each rank's own; one that comes is given those of one."""
@@ -417,52 +488,19 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
             self._end_for_all()
 
     def _end_for_all(self) -> None:
-        if not self.at_sync:
-            self.refuse_to_be_alone()
-            self._end_early(self.num_steps)
-
-    @torch.no_grad()
-    def _equalise_inner(self) -> None:
+        if self.at_sync:
+            return
         self.refuse_to_be_alone()
-        if self.group.size > 1:
-            _refuse_other_state(self)
-            kept = {param: self.kept_beside(param) for group in self.param_groups for param in group["params"]}
-            moments, others = sorted_out(kept.values())
-            means = [moment.detach().to(self.space.p_N, copy=True).view(-1) for moment in moments]
-            for mean in means:
-                self.group.mean_(mean)
-            given = self._given_by_first(others)
-            plain = self._plain_of_first(list(kept.values()))
-            if not all(bool(torch.isfinite(witness(mean))) for mean in means):
-                raise RuntimeError(
-                    f"after step {self.num_steps} a moment of some rank's inner optimizer holds NaN or infinity, so "
-                    "that no state can be saved; nothing was changed. Load a checkpoint of before on every rank"
-                )
-            for x, common in zip([*moments, *others], [*means, *given], strict=True):
-                x.copy_(common.view(x.shape))
-            for (param, one), numbers in zip(kept.items(), plain, strict=True):
-                self.keep_beside(param, {**one, **numbers})
-        self.saved["same_inner"] = self.num_steps
-
-    def _given_by_first(self, others: Sequence[Tensor]) -> list[Tensor]:
-        """These of rank 0, new. Collective."""
-        device = self.space.p_N.device
-        as_bytes = [x.detach().to(device).contiguous().view(-1).view(torch.uint8) for x in others if x.numel()]
-        if not as_bytes:
-            return [x.clone() for x in others]
-        all_B = torch.cat(as_bytes)
-        self.group.broadcast_(all_B)
-        parts = torch.split(all_B, [x.nbytes for x in others])
-        return [part.clone().view(x.dtype) if x.numel() else x.clone() for part, x in zip(parts, others, strict=True)]
-
-    def _plain_of_first(self, kept: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
-        """Numbers and texts among what rank 0 keeps of each parameter; those of its groups become this rank's too."""
-        here = [[plain_of(group) for group in self.param_groups], [plain_of(one) for one in kept]]
-        texts = texts_if_they_differ(self.group, json.dumps(here), self.space.p_N.device)
-        groups, found = here if texts is None else json.loads(texts[0])
-        for group, theirs in zip(self.param_groups, groups, strict=True):
-            group.update(theirs)
-        return list(found)
+        try:
+            self._catch_up()
+        finally:
+            self.space.write_back()
+        if self.num_steps > self.common_steps:
+            self._end_early(self.num_steps, whole=True)
+        else:  # no step since the last exchange
+            self._begin_round()
+            self.space.equalise_copies()
+            self.space.write_back()
 
     def plain_state(self) -> dict[str, Any]:
         """As FlatOptimizer.plain_state, at the end of a round, of ranks with inner moments of their own."""
@@ -474,6 +512,8 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         """As FlatOptimizer.synced_vectors: nothing is sent. What this rank has moved by is in R from here on."""
         s = self.vectors
         if taking_part and s.start_N is not None:
+            with suppress(CommError):  # of a peer that is gone, as all here know
+                self._catch_up()
             broken = ~torch.isfinite(witness(self.space.p_N))  # where the inner optimizer has diverged on this rank
             s.move_error.add_((s.start_N - self.space.p_N).masked_fill_(broken, 0.0))
             self.space.p_N.copy_(s.start_N)
@@ -489,13 +529,16 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         low = [x.reshape(-1) for i, x in enumerate(self.space.views(s.start_N)) if self.space.is_low(i)]
         masters = {MASTER: torch.cat(low)} if low else {}
         own = {"parameters": self.space.p_N.clone(), "start_N": s.start_N.clone(), "lost": bool(s.lost)}
-        return {**own, **masters}
+        late = {"base_N": s.base_N.clone()} if self._has_arrived and s.base_N is not None else {}
+        return {**own, **masters, **late}
 
     def check_own(self, own: dict[str, Any]) -> None:
         """Refuse what own_state() cannot have given. Raises: ValueError."""
-        if own and (own.keys() - {MASTER} != {"parameters", "start_N", "lost"} or not isinstance(own["lost"], bool)):
+        if own and (
+            own.keys() - {MASTER, "base_N"} != {"parameters", "start_N", "lost"} or not isinstance(own["lost"], bool)
+        ):
             raise ValueError(f"state_dict has own {sorted(own)}: it is damaged, or of another optimizer")
-        for key in ("parameters", "start_N") if own else ():
+        for key in ("parameters", "start_N", *(["base_N"] if "base_N" in own else [])) if own else ():
             found, shape = own[key], self.space.p_N.shape
             if not isinstance(found, Tensor) or found.shape != shape:
                 raise ValueError(f"state_dict has own[{key!r}] = {found!r}, this optimizer needs {list(shape)}")
@@ -511,6 +554,8 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         if in_round:
             s.start_N = own["start_N"].to(self.space.p_N, copy=True)
             s.lost.fill_(own["lost"])
+            if "base_N" in own:
+                s.base_N, self._has_arrived = own["base_N"].to(self.space.p_N, copy=True), True
         else:
             self.saved["last_sync"] = self.num_steps
 
@@ -524,25 +569,3 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def stats(self) -> dict[str, Any]:
         """As for all optimizers; every: steps of a round; num_rounds: exchanges."""
         return {**super().stats(), "every": self.every, "num_rounds": self.saved["num_rounds"]}
-
-
-def _refuse_other_state(optimizer: LocalSteps) -> None:
-    """Raises: ValueError, alike on every rank, where inner optimizers keep different things."""
-    rows = [row for row in described(optimizer) if row[2] is not None]
-    for name, key, dtype, what in rows:
-        if dtype == "":
-            raise ValueError(
-                f"the inner optimizer keeps {key!r} of parameter {name} (group and place in it), {what}: ranks have no "
-                "mean of that. Save rank_state_dict() on every rank, which each loads again. Nothing was changed"
-            )
-    texts = texts_if_they_differ(optimizer.group, "\n".join(map(str, rows)), optimizer.space.p_N.device)
-    if texts is None:
-        return
-    other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
-    sides = [[line or "nothing" for line in texts[rank].split("\n")] for rank in (0, other)]
-    first, theirs = next(pair for pair in zip_longest(*sides, fillvalue="nothing") if pair[0] != pair[1])
-    raise ValueError(
-        f"the inner optimizer of rank 0 keeps {first} (parameter, name, type, shape), that of rank {other} {theirs}: "
-        "they have no mean, as where a rank has made no step yet; let every rank make one, then save. Nothing was "
-        "changed"
-    )

@@ -222,6 +222,7 @@ def _regroup(
     gradient: GradientAsRoom,
     together: _Together,
 ) -> Regrouped:
+    optimizer.settle()
     optimizer.refresh_master()
     device = optimizer.space.p_N.device
     own = _Standing.of(optimizer, has_state)

@@ -57,7 +57,8 @@ def together(shares: Sequence[dict[str, Any]]) -> dict[str, Any]:
             logger.warning("gradient_left_out step=%d ranks=%s reason=not finite", first["num_steps"], lost)
     residuals = {name: _sum([share.errors[name].part(size) for share, _ in parts]) for name in first_share.errors}
     if "start_N" in first_share.own:
-        moved = [share.own["start_N"] - share.own["parameters"] for share, _ in parts]
+        began = [share.own.get("base_N", share.own["start_N"]) for share, _ in parts]
+        moved = [start_N - share.own["parameters"] for start_N, (share, _) in zip(began, parts, strict=True)]
         residuals["move_error"] += _mean([x if bool(x.isfinite().all()) else torch.zeros_like(x) for x in moved])
     for name, frozen in first.get("residuals", {}).items():  # of frozen parameters, whole on every rank
         residuals[name] = torch.cat([residuals[name], frozen])

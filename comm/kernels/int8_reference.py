@@ -20,18 +20,19 @@ LEAST = 2.0**-100
 """Of max |x|: what is smaller is not sent."""
 
 
-def encode(x_c: Tensor, scale_b: Tensor, q_c: Tensor, block: int) -> Tensor:
+def encode(x_c: Tensor, scale_b: Tensor, q_c: Tensor, block: int, most: int = LEVELS) -> Tensor:
     """Write scales and whole numbers of x. x: float[c]; scale: float32[b], q: int8[c], modified.
+    most: the largest whole number.
 
     Returns a 0-dim bool: every value is finite, and so is every scale. What is written is of no use where not.
     """
     padded_bk = _runs(x_c, block)
     peak_b = padded_bk.abs().amax(1)
     sent_b = peak_b >= LEAST
-    levels = peak_b.new_full((), LEVELS)  # torch takes a reciprocal of, or with, a Python number: another last bit
+    levels = peak_b.new_full((), most)  # torch takes a reciprocal of, or with, a Python number: another last bit
     scale_b.copy_(torch.where(sent_b, peak_b / levels, 0))
     by_b = torch.where(sent_b, levels / peak_b, 0)
-    q_bk = (padded_bk * by_b.unsqueeze(1)).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0.0)
+    q_bk = (padded_bk * by_b.unsqueeze(1)).round_().clamp_(-most, most).nan_to_num_(0.0)
     q_c.copy_(q_bk.view(-1)[: x_c.numel()])
     return torch.isfinite(peak_b).all() & torch.isfinite(scale_b).all()
 

@@ -457,6 +457,14 @@ class Algorithm(Generic[State]):
         """Do all ranks hold the same parameters now? A loop evaluates where they do, which then costs no byte."""
         return self.num_steps == self.common_steps
 
+    @property
+    def next_exchange(self) -> int:
+        """The step in which ranks meet next, where nothing ends the round before."""
+        return self.num_steps + 1
+
+    def settle(self) -> None:
+        """Wait for an exchange that is under way between two steps. What it raises is raised by the next of them."""
+
     def equalise_buffers(self) -> None:
         """Buffers of model= <- rank 0's. Collective where there are any; every step that sends something does it.
 

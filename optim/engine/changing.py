@@ -208,8 +208,10 @@ def follow_changes(optimizer: Algorithm[Any]) -> None:
     # What has begun to be sent is a step of the old ones.
     if not is_laid_out(optimizer) and optimizer.overlap.exchange is None:
         optimizer.overlap.abandon()
-        _refuse_step(optimizer, optimizer.plan(optimizer.num_steps + 1))
-        go_on_with_trained(optimizer, "step()")
+        optimizer.settle()
+        with optimizer.calling(f"step() {optimizer.next_exchange}"):  # where the others wait that have changed nothing
+            _refuse_step(optimizer, optimizer.plan(optimizer.num_steps + 1))
+            go_on_with_trained(optimizer, "step()")
     if optimizer.is_out_of_phase:
         optimizer.bring_into_phase()
         optimizer.is_out_of_phase = False

@@ -258,10 +258,7 @@ class _Round:
 
 _owners: dict[int, weakref.ref[Overlap]] = {}
 """By the id of a parameter the Overlap that its hooks belong to, weakly: a new optimizer takes the parameters over.
-
-By id, because torch swaps no tensor that a weak reference is kept of (torch.utils.swap_tensors). An Overlap holds its
-parameters, so no other tensor gets an id before the entry is dead.
-"""
+By id, for torch swaps no tensor with a weak reference; an Overlap holds its parameters, so that no id comes twice."""
 
 
 class Overlap:
@@ -391,8 +388,7 @@ class Overlap:
         """Launch what hooks have not, and wait for all. begin: makes the exchange where no hook has.
 
         beside: what else all ranks send, when the last bucket is launched. A peer that is lost in it does not undo the
-        step, for others may have all of the exchange by then: finish() decides, and the next call tells of the peer.
-        A rank that has lost one in the exchange takes no part in it: the others are elsewhere.
+        step: finish() decides, and the next call tells. A rank that has lost one in the exchange takes no part in it.
         Raises: PeerLost, NonFiniteInput, and what else beside raises; then it is undone.
         """
         here, self._round = self._round, None
@@ -400,6 +396,12 @@ class Overlap:
         if here is not None:
             exchange, num_launched = here.exchange, here.num_launched
         exchange = exchange or begin()
+        self.launch_all(exchange, beside, num_launched)
+        exchange.finish()
+        self._in_backward, self._in_step = num_launched, self.num_buckets - num_launched
+
+    def launch_all(self, exchange: Exchange, beside: Callable[[], None], num_launched: int = 0) -> None:
+        """Launch what is not launched, and send what goes beside it. Raises: as complete(), but for finish()."""
         with exchange.launching():
             for k in range(num_launched, self.num_buckets):
                 exchange.launch(k)
@@ -411,8 +413,6 @@ class Overlap:
         except (CommError, ValueError):
             exchange.abandon()
             raise
-        exchange.finish()
-        self._in_backward, self._in_step = num_launched, self.num_buckets - num_launched
 
     def abandon(self) -> None:
         """Undo what hooks have sent, if anything. Collective where a backward has begun to send; all ranks alike.

@@ -463,6 +463,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         of rank 0 alone may be loaded by every rank of any number of them: whole but for R, which is said in the log.
         Raises: RuntimeError where gradients are on their way (overlap).
         """
+        self.settle()
         return self._saved("rank_state_dict", self.note_evidence, saving.collect_share)
 
     def _saved(
@@ -487,6 +488,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         Raises: ValueError saying what differs; then nothing has changed. RuntimeError where gradients are on their way.
         """
         self.overlap.refuse_between("load_state_dict")
+        self.settle()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         self.loaded = saving.apply(self, state_dict)

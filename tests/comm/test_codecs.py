@@ -1,11 +1,13 @@
 """Laws of the codecs on random and nasty values."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from tests.comm.exchange.test_plain import CODECS
-from thinwire.comm.codecs import SignCodec
+from thinwire.comm.codecs import Int4Codec, SignCodec, TopKCodec
 from thinwire.comm.kernels.reference import pack_signs, unpack_signs
 from thinwire.comm.layout import VectorLayout
 
@@ -99,3 +101,42 @@ def test_an_empty_chunk_encodes_to_nothing(name):
 def test_a_block_that_is_no_multiple_of_8_is_refused(block):
     with pytest.raises(ValueError, match="multiple of 8"):
         SignCodec(block=block)
+
+
+@pytest.mark.parametrize("numel", [8, 4096, 4104, 3 * 4096 + 1000])
+def test_the_bytes_of_few_bits_are_those_that_are_told(numel):
+    layout, like = VectorLayout.single(numel), torch.zeros(1)
+    assert Int4Codec().row(layout, 0, numel, like).wire_bytes == numel // 2 + 4 * -(-numel // 128)
+    whole, rest = divmod(numel, 4096)
+    kept = min(rest, 4 * math.ceil(math.ceil(rest / 64) / 4))
+    assert TopKCodec().row(layout, 0, numel, like).wire_bytes == whole * 120 + (8 + 7 * kept // 4 if rest else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_topk_sends_the_largest_and_never_leaves_out_more_than_it_was_given(dtype):
+    x = torch.randn(3 * 64 + 8, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    x[:60], x[128:192] = 0, torch.arange(64)  # fewer than are kept; a run that begins with zero
+    layout = VectorLayout.single(x.numel())
+    out, finite, _ = roundtrip(TopKCodec(64, 8), x, layout)
+    assert finite
+    for at in (slice(0, 64), slice(64, 128), slice(128, 192)):
+        sent = out[at].nonzero().view(-1)
+        kept = x[at].abs().topk(8).indices
+        assert set(sent.tolist()) == set(kept[x[at][kept] != 0].tolist())
+        assert (out[at].sign()[sent] == x[at].sign()[sent]).all()
+        assert len(set(out[at][sent].abs().tolist())) <= 2
+    assert (x - out).norm() < x.norm()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Int4Codec(12), "block = 12: must be a positive multiple of 8"),
+        (lambda: TopKCodec(8192), "block = 8192: must be a multiple of 8, at most 4096"),
+        (lambda: TopKCodec(64, 6), "keep = 6: must be a multiple of 4, at most the 64 values of a run"),
+        (lambda: TopKCodec(64, 68), "keep = 68: must be a multiple of 4, at most the 64"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -8,7 +8,7 @@ from tests.optim.constructing import sized
 from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.regroup.ranks import new_ranks, together
 from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, run_threads
-from thinwire.comm.codecs import SignCodec
+from thinwire.comm.codecs import SignCodec, TopKCodec
 from thinwire.comm.errors import CallMismatch, WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import SGD, Adam, LocalSteps, Muon, OneBitAdam, OuterSGD
@@ -52,7 +52,7 @@ def same(one, other):
     {
         "size": SIZES,
         "inner": tuple(INNER),
-        "codec": (SignCodec(64), "int8"),
+        "codec": (SignCodec(64), "int8", "int4", TopKCodec(64, 4)),
         "outer": (OuterSGD(0.7, 0.9), OuterSGD(), OuterSGD(0.5, 0.8, nesterov=False)),
     }
 )
@@ -420,7 +420,7 @@ def over_two(group):
     [
         ("adamw", {"every": 0}, ValueError, r"every = 0: must be a whole number \(int\), at least 1"),
         ("adamw", {"every": 9, "total_steps": 8}, ValueError, "every = 9, total_steps = 8: the ranks would never"),
-        ("adamw", {"codec": "signs"}, ValueError, "codec = 'signs': must be one of sign, int8"),
+        ("adamw", {"codec": "signs"}, ValueError, "codec = 'signs': must be one of sign, int8, int4, topk"),
         ("adamw", {"outer": 0.7}, ValueError, r"outer = 0.7: must be an OuterSGD"),
         (over_two, {}, ValueError, "inner = Muon over 2 ranks: it communicates by itself"),
         (lambda group: OneBitAdam(network().parameters(), group=SoloGroup()), {}, ValueError, "give the dense one"),

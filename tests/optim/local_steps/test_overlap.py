@@ -1,0 +1,257 @@
+"""Rounds whose exchange runs beside the next round's steps: one round late, and nothing lost."""
+
+import pytest
+import torch
+
+from tests.optim.local_steps.test_local_steps import EVERY, left, made, moments, same
+from tests.optim.muon.test_muon import backward, network, train
+from tests.optim.regroup.ranks import new_ranks, together
+from thinwire.comm import NonFiniteInput, run_threads
+from thinwire.comm.codecs import SignCodec, TopKCodec
+from thinwire.comm.errors import WireMismatch
+from thinwire.optim import OuterSGD
+from thinwire.optim.regroup import hand_over
+
+SIZES = (1, 2, 3, 4, 8)
+PLAIN = OuterSGD(1.0, 0.0)
+
+
+def late(net, group=None, inner="adamw", **more):
+    return made(net, group, inner, overlap=True, **more)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("codec", [SignCodec(64), TopKCodec(64, 4)], ids=["sign", "topk"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_ranks_own_move_is_replaced_by_that_of_all_one_round_later(size, codec):
+    """x_s' = x_s - (mean_i d_i + R - R'), x_i = x_s' - d_i'."""
+
+    def work(group):
+        net = network()
+        optimizer = late(net, group, "sgd", codec=codec, outer=PLAIN)
+        common, sent, worst = optimizer.space.p_N.clone(), None, 0.0
+        before = left(optimizer)
+        for _ in range(4):
+            began = optimizer.space.p_N.clone()
+            train(net, optimizer, EVERY - 1, group.rank)
+            backward(net, optimizer.num_steps + 1, group.rank)
+            optimizer.settle()
+            if sent is not None:
+                mean = sent.clone()
+                group.mean_(mean)
+                given = mean + before - left(optimizer)
+                worst = max(worst, float((optimizer.vectors.start_N - (common - given)).abs().max()))
+            residual = left(optimizer)
+            arrived, common = sent is not None, optimizer.common_parameters.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not optimizer.at_sync
+            sent, before = optimizer.vectors.start_N - optimizer.vectors.base_N, residual
+            assert torch.equal(optimizer.space.p_N, optimizer.vectors.base_N)
+            if arrived and size > 1:
+                assert not torch.equal(began, common)
+        optimizer.prepare_to_save()
+        assert optimizer.at_sync
+        assert optimizer.stats()["num_rounds"] == 4
+        return worst, optimizer.space.p_N.clone()
+
+    found = run_threads(size, work)
+    assert max(worst for worst, _ in found) < 1e-12
+    assert all(torch.equal(found[0][1], p) for _, p in found)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_that_was_moved_is_applied_or_in_r_over_a_whole_run(size):
+    """With outer lr 1: x at the end = x at the start - (mean of all that ranks have moved by) + R."""
+
+    def work(group):
+        net = network()
+        optimizer = late(net, group, outer=PLAIN)
+        began = optimizer.space.p_N.clone()
+        moved = torch.zeros_like(began)
+        inner_step = optimizer._step_inner
+
+        def counted():
+            before = optimizer.space.p_N.clone()
+            inner_step()
+            moved.add_(before - optimizer.space.p_N)
+
+        optimizer._step_inner = counted
+        train(net, optimizer, 3 * EVERY + 2, group.rank)
+        optimizer.prepare_to_save()
+        group.mean_(moved)
+        return float((optimizer.space.p_N - (began - moved + left(optimizer))).abs().max())
+
+    assert max(run_threads(size, work)) < 1e-12
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("steps", [EVERY, EVERY + 2, 2 * EVERY, 2 * EVERY + 3])
+def test_a_save_waits_for_all_and_the_loaded_run_is_the_one_that_went_on(size, inner, steps):
+    def work(group):
+        net, again = network(), network(seed=9)
+        optimizer, other = late(net, group, inner), late(again, group, inner)
+        train(net, optimizer, steps, group.rank)
+        state = optimizer.state_dict()
+        assert optimizer.at_sync
+        again.load_state_dict(net.state_dict())
+        other.load_state_dict(state)
+        for one, of_one in ((net, optimizer), (again, other)):
+            train(one, of_one, 2 * EVERY + 1, group.rank)
+            of_one.prepare_to_save()
+        assert torch.equal(optimizer.space.p_N, other.space.p_N)
+        assert torch.equal(left(optimizer), left(other))
+        assert same(moments(optimizer), moments(other))
+        return optimizer.space.p_N.clone()
+
+    first, *others = run_threads(size, work)
+    assert all(torch.equal(first, p) for p in others)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_share_of_what_is_under_way_changes_nothing_and_goes_on(size):
+    def work(group):
+        nets = [network(), network(), network(seed=9)]
+        optimizer, quiet, loaded = (late(net, group) for net in nets)
+        for net, one in zip(nets[:2], (optimizer, quiet), strict=True):
+            train(net, one, 2 * EVERY + 1, group.rank)
+        loaded.load_state_dict(optimizer.rank_state_dict())
+        ends = []
+        for net, one in zip(nets, (optimizer, quiet, loaded), strict=True):
+            train(net, one, EVERY + 1, group.rank)
+            one.prepare_to_save()
+            ends.append(one.space.p_N.clone())
+        assert torch.equal(ends[0], ends[1])
+        assert torch.equal(ends[0], ends[2])
+
+    run_threads(size, work)
+
+
+@pytest.mark.law
+def test_r_and_the_outer_momentum_are_kept_over_3_4_2_and_1_ranks():
+    def build(net):
+        return late(net)
+
+    ranks = new_ranks(3, build)
+
+    def leave(rank, group):
+        rank.regroup(group)
+        rank.train(group, rank.optimizer.num_steps + 2 * EVERY + 1)
+        hand_over(rank.optimizer)
+        assert rank.optimizer.at_sync
+        return rank.optimizer.handed_over["move_error"].clone(), rank.held()
+
+    def come(rank, group):
+        rank.regroup(group)
+        return rank.residual(group)["move_error"], rank.held()
+
+    for size in (4, 2, 1):
+        gave = together(ranks, leave)
+        residual, held = gave[0]
+        assert all(torch.equal(held, other) for _, other in gave)
+        ranks = [*ranks[:size], *new_ranks(max(0, size - len(ranks)), build)]
+        for found, holds in together(ranks, come):
+            assert torch.equal(found, residual)
+            assert torch.equal(holds, held)
+    assert residual.any()
+
+
+@pytest.mark.law
+def test_a_death_between_two_rounds_keeps_all_that_the_others_have_moved_by():
+    """What was under way counts where it had crossed; what the survivors have moved by since is in R."""
+    ranks = new_ranks(3, lambda net: late(net, outer=PLAIN))
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, EVERY + 2)
+        rank.optimizer.settle()  # as a rank that saves its share does
+        began = rank.optimizer.vectors.base_N - rank.optimizer.space.p_N
+        return rank.optimizer.vectors.start_N.clone(), began, rank.optimizer
+
+    found = together(ranks, work)
+    stay = [*ranks[:2], *new_ranks(1, lambda net: late(net, outer=PLAIN))]
+    before = [one.vectors.move_error.worker for _, _, one in found[:2]]
+    assert all(before)
+    ends = together(stay, lambda rank, group: (rank.regroup(group), rank.optimizer.space.p_N.clone())[1])
+    assert all(torch.equal(end, found[0][0]) for end in ends)
+    assert all(rank.optimizer.at_sync or rank.optimizer.num_steps == EVERY + 2 for rank in stay)
+
+    def go_on(rank, group):
+        rank.regroup(group)
+        rank.train(group, 4 * EVERY)
+        rank.optimizer.prepare_to_save()
+        return rank.held()
+
+    held = together(stay, go_on)
+    assert all(torch.equal(held[0], other) for other in held)
+
+
+def test_a_gradient_that_is_not_finite_is_told_a_round_later_and_nothing_is_lost():
+    def work(group):
+        net = network()
+        optimizer = late(net, group)
+        for step in range(1, 2 * EVERY):
+            backward(net, step, group.rank)
+            if group.rank and step == 2:
+                net[2].weight.grad[1, 1] = torch.nan
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(net, 2 * EVERY, group.rank)
+        with pytest.raises(NonFiniteInput, match="gradient of rank 1"):
+            optimizer.step()
+        optimizer.zero_grad()
+        train(net, optimizer, EVERY, group.rank)
+        optimizer.prepare_to_save()
+        return optimizer.space.p_N.clone()
+
+    first, second = run_threads(2, work)
+    assert first.isfinite().all()
+    assert torch.equal(first, second)
+
+
+def test_a_rank_that_freezes_in_mid_round_is_named_on_all():
+    def work(group):
+        net = network()
+        optimizer = made(net, group)
+        train(net, optimizer, EVERY + 1, group.rank)
+        if group.rank:
+            net[0].weight.requires_grad_(False)
+        with pytest.raises(WireMismatch) as found:
+            train(net, optimizer, 3 * EVERY, group.rank)
+        return str(found.value)
+
+    first, second = run_threads(2, work)
+    assert first == second
+
+
+def test_parameters_that_all_freeze_while_a_round_is_under_way():
+    def work(group):
+        net = network()
+        optimizer = late(net, group)
+        train(net, optimizer, EVERY + 1, group.rank)
+        net[0].weight.requires_grad_(False)
+        train(net, optimizer, 2 * EVERY + 1, group.rank)
+        optimizer.prepare_to_save()
+        return optimizer.space.p_N.clone()
+
+    first, *others = run_threads(3, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_ranks_of_unequal_steps_end_rounds_by_sync():
+    def work(group):
+        net = network()
+        optimizer = late(net, group, "sgd")
+        for _ in range(3):
+            train(net, optimizer, 1 + group.rank, group.rank)
+            optimizer.sync()
+        optimizer.prepare_to_save()
+        return optimizer.num_steps, optimizer.space.p_N.clone()
+
+    first, *others = run_threads(3, work)
+    assert first[0] == 3 * EVERY
+    assert all(steps == first[0] and torch.equal(first[1], p) for steps, p in others)
