@@ -112,7 +112,8 @@ class AtLine:
         self.at, self.act, self.folders, self.lines = at, act, folders, 0
 
     def __enter__(self):
-        gc.disable()  # what ends with an older optimizer would be counted among the lines, and swallow what is raised there
+        # What ends with an older optimizer would be counted among the lines, and swallow what is raised there.
+        gc.disable()
         sys.settrace(self.call)
         return self
 
