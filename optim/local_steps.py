@@ -58,7 +58,7 @@ from thinwire.optim.engine.schedule import StepPlan, Wire, local_steps_plan
 from thinwire.optim.engine.state import MASTER, Local, Replicated, Residual
 from thinwire.optim.inner import Inner
 from thinwire.optim.inner_mean import equalise_inner
-from thinwire.optim.outer import DILOCO, OuterSGD, Outward
+from thinwire.optim.outer import MEAN, OuterSGD, Outward
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         inner: Optimizer,
         *,
         every: int,
-        outer: OuterSGD = DILOCO,
+        outer: OuterSGD = MEAN,
         codec: Literal["sign", "int8", "int4", "topk"] | Codec = "sign",
         total_steps: int | None = None,
         group: GivenGroup | None = None,

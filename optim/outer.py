@@ -28,8 +28,8 @@ class OuterSGD:
             number.check(value)
 
 
-DILOCO = OuterSGD()
-"""What the outer step is by default."""
+MEAN = OuterSGD()
+"""To the mean of the ranks' parameters: what the outer step is by default."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
