@@ -40,8 +40,8 @@ class _Main:
 
     def end(self) -> None:
         """Put the handlers back, and hand them what was noted."""
-        self.active = False  # from here on `handle` hands over at once, should it stay for longer
         try:
+            self.active = False  # from here on `handle` hands over at once, should it stay for longer
             self._put_back()
         except BaseException:  # one came meanwhile
             self._put_back()
