@@ -51,8 +51,10 @@ LOSSES = {
     ("adam", 128): "2.356 in place of 1.981, with the outer step of DiLoCo (0.7, 0.9)",
     ("muon", 32): "2.063 in place of 1.701, with the outer step to the mean",
 }
-"""What is known of the loss with local steps and signs on a small GPT at equal tokens, by inner optimizer and steps of a
-round: one seed, 32 rounds and fewer (benchmarks/results/local-steps)."""
+"""What is known of the loss with local steps and signs, by inner optimizer and steps of a round.
+
+On a small GPT at equal tokens, in at most 32 rounds, one seed: benchmarks/results/local-steps.
+"""
 WORTH = 1.05
 """Less than that is in the noise of a step, and compression is not free: docs/algorithms.md says what it changes."""
 
