@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from thinwire.cli.client import Client, NotFound, Unreachable
-from thinwire.cli.quantities import time_text
+from thinwire.cli.quantities import ratio_text, time_text
 from thinwire.cli.watch import LINE_EVERY_S, NO_WORKERS, View, watch
 from thinwire.contract.jobs import Holder, Job, JobState, Queued, WaitingForWorkers, Wanted
 from thinwire.contract.reports import Event, EventKind, Sample
@@ -442,3 +442,14 @@ def test_a_job_that_the_cluster_has_become_too_small_for_says_so() -> None:
     queue = Queued(position=1, of=1, since=datetime.now(UTC), needs=9, free=8, total=8, holders=[])
     _, text = watched([job(JobState.QUEUED, queue=queue), END])
     assert "it needs 9 places, and the cluster has 8: add machines, or lower workers.min" in text
+
+
+def test_a_ratio_is_read_without_an_exponent():
+    assert [ratio_text(x) for x in (None, 1.0, 31.84, 999.4, 999.9, 1012.3)] == [
+        "-",
+        "1x",
+        "31.8x",
+        "999x",
+        "1,000x",
+        "1,012x",
+    ]

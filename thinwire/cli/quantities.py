@@ -36,8 +36,10 @@ def time_text(moment: datetime) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """A compression ratio: 31.8x; a dash where there is none."""
-    return "-" if ratio is None else f"{ratio:.3g}x"
+    """A compression ratio: 31.8x, 1,012x; a dash where there is none."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.3g}x" if ratio < 999.5 else f"{ratio:,.0f}x"
 
 
 def loss_text(loss: float | None) -> str:
