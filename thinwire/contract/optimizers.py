@@ -185,6 +185,9 @@ class LocalStepsSpec(Frozen):
     )
     outer: OuterSpec = Field(default_factory=OuterSpec)
     codec: Literal["sign", "int8"] = Field("sign", description="of what is exchanged: one bit a value, or eight")
+    overlap: bool = Field(
+        False, description="the exchange of a round runs beside the steps of the next, and counts one round late"
+    )
 
     @property
     def lr(self) -> float:

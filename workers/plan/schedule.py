@@ -47,7 +47,8 @@ class RunSteps:
     warmup: steps in full before the freeze, of 1-bit Adam and LAMB; None: they find it, or there is none.
     var_freeze_step, dense_steps, var_update_scaler, local_step_scaler, local_step_clipper: of 0/1 Adam.
     refresh: of all that freeze a variance.
-    inner, every, codec: of local steps; every of other methods: what local steps would have by default.
+    inner, every, codec, late: of local steps; every of other methods: what local steps would have by default. late:
+    does the exchange run beside the next round's steps?
     lr_warmup_steps: in which the learning rate rises; then it falls as a cosine to `floor` of its peak, 1: stays.
     full_exchange: None: half, flat: low-precision parameters, topology flat, from which it follows.
     Raises: ValueError where these cannot stand together.
@@ -71,6 +72,7 @@ class RunSteps:
     inner: str | None = None
     every: int = EVERY.default
     codec: str = "sign"
+    late: bool = False
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -98,7 +100,7 @@ class RunSteps:
         if isinstance(given, COMPRESSED):
             more["refresh"] = given.refresh
         if isinstance(given, LocalStepsSpec):
-            more |= {"inner": given.inner.name, "every": given.every, "codec": given.codec}
+            more |= {"inner": given.inner.name, "every": given.every, "codec": given.codec, "late": given.overlap}
         rule = given.inner if isinstance(given, LocalStepsSpec) else given
         if hasattr(rule, "betas"):
             more["beta2"] = rule.betas[1]
@@ -141,7 +143,7 @@ class RunSteps:
             inner = type(optimizer.inner.optimizer)
             known = names_of(inner) or [kind for kind in ("sgd", "muon") if kind == inner.__name__.lower()]
             more = {"inner": (known or ["adam"])[0], "every": optimizer.every}
-            more["codec"] = getattr(optimizer.codec, "name", "sign")
+            more |= {"codec": getattr(optimizer.codec, "name", "sign"), "late": optimizer.steps_beside > 0}
         if "betas" in optimizer.param_groups[0]:
             more["beta2"] = optimizer.param_groups[0]["betas"][1]
         falls = has_scheduler(optimizer)
