@@ -377,7 +377,7 @@ class FlatSpace:
                 missing.append(view)
                 quiet.append(i)
                 self._untouched[i] = self._version(i)
-            elif not _is_same(grad, view):
+            elif grad.layout != torch.strided or not _lies(grad, self._gradient_is[i]):
                 into.append(view)
                 dense = grad if grad.layout == torch.strided else grad.to_dense()
                 foreign.append(dense.clone() if self.lies_flat(dense) else dense)  # the same memory, read otherwise
@@ -502,7 +502,7 @@ class FlatSpace:
             if param.dtype == view.dtype:
                 if self.box is None and param.shape != view.shape:
                     self.refuse_changed()
-                if not _is_same(self._shown[i], view):  # somebody replaced its storage, as model.to() does
+                if not _lies(self._shown[i], self._gradient_is[i]):  # somebody replaced its storage, as model.to() does
                     self._shown[i] = _alone(view)
                     self._given[i] = as_dtensor(self._shown[i], param)
                 param.grad = self._given[i]
@@ -533,10 +533,6 @@ def _place(x: Tensor) -> _Place:
 def _lies(x: Tensor, place: _Place) -> bool:
     at, shape, stride, dtype = place
     return x.data_ptr() == at and x.stride() == stride and x.shape == shape and x.dtype is dtype
-
-
-def _is_same(grad: Tensor, view: Tensor) -> bool:
-    return grad.layout == torch.strided and _lies(grad, _place(view))
 
 
 def holders(storage: torch.UntypedStorage) -> int:
