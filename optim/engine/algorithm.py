@@ -31,11 +31,12 @@ from thinwire.contract.hyperparameters import ADAM
 from thinwire.optim.engine.ages import Age, Run, runs_of
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.clipping import Clipping
-from thinwire.optim.engine.exchanges import Exchange, Overlap, mean_gradient
+from thinwire.optim.engine.exchanges import Exchange, mean_gradient
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
 from thinwire.optim.engine.options import Gradients, NonFinite
+from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
 from thinwire.optim.engine.state import Shown, TensorState, entries_of, is_field, put, replicated, sizes
