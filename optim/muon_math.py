@@ -13,7 +13,7 @@ A value that is not finite reaches the update, whatever the rule. A tensor of ze
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import sqrt
 
@@ -111,7 +111,15 @@ def vector(m: Tensor) -> Tensor:
 
     Of one size as a whole most entries of a bias would hardly move, for a few are much larger than all others.
     """
-    return m.sign().mul_(SIZE).add_(m, alpha=0.0)  # what is not finite has a sign, too, and must be seen
+    return vectors([m])[0]
+
+
+def vectors(each: Sequence[Tensor]) -> list[Tensor]:
+    """vector() of each of them, in as many calls as of one: models have many, and small ones."""
+    u = list(torch._foreach_sign(each))
+    torch._foreach_mul_(u, SIZE)
+    torch._foreach_add_(u, each, alpha=0.0)  # what is not finite has a sign, too, and must be seen
+    return u
 
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = {
