@@ -45,7 +45,7 @@ from thinwire.optim.engine.optimizer import SAVE_EVERYWHERE, FlatOptimizer
 from thinwire.optim.engine.options import Options, checked_narrow
 from thinwire.optim.engine.schedule import StepPlan, linear_plan
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.muon_math import RULES, vectors
+from thinwire.optim.muon_math import RULES, Tensors, vectors
 from thinwire.optim.muon_rules import check_rule, refuse_vectors, rules_of
 
 logger = logging.getLogger(__name__)
@@ -159,13 +159,13 @@ class Orthogonalising(Algorithm[State]):
             together[-1].append((i, at))
         return [*alone, *together]
 
-    def updates_of(self, batch: Sequence[int], m: Sequence[Tensor], g: Sequence[Tensor], h: MuonHyper) -> list[Tensor]:
+    def updates_of(self, batch: Sequence[int], m: Tensors, g: Tensors, h: MuonHyper) -> list[Tensor]:
         """u of these tensors, a batch, new, of momenta as they are with these gradients. All are float[elements].
 
         Of a shard its part of the whole tensor's, of which each rank of the box makes all: collective there, but for
         vectors, where each entry is by itself.
         """
-        of_w = list(torch._foreach_lerp(g, m, h.momentum)) if h.nesterov else m
+        of_w = torch._foreach_lerp(g, m, h.momentum) if h.nesterov else m
         if (rule := self._rule(batch[0], h)) == "vector":
             return vectors(of_w)
         tensor = self.space.tensors[batch[0]]

@@ -13,13 +13,15 @@ A value that is not finite reaches the update, whatever the rule. A tensor of ze
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from math import sqrt
 
 import torch
 from torch import Tensor
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
+"""As torch._foreach_* takes them."""
 SIZE = 0.2
 """Root mean square of an update's entries, about that of AdamW's.  [Liu et al. 2025, sec. 2.2]"""
 FLOOR = 0.1
@@ -114,7 +116,7 @@ def vector(m: Tensor) -> Tensor:
     return vectors([m])[0]
 
 
-def vectors(each: Sequence[Tensor]) -> list[Tensor]:
+def vectors(each: Tensors) -> list[Tensor]:
     """vector() of each of them, in as many calls as of one: models have many, and small ones."""
     u = list(torch._foreach_sign(each))
     torch._foreach_mul_(u, SIZE)
