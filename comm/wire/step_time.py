@@ -39,6 +39,14 @@ FullWire = Literal["fp32", "bf16", "int8"]
 DDP_BUCKET_BYTES = 25 * 2**20
 """torch's DistributedDataParallel: bucket_cap_mb, where nothing is said."""
 NO_COST = Cost(0, 0.0)
+FEW_BITS = {
+    "bf16": Exchange.FLAT_16,
+    "int8": Exchange.FLAT_8,
+    "int4": Exchange.FLAT_4,
+    "topk": Exchange.FLAT_TOP_K,
+    "threshold": Exchange.FLAT_THRESHOLD,
+}
+"""By the name of a codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +126,18 @@ def one_bit(network: Network, numel: int, transport: Transport, bucket_elements:
 
 def full(network: Network, numel: int, transport: Transport, bucket_elements: int, wire: FullWire) -> Sent:
     """The mean gradient as full_exchange sends it. Few bits cost the transport what rows of signs do, by the byte."""
-    if wire == "fp32" or network.ranks == 1:
+    if wire == "fp32":
         return dense_32(network, numel, transport, bucket_elements)
-    exchange, buckets = (Exchange.FLAT_16 if wire == "bf16" else Exchange.FLAT_8), ceil(numel / bucket_elements)
+    return coded(network, numel, transport, bucket_elements, wire)
+
+
+def coded(network: Network, numel: int, transport: Transport, bucket_elements: int, codec: str) -> Sent:
+    """A vector by the codec of this name, "sign" or one of FEW_BITS, in two phases."""
+    if codec == "sign":
+        return one_bit(network, numel, transport, bucket_elements)
+    if network.ranks == 1:
+        return NOTHING
+    exchange, buckets = FEW_BITS[codec], ceil(numel / bucket_elements)
     cost = exchange_cost(exchange, network, numel)
     payload = 2 * (network.ranks - 1) / network.ranks * few_bits_bytes(exchange, numel)
     return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)

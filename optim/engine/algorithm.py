@@ -284,8 +284,8 @@ class Algorithm(Generic[State]):
 
     @property
     def kept_of_others(self) -> Keeps:
-        """What ranks keep of each other's error memory: what is asked for, where that is of what is compressed."""
-        return self.keeps if self.compresses else Keeps.NOTHING
+        """What ranks keep of each other's error memory: what is asked for, where signs are what is compressed."""
+        return self.keeps if self.compresses and isinstance(self.codec, SignCodec) else Keeps.NOTHING
 
     @property
     def gradient_memory(self) -> ErrorMemory | None:

@@ -474,6 +474,8 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
     if isinstance(sgd, OneBitSgdSpec) and sgd.nesterov and (not sgd.momentum or sgd.dampening):
         allowed = "false, or optimizer.momentum above 0 and optimizer.dampening = 0"
         found.append(("optimizer.nesterov", sgd.nesterov, allowed))
+    if isinstance(sgd, OneBitSgdSpec) and sgd.codec != "sign" and spec.topology == "node_first":
+        found.append(("topology", spec.topology, "flat or auto with optimizer.codec = " + sgd.codec))
     bounds = spec.optimizer
     if isinstance(bounds, TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))

@@ -78,6 +78,29 @@ def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_th
     assert any("muon, 100 to a round" in note and "is not known" in note for note in asked.assumed)
 
 
+@pytest.mark.parametrize(
+    ("codec", "due"),
+    [
+        ("sign", 3_125_000 + 4 * 6104),
+        ("int8", 25_000_000 + 4 * 97_657),
+        ("int4", 12_500_000 + 4 * 195_313),
+        ("topk", 120 * 6104),
+        ("threshold", 4 * 250_000),
+    ],
+)
+@pytest.mark.parametrize("name", ["onebit_sgd", "local_steps"])
+def test_a_job_s_own_method_sends_the_bytes_of_its_codec_and_the_others_signs(name, codec, due):
+    given = {"name": name, "codec": codec} | ({"every": 100, "inner": {"name": "sgd"}} if name == "local_steps" else {})
+    busy = dict.fromkeys(("onebit_sgd", "local_steps"), Busy(0.3, 0.3, 0.3))
+    found = plan(small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": given}), busy=busy)
+    own, other = (found.method(one) for one in sorted(("onebit_sgd", "local_steps"), key=lambda one: one != name))
+    every, per = (1, 32) if name == "onebit_sgd" else (100, 1)
+    assert own.run_bytes == pytest.approx(1000 / every * due, rel=1e-3)
+    assert other.run_bytes == pytest.approx(-(-1000 // per) * (3_125_000 + 4 * 6104), rel=1e-3)
+    assert own.title.endswith(f", {codec}") == (codec != "sign")
+    assert "," not in other.title
+
+
 def test_local_steps_of_zero_one_adam_send_nothing():
     """After its freeze the gap between syncs grows to 4: a quarter of those steps send what 1-bit Adam sends."""
     optimizer = {"name": "zero_one_adam", "lr": 1e-3, "dense_steps": 100, "var_freeze": 100, "local_step_scaler": 1}
