@@ -24,8 +24,8 @@ def _field(number: declared.Number, default: Any = None, **otherwise: float | No
 
 
 _CODEC = (
-    "how what is exchanged is written: in one bit a value, in 8, in 4, of each 4096 the largest 64 in 2 bits, or of all "
-    "the largest hundredth in 16"
+    "how what is exchanged is written: in one bit a value, in 8, in 4, of each 4096 the largest 64 in 2 bits, or of "
+    "all the largest hundredth in 16"
 )
 
 
