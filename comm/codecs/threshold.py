@@ -75,7 +75,7 @@ class ThresholdRow:
         at_k = largest(x_c.abs(), self._keep).sort().values
         value_k.copy_(x_c[at_k])
         place_k.copy_((at_k % RUN).to(torch.int32))  # modulo 65,536: the same 16 bits
-        bounds_r = torch.arange(RUN, RUN * (self._num_ends + 1), RUN, device=x_c.device)
+        bounds_r = torch.arange(RUN, RUN * (self._num_ends + 1), RUN, dtype=torch.int64, device=x_c.device)
         ends_r.copy_(torch.searchsorted(at_k, bounds_r))
         return torch.isfinite(peak(x_c)) & torch.isfinite(value_k).all()
 
