@@ -13,6 +13,7 @@ Legend: N elements, P ranks in k boxes of g, P = g k; X bytes of a vector on the
     8 or 16 bits, flat      all_to_all and all_gather of X = N + 4 N / 256, or 2 N
     4 bits, flat            the same of X = N / 2 + 4 N / 128
     top-k, flat             the same of X = 120 N / 4096
+    threshold, flat         the same of X = 4 N / 100
     one bit, flat           all_to_all and all_gather of X = N/8 and its scales
     one bit, node first     the same between k boxes, one rank each, after and before a dense exchange inside each box
 
@@ -34,6 +35,8 @@ RUN, RUN_4 = 256, 128
 """Values that share a scale in 8 bits and in 4 (comm/codecs/int8.py and int4.py, which need torch)."""
 TOP_K = 4096, 120
 """Values of a run of which the largest are sent, and the bytes of that (comm/codecs/topk.py)."""
+ENTRIES = 0.01, 4
+"""The share of all values that a threshold lets through, and the bytes of each (comm/codecs/threshold.py)."""
 
 
 class Exchange(StrEnum):
@@ -45,8 +48,13 @@ class Exchange(StrEnum):
     FLAT_8 = "flat 8-bit"
     FLAT_4 = "flat 4-bit"
     FLAT_TOP_K = "flat top-k"
+    FLAT_THRESHOLD = "flat threshold"
     FLAT_ONE_BIT = "flat one-bit"
     NODE_FIRST_ONE_BIT = "node-first one-bit"
+
+
+_CODED = (Exchange.FLAT_16, Exchange.FLAT_8, Exchange.FLAT_4, Exchange.FLAT_TOP_K, Exchange.FLAT_THRESHOLD)
+"""Those of a vector in few_bits_bytes()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +151,11 @@ def one_bit_bytes(numel: int, block: int = DEFAULT_BLOCK) -> float:
 
 
 def few_bits_bytes(exchange: Exchange, numel: int) -> float:
-    """Bytes of a vector of 16 bits a value, of 8 or 4 with a float32 scale for each run, or of the largest few."""
+    """Bytes of a vector of 16 bits a value, of 8 or 4 with a float32 scale for each run, or of the largest ones."""
     if exchange is Exchange.FLAT_TOP_K:
         return TOP_K[1] * ceil(numel / TOP_K[0])
+    if exchange is Exchange.FLAT_THRESHOLD:
+        return ENTRIES[1] * ceil(ENTRIES[0] * numel)
     if exchange is Exchange.FLAT_4:
         return numel / 2 + 4 * ceil(numel / RUN_4)
     return 2.0 * numel if exchange is Exchange.FLAT_16 else numel + 4 * ceil(numel / RUN)
@@ -159,7 +169,7 @@ def exchange_cost(exchange: Exchange, network: Network, numel: int) -> Cost:
         return all_reduce(network.ranks, 4.0 * numel)
     if exchange is Exchange.DENSE_16:
         return all_reduce(network.ranks, 2.0 * numel)
-    if exchange in (Exchange.FLAT_16, Exchange.FLAT_8, Exchange.FLAT_4, Exchange.FLAT_TOP_K):
+    if exchange in _CODED:
         few = few_bits_bytes(exchange, numel)
         return all_to_all(network.ranks, few, network.ranks_per_box) + all_gather(network.ranks, few)
     ranks, per_box = (network.ranks, network.ranks_per_box) if exchange is Exchange.FLAT_ONE_BIT else (network.boxes, 1)

@@ -44,6 +44,7 @@ FEW_BITS = {
     "int8": Exchange.FLAT_8,
     "int4": Exchange.FLAT_4,
     "topk": Exchange.FLAT_TOP_K,
+    "threshold": Exchange.FLAT_THRESHOLD,
 }
 """By the name of a codec."""
 

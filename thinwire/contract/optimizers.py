@@ -23,7 +23,10 @@ def _field(number: declared.Number, default: Any = None, **otherwise: float | No
     return Field(number.default if default is None else default, **given)
 
 
-_CODEC = "how what is exchanged is written: in one bit a value, in 8, in 4, or of each 4096 the largest 64 in 2 bits"
+_CODEC = (
+    "how what is exchanged is written: in one bit a value, in 8, in 4, of each 4096 the largest 64 in 2 bits, or of "
+    "all the largest hundredth in 16"
+)
 
 
 class FullExchange(Frozen):

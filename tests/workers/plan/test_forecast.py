@@ -85,6 +85,7 @@ def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_th
         ("int8", 25_000_000 + 4 * 97_657),
         ("int4", 12_500_000 + 4 * 195_313),
         ("topk", 120 * 6104),
+        ("threshold", 4 * 250_000),
     ],
 )
 @pytest.mark.parametrize("name", ["onebit_sgd", "local_steps"])
