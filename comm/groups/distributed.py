@@ -155,7 +155,7 @@ class TorchGroup:
         self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
         self._start("broadcast", x, lambda pg: dist.broadcast(x, group=pg, group_src=src, async_op=True)).wait()
 
-    def relay_(self, x: Tensor, path: Sequence[int]) -> None:
+    def relay_(self, x: Tensor, path: Sequence[int], piece_elements: int = PIECE_ELEMENTS) -> None:
         """X of all ranks on the path <- x of its first, from one to the next in pieces. Others send and get nothing.
 
         Collective, with x of one length. Each sends on what it has while it receives more, so that it takes about one
@@ -164,7 +164,7 @@ class TorchGroup:
         Raises: PeerLost.
         """
         at = path.index(self.rank) if self.rank in path else None
-        pieces = [piece.view(torch.uint8) for piece in torch.split(x.view(-1), PIECE_ELEMENTS)]
+        pieces = [piece.view(torch.uint8) for piece in torch.split(x.view(-1), piece_elements)]
         nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
         for turn in range(len(pieces) + len(path) - 2):
             out, given, to, of = nothing, nothing, [0] * self.size, [0] * self.size
