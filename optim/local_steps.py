@@ -33,20 +33,20 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from thinwire.comm.codecs import Int4Codec, Int8Codec, SignCodec, TopKCodec
+from thinwire.comm.codecs import codec_of
 from thinwire.comm.default import GivenGroup
 from thinwire.comm.errors import CommError, NonFiniteInput, PeerLost, Refused
 from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.exchange import gather_flags
 from thinwire.comm.kernels.peak import witness
 from thinwire.comm.protocol import Codec, Group
-from thinwire.contract.hyperparameters import EVERY, TOTAL_STEPS
+from thinwire.contract.hyperparameters import EVERY, TOTAL_STEPS, CodecName
 from thinwire.optim.engine import changing
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum
 from thinwire.optim.engine.flat import FlatSpace
@@ -61,13 +61,6 @@ from thinwire.optim.outer import MEAN, OuterSGD, Outward
 
 logger = logging.getLogger(__name__)
 
-CODECS: dict[str, Codec] = {
-    "sign": SignCodec(),
-    "int8": Int8Codec(),
-    "int4": Int4Codec(),
-    "topk": TopKCodec(),
-}
-"""By the name that `codec` has."""
 SYNC_EVERYWHERE = "call sync() on every rank first, or save where optimizer.at_sync is true"
 PIECE = 1 << 20
 """Elements for which there is scratch where a result is read."""
@@ -99,8 +92,8 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     inner: an optimizer of torch.optim, or written like one, or a dense one of ours that was made with
     group=SoloGroup(). Its groups are those of LocalSteps: a schedule may hold either. It is stepped, saved and loaded
     by LocalSteps alone. every: H, the same on every rank. outer: the outer step (OuterSGD). codec: "sign", one bit a
-    value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2 bits each; or a Codec. total_steps: of the run, where it
-    is known: a round that would not end in it is refused.
+    value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2 bits each; "threshold", the largest hundredth in 16; or a
+    Codec. total_steps: of the run, where it is known: a round that would not end in it is refused.
     group: the ranks (None: torch.distributed's default group, or this process alone). model, max_grad_norm (each rank
     shortens its own gradient): as in CheckedOptions. non_finite: a gradient that is not finite counts as zero on its
     rank; "raise": every rank raises NonFiniteInput at the end of that round, which the next step ends; "skip": only the
@@ -124,7 +117,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         *,
         every: int,
         outer: OuterSGD = MEAN,
-        codec: Literal["sign", "int8", "int4", "topk"] | Codec = "sign",
+        codec: CodecName | Codec = "sign",
         total_steps: int | None = None,
         group: GivenGroup | None = None,
         model: nn.Module | None = None,
@@ -141,8 +134,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
             )
         if not isinstance(outer, OuterSGD):
             raise ValueError(f"outer = {outer!r}: must be an OuterSGD(lr=, momentum=, nesterov=)")
-        if isinstance(codec, str) and codec not in CODECS:
-            raise ValueError(f"codec = {codec!r}: must be one of {', '.join(CODECS)}, or a Codec of thinwire.comm")
+        self.codec = codec_of(codec)
         if not isinstance(overlap, bool):
             raise ValueError(f"overlap = {overlap!r}: must be True or False")
         self._runs_beside = overlap
@@ -160,7 +152,6 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
                 "or OneBitMuon for sharded boxes (docs/sharded.md)"
             )
         self.every, self.outer = every, outer
-        self.codec = CODECS[codec] if isinstance(codec, str) else codec
         super().__init__(
             inner.param_groups,
             inner.defaults,

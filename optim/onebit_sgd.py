@@ -7,7 +7,8 @@
 The rule is linear in what crosses, so error feedback loses nothing: what one step leaves out a later one sends. There
 is no variance that would have to be known first, and so no warm-up. What crosses is the momentum and not the gradient,
 which is several times longer, and with it what one bit leaves out of it: at rates that SGD stands, SGD on a gradient in
-one bit diverges (docs/algorithms.md). Source: Tang et al. 2021, Alg. 1, its second phase with v = 1.
+one bit diverges (docs/algorithms.md). The rule is as linear in what any other codec leaves of it.
+Source: Tang et al. 2021, Alg. 1, its second phase with v = 1.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from thinwire.comm.codecs import codec_of
+from thinwire.comm.protocol import Codec
 from thinwire.contract import hyperparameters
-from thinwire.contract.hyperparameters import DAMPENING, LR, MOMENTUM, WEIGHT_DECAY
+from thinwire.contract.hyperparameters import DAMPENING, LR, MOMENTUM, WEIGHT_DECAY, CodecName
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum
 from thinwire.optim.engine.hyperparameters import check_group
 from thinwire.optim.engine.momentum import Momentum
@@ -56,8 +59,9 @@ class OneBitSgdState:
     """Momentum, and its error memory.
 
     An element in fp32 takes 8 bytes as parameter and gradient, 4 + 4 / ranks of error memory, and half a byte as rows
-    of signs, which hold m; 4 more from a load or state_dict() to the end of the next step. One rank has m twice, in
-    floats, and no error memory.
+    of signs, which hold m; 4 more from a load or state_dict() to the end of the next step. By another codec m is in
+    floats, 4 bytes, what is left out is kept until it counts, 4 more, and rows have their bytes four times. One rank
+    has m twice, in floats, and no error memory.
     """
 
     momentum: Momentum
@@ -74,10 +78,13 @@ class OneBitSgdState:
 
 
 class OneBitSGD(FlatOptimizer[OneBitSgdState]):
-    """SGD with momentum as a torch.optim.Optimizer, at 1/32 of fp32's bytes on the wire in every step.
+    """SGD with momentum as a torch.optim.Optimizer, at 1/32 of fp32's bytes on the wire, or by `codec`, in every step.
 
     params: parameters or groups, as torch.optim takes them. momentum, dampening, weight_decay (coupled), nesterov,
     maximize: as in torch.optim.SGD, each per group; a schedule may move lr and momentum.
+    codec: how the momentum is written: "sign", one bit a value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2
+    bits each; "threshold", the largest hundredth in 16; or a Codec, the same on every rank. One rank writes nothing. By
+    another than signs topology is "flat".
     group: the ranks (None: torch.distributed's default group, or this process alone). model, overlap, max_grad_norm,
     non_finite, topology: as in CheckedOptions (optim.engine.options). Nothing is exchanged in full, so full_exchange is
     refused; max_grad_norm shortens each rank's own gradient.
@@ -97,8 +104,11 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
         weight_decay: float = WEIGHT_DECAY.default,
         nesterov: bool = False,
         maximize: bool = False,
+        codec: CodecName | Codec = "sign",
         **options: Unpack[Options],
     ) -> None:
+        if codec != "sign":  # those of the class, which may share scales otherwise
+            self.codec = codec_of(codec)
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize}, **options)
 
@@ -128,7 +138,7 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
         return OneBitSgdState(Momentum(self.new_vector(), self.reduce, memory), memory)
 
     def plan(self, step: int) -> StepPlan:
-        """Every step exchanges the momentum in one bit."""
+        """Every step exchanges the momentum."""
         return linear_plan()
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:

@@ -1,9 +1,31 @@
 """Ways to write a vector in fewer bytes: a file each."""
 
+from __future__ import annotations
+
 from thinwire.comm.codecs.bf16 import Bf16Codec
 from thinwire.comm.codecs.int4 import Int4Codec
 from thinwire.comm.codecs.int8 import Int8Codec
 from thinwire.comm.codecs.sign import SignCodec
+from thinwire.comm.codecs.threshold import ThresholdCodec
 from thinwire.comm.codecs.topk import TopKCodec
+from thinwire.comm.protocol import Codec
 
-__all__ = ["Bf16Codec", "Int4Codec", "Int8Codec", "SignCodec", "TopKCodec"]
+__all__ = ["Bf16Codec", "Int4Codec", "Int8Codec", "SignCodec", "ThresholdCodec", "TopKCodec"]
+
+BY_NAME: dict[str, Codec] = {
+    "sign": SignCodec(),
+    "int8": Int8Codec(),
+    "int4": Int4Codec(),
+    "topk": TopKCodec(),
+    "threshold": ThresholdCodec(),
+}
+"""What `codec` of an optimizer and of a job file may be called."""
+
+
+def codec_of(given: str | Codec) -> Codec:
+    """The codec of this name, or itself. Raises: ValueError."""
+    if isinstance(given, str) and given in BY_NAME:
+        return BY_NAME[given]
+    if isinstance(given, str) or not (hasattr(given, "row") and hasattr(given, "fingerprint")):
+        raise ValueError(f"codec = {given!r}: must be one of {', '.join(BY_NAME)}, or a Codec of thinwire.comm")
+    return given

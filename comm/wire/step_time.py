@@ -39,6 +39,14 @@ FullWire = Literal["fp32", "bf16", "int8"]
 DDP_BUCKET_BYTES = 25 * 2**20
 """torch's DistributedDataParallel: bucket_cap_mb, where nothing is said."""
 NO_COST = Cost(0, 0.0)
+FEW_BITS = {
+    "bf16": Exchange.FLAT_16,
+    "int8": Exchange.FLAT_8,
+    "int4": Exchange.FLAT_4,
+    "topk": Exchange.FLAT_TOP_K,
+    "threshold": Exchange.FLAT_THRESHOLD,
+}
+"""By the name of a codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +121,26 @@ def one_bit(network: Network, numel: int, transport: Transport, bucket_elements:
     buckets = ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.FLAT_ONE_BIT, network, numel)
     payload = 2 * (network.ranks - 1) / network.ranks * one_bit_bytes(numel)
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)
+    return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
 
 
 def full(network: Network, numel: int, transport: Transport, bucket_elements: int, wire: FullWire) -> Sent:
     """The mean gradient as full_exchange sends it. Few bits cost the transport what rows of signs do, by the byte."""
-    if wire == "fp32" or network.ranks == 1:
+    if wire == "fp32":
         return dense_32(network, numel, transport, bucket_elements)
-    exchange, buckets = (Exchange.FLAT_16 if wire == "bf16" else Exchange.FLAT_8), ceil(numel / bucket_elements)
+    return coded(network, numel, transport, bucket_elements, wire)
+
+
+def coded(network: Network, numel: int, transport: Transport, bucket_elements: int, codec: str) -> Sent:
+    """A vector by the codec of this name, "sign" or one of FEW_BITS, in two phases."""
+    if codec == "sign":
+        return one_bit(network, numel, transport, bucket_elements)
+    if network.ranks == 1:
+        return NOTHING
+    exchange, buckets = FEW_BITS[codec], ceil(numel / bucket_elements)
     cost = exchange_cost(exchange, network, numel)
     payload = 2 * (network.ranks - 1) / network.ranks * few_bits_bytes(exchange, numel)
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)
+    return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
 
 
 def _dense(network: Network, numel: int, value: int, per_byte_s: float, bucket_elements: int | None) -> Sent:
@@ -132,7 +149,7 @@ def _dense(network: Network, numel: int, value: int, per_byte_s: float, bucket_e
     buckets = ceil(4 * numel / DDP_BUCKET_BYTES) if bucket_elements is None else ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.DENSE_FP32 if value == 4 else Exchange.DENSE_16, network, numel)
     payload = all_reduce(network.ranks, value * numel).num_bytes
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, 0.0, buckets, payload * per_byte_s)
+    return Sent(cost.in_buckets(buckets), payload, 0.0, buckets, payload * per_byte_s)
 
 
 def wire_seconds(network: Network, sent: Sent) -> float:

@@ -23,6 +23,12 @@ def _field(number: declared.Number, default: Any = None, **otherwise: float | No
     return Field(number.default if default is None else default, **given)
 
 
+_CODEC = (
+    "how what is exchanged is written: in one bit a value, in 8, in 4, of each 4096 the largest 64 in 2 bits, or of "
+    "all the largest hundredth in 16"
+)
+
+
 class FullExchange(Frozen):
     """Of those that send some gradient in full."""
 
@@ -112,7 +118,7 @@ class ZeroOneAdamSpec(_AdamHyper, Compressing):
 
 
 class OneBitSgdSpec(Frozen):
-    """SGD as torch.optim.SGD has it, whose momentum is exchanged in one bit from the first step on."""
+    """SGD as torch.optim.SGD has it, whose momentum is exchanged in one bit, or by `codec`, from the first step on."""
 
     name: Literal["onebit_sgd"]
     lr: float = _field(declared.LR, ge=None, gt=0.0)
@@ -120,6 +126,7 @@ class OneBitSgdSpec(Frozen):
     dampening: float = _field(declared.DAMPENING)
     weight_decay: float = _field(declared.WEIGHT_DECAY)
     nesterov: bool = Field(False, description="Nesterov's momentum; with momentum above 0 and no dampening")
+    codec: declared.CodecName = Field("sign", description=_CODEC)
 
 
 class OneBitMuonSpec(Frozen):
@@ -184,7 +191,7 @@ class LocalStepsSpec(Frozen):
         "full_exchange"
     )
     outer: OuterSpec = Field(default_factory=OuterSpec)
-    codec: Literal["sign", "int8"] = Field("sign", description="of what is exchanged: one bit a value, or eight")
+    codec: declared.CodecName = Field("sign", description=_CODEC)
     overlap: bool = Field(
         False, description="the exchange of a round runs beside the steps of the next, and counts one round late"
     )
@@ -193,6 +200,26 @@ class LocalStepsSpec(Frozen):
     def lr(self) -> float:
         """The peak learning rate, which the schedule shapes: the inner optimizer's."""
         return self.inner.lr
+
+
+class CadaSpec(Frozen):
+    """CADA (arXiv 2012.15469): AMSGrad, where a worker sends its gradient only when that has changed enough."""
+
+    name: Literal["cada"]
+    lr: float = _field(declared.CADA_LR, ge=None, gt=0.0)
+    betas: tuple[Annotated[float, _field(declared.BETA1, ...)], Annotated[float, _field(declared.BETA2, ...)]] = (
+        declared.BETAS
+    )
+    eps: float = _field(declared.EPS)
+    weight_decay: float = _field(declared.WEIGHT_DECAY)
+    rule: Literal[1, 2] = Field(
+        2,
+        description="1: gradients are compared with those at a point that all workers renew every max_age steps; 2: "
+        "with those at the point where the worker last sent",
+    )
+    max_age: Whole = _field(declared.MAX_AGE)
+    horizon: Whole = _field(declared.HORIZON)
+    threshold: float = _field(declared.THRESHOLD)
 
 
 Optimizer = Annotated[
@@ -205,6 +232,7 @@ Optimizer = Annotated[
     | LambSpec
     | SgdSpec
     | MuonSpec
-    | LocalStepsSpec,
+    | LocalStepsSpec
+    | CadaSpec,
     Field(discriminator="name"),
 ]

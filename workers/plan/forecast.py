@@ -14,9 +14,9 @@ from thinwire.comm.wire.step_time import (
     Sent,
     Transport,
     Work,
+    coded,
     dense_16,
     dense_32,
-    one_bit,
     seconds_beside,
     step_seconds,
     wire_seconds,
@@ -128,7 +128,7 @@ def network_of(link: Link, workers: int, per_machine: int) -> Network:
     """The link as a Network. Raises: ValueError where machines are not full."""
     if workers == 1:
         return Network(1, 0.0, inf)
-    return Network(workers, link.latency_s, link.bytes_per_s, per_machine)
+    return Network(workers, link.latency_s, link.bytes_per_s, per_machine, rows=link.rows)
 
 
 def chosen_bucket(job: PlannedJob, network: Network, elements: int, on_gpu: bool) -> int:
@@ -187,10 +187,9 @@ class _Way:
         full = full_exchange(network, found.elements, found.transport, bucket, wire)
         # What goes into a variance alone is not sent in 8 bits (FlatOptimizer.mean_wire).
         late = full_exchange(network, found.elements, found.transport, bucket, "bf16" if wire == "int8" else wire)
-        bits = one_bit(network, found.elements, found.transport, bucket)
+        self._codec = run.codec if name == run.method else "sign"
+        bits = coded(network, found.elements, found.transport, bucket, self._codec)
         early = found.backward_s if job.overlap and name != LOCAL_STEPS else 0.0
-        if name == LOCAL_STEPS and run.codec == "int8":
-            bits = full_exchange(network, found.elements, found.transport, bucket, "int8")
         self._steps: dict[str, tuple[float, float, Sent]] = {
             "full": (self._kinds.full - refreshes, *self._step(self._busy.full, early, full)),
             "refresh": (refreshes, *self._step(self._busy.full, early, late)),
@@ -208,7 +207,7 @@ class _Way:
         later, later_s, later_bytes = self._sum("compressed", "local")
         return MethodPlan(
             name=self._name,
-            title=TITLES[self._name],
+            title=TITLES[self._name] if self._codec == "sign" else f"{TITLES[self._name]}, {self._codec}",
             warmup=warmup,
             warmup_step_s=warmup_s / warmup if warmup else None,
             warmup_step_bytes=warmup_bytes / warmup if warmup else None,

@@ -20,8 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -93,7 +93,7 @@ class DryModel:
 class Setting:
     """How to rehearse. steps: timed, of each kind. cores: of one worker. bucket_elements: as the job would choose.
 
-    methods: the compressed ones.
+    methods: the compressed ones. codecs: by method, of what it exchanges, where not signs.
     """
 
     workers: int
@@ -103,6 +103,7 @@ class Setting:
     device: torch.device
     overlap: bool = True
     methods: tuple[str, ...] = COMPRESSED
+    codecs: Mapping[str, str] = field(default_factory=dict)
 
 
 def rehearse(recipe: Recipe, setting: Setting, together: Together, tell: Tell) -> Rehearsed:
@@ -189,6 +190,8 @@ def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
     if name == LOCAL_STEPS:
         params = OPTIMIZERS[inner_of(setting.methods)](params, lr=RATE, group=SoloGroup())
         given = {"every": 1}
+    if name in setting.codecs:
+        given["codec"] = setting.codecs[name]
     optimizer: FlatOptimizer[Any] = OPTIMIZERS[name].sized(setting.bucket_elements)(
         params, group=MirroredGroup(setting.workers), **given
     )
@@ -221,7 +224,7 @@ def _cast_s(elements: int, clock: _Clock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """workers: of the job; per_machine: of them here; bucket_elements, steps, overlap, methods: as in Setting.
+    """workers: of the job; per_machine: of them here; bucket_elements, steps, overlap, methods, codecs: as in Setting.
 
     wanted: as workers.device of the job. recipe: its file, as JSON, where it has a built-in recipe; script: what was
     learned of one, as JSON, where it has not.
@@ -236,6 +239,7 @@ class Orders:
     recipe: dict[str, Any] | None = None
     script: dict[str, Any] | None = None
     methods: tuple[str, ...] = COMPRESSED
+    codecs: Mapping[str, str] = field(default_factory=dict)
 
 
 def devices_for(wanted: str, count: int) -> list[str]:
@@ -304,7 +308,7 @@ def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, te
     device = torch.device(devices[rank % len(devices)])
     cores = inf if device.type == "cuda" else len(os.sched_getaffinity(0)) / sharing
     sizes = (orders.workers, orders.bucket_elements, orders.steps)
-    setting = Setting(*sizes, cores, device, orders.overlap, tuple(orders.methods))  # a list in JSON
+    setting = Setting(*sizes, cores, device, orders.overlap, tuple(orders.methods), orders.codecs)  # a list in JSON
 
     def together() -> None:
         dist.barrier(group=fellows)

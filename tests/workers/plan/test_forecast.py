@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,20 @@ def test_a_run_by_hand():
     assert found.verdict.startswith("Compress, with ")
 
 
+def test_lines_of_each_kind_of_collective_change_what_is_predicted_and_advised():
+    """Rings as before, all-to-all and all-gather with a round of 20 ms and a tenth of the bandwidth; then of no use."""
+    before, bits = plan(SPEC), 3_125_000 + 4 * 6104
+    slower = plan(SPEC, link=replace(SLOW, rows=(2e-2, SLOW.bytes_per_s / 10)))
+    for name in ("dense_fp32", "dense_bf16"):
+        assert slower.method(name) == replace(before.method(name))
+    assert slower.method("onebit_adam").step_s == pytest.approx(0.23 + bits / 1.25e6 + 2 * 2e-2)
+    assert slower.method("onebit_adam").warmup_step_s == before.method("onebit_adam").warmup_step_s
+    assert slower.compress
+    useless = plan(SPEC, link=replace(SLOW, rows=(2e-2, SLOW.bytes_per_s / 100)))
+    assert (before.compress, useless.compress) == (True, False)
+    assert (before.best in COMPRESSED, useless.best) == (True, "dense_bf16")
+
+
 @pytest.mark.parametrize("kind", ["sgd", "muon"])
 @pytest.mark.parametrize("prefix", ["", "onebit_"])
 def test_a_job_of_sgd_or_muon_is_planned_beside_the_same_at_one_bit_which_has_no_warm_up(prefix, kind):
@@ -80,6 +95,29 @@ def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_th
     busy_s = 990 * 0.24 + 10 * 0.26
     assert late.method("local_steps").run_s == pytest.approx(busy_s)  # 100 steps hide an exchange of 2 s
     assert late.method("local_steps").run_bytes == asked.method("local_steps").run_bytes
+
+
+@pytest.mark.parametrize(
+    ("codec", "due"),
+    [
+        ("sign", 3_125_000 + 4 * 6104),
+        ("int8", 25_000_000 + 4 * 97_657),
+        ("int4", 12_500_000 + 4 * 195_313),
+        ("topk", 120 * 6104),
+        ("threshold", 4 * 250_000),
+    ],
+)
+@pytest.mark.parametrize("name", ["onebit_sgd", "local_steps"])
+def test_a_job_s_own_method_sends_the_bytes_of_its_codec_and_the_others_signs(name, codec, due):
+    given = {"name": name, "codec": codec} | ({"every": 100, "inner": {"name": "sgd"}} if name == "local_steps" else {})
+    busy = dict.fromkeys(("onebit_sgd", "local_steps"), Busy(0.3, 0.3, 0.3))
+    found = plan(small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": given}), busy=busy)
+    own, other = (found.method(one) for one in sorted(("onebit_sgd", "local_steps"), key=lambda one: one != name))
+    every, per = (1, 32) if name == "onebit_sgd" else (100, 1)
+    assert own.run_bytes == pytest.approx(1000 / every * due, rel=1e-3)
+    assert other.run_bytes == pytest.approx(-(-1000 // per) * (3_125_000 + 4 * 6104), rel=1e-3)
+    assert own.title.endswith(f", {codec}") == (codec != "sign")
+    assert "," not in other.title
 
 
 def test_local_steps_of_zero_one_adam_send_nothing():
