@@ -56,7 +56,8 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Of each way.")] = 2,
 ) -> None:
     """Measure, print the figures, and write a file of the network's name."""
-    handed, found = load_named(load), []
+    handed = load_named(load)
+    found: list[dict[str, Any]] = []
     with Lab(LabSpec(hosts=2, rate_mbit=rate)) as lab:
         orders = Orders(load, every, rounds, turns)
         made = run_ranks(lab, "benchmarks.local_steps_lab", orders, found.append, 900)
@@ -91,7 +92,7 @@ def rank(orders: Orders) -> None:
     inputs = Inputs(load, here)
     inputs.alike = False
     group = TorchGroup()
-    ways = {}
+    ways: dict[str, Any] = {}
     for name in ("waited", "beside"):
         model = build(load)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
