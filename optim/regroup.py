@@ -195,7 +195,7 @@ def _refuse_others(optimizer: object, call: str) -> None:
     """Raises: TypeError for what cannot be carried over to other ranks, before anything is sent."""
     if not isinstance(optimizer, FlatOptimizer):
         raise TypeError(
-            f"{call}() of {type(optimizer).__name__}: only optimizers of thinwire.optim but SparseAdam are handed over. "
+            f"{call}() of {type(optimizer).__name__}: those of thinwire.optim but SparseAdam are handed over. "
             "SparseAdam: before a planned change call state_dict() on every old rank, make it over the new group, and "
             "load_state_dict() on every rank of that; after a PeerLost go on from what was saved (docs/own-loop.md)"
         )
