@@ -215,9 +215,11 @@ class _Together:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._box is not None and isinstance(error, CommError | ValueError):
-            box, self._box = self._box, None
+        box, self._box = self._box, None
+        if box is not None and isinstance(error, CommError | ValueError):
             box.least(LOST)
+        elif box is not None and error is not None:  # such as a signal's, of this rank alone
+            box.leave(f"{type(error).__name__} in regroup()")
 
     def agree(self) -> None:
         """All ranks of the box are through. Collective there, once. Raises: PeerLost where one has lost a peer."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.default import over
-from thinwire.comm.protocol import Group
+from thinwire.comm.protocol import Group, Leavable
 from thinwire.optim.engine.local import is_dtensor, sharders
 from thinwire.optim.engine.parameters import is_trained, labels
 
@@ -125,6 +125,13 @@ class Box:
         least, negated = found.tolist()
         self.found_by_any = negated < 0
         return int(least)
+
+    def leave(self, reason: str) -> None:
+        """This rank goes on with nobody: the others of the box raise PeerLost where they wait for it, for good."""
+        for _, groups in self._meshes:
+            for group in groups:
+                if isinstance(group, Leavable):
+                    group.leave(reason)
 
     def _of_tensors(self, values_T: Tensor, together: Together) -> Tensor:
         found_T = values_T.clone()
