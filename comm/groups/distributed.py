@@ -266,6 +266,7 @@ class TorchGroup:
         """
         if self._detector.left is not None:
             return
+        self.calls.left = reason
         self._detector.leave(reason)
         self._communicators.abort()
 
