@@ -93,8 +93,8 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     inner: an optimizer of torch.optim, or written like one, or a dense one of ours that was made with
     group=SoloGroup(). Its groups are those of LocalSteps: a schedule may hold either. It is stepped, saved and loaded
     by LocalSteps alone. every: H, the same on every rank. outer: the outer step (OuterSGD). codec: "sign", one bit a
-    value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2 bits each; or a Codec. total_steps: of the run, where it
-    is known: a round that would not end in it is refused.
+    value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2 bits each; "threshold", the largest hundredth in 16; or a
+    Codec. total_steps: of the run, where it is known: a round that would not end in it is refused.
     group: the ranks (None: torch.distributed's default group, or this process alone). model, max_grad_norm (each rank
     shortens its own gradient): as in CheckedOptions. non_finite: a gradient that is not finite counts as zero on its
     rank; "raise": every rank raises NonFiniteInput at the end of that round, which the next step ends; "skip": only the

@@ -6,6 +6,7 @@ Code written for asynchronous collectives runs on them unchanged, one collective
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Self
 
 from torch import Tensor
@@ -41,6 +42,10 @@ class Blocking:
         """x <- sum over ranks of x. The group's own."""
         raise NotImplementedError
 
+    def scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> None:
+        """As start_scatters. The group's own, where it has more than one rank."""
+        raise NotImplementedError
+
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> Pending:
         """all_to_all, done when this returns. Raises: PeerLost."""
         self.all_to_all(out_nB, in_nB)
@@ -49,6 +54,11 @@ class Blocking:
     def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> Pending:
         """all_gather, done when this returns. Raises: PeerLost."""
         self.all_gather(out_nB, in_B)
+        return FINISHED
+
+    def start_scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> Pending:
+        """scatters, done when this returns. Raises: PeerLost."""
+        self.scatters(out_uB, in_nB, sources)
         return FINISHED
 
     def start_sum_(self, x: Tensor) -> Pending:
@@ -77,6 +87,13 @@ class SoloGroup(Blocking):
     def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:
         """out[0] <- in."""
         out_nB.view(-1).copy_(in_B.view(-1))
+
+    def start_all_to_all_v(
+        self, out_B: Tensor, in_B: Tensor, of: Sequence[int], to: Sequence[int], num_bytes: int
+    ) -> Pending:
+        """out <- in."""
+        out_B.copy_(in_B)
+        return FINISHED
 
     def mean_(self, x: Tensor) -> None:
         """X is its own mean."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from thinwire.comm.codecs import BY_NAME
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
 from thinwire.comm.wire.step_time import FEW_BITS
@@ -145,7 +146,8 @@ class RunSteps:
             known = names_of(inner) or [kind for kind in ("sgd", "muon") if kind == inner.__name__.lower()]
             more = {"inner": (known or ["adam"])[0], "every": optimizer.every}
         name = getattr(optimizer.codec, "name", "")
-        more["codec"] = name if name in FEW_BITS else "sign"  # one of the user's own costs nobody knows what
+        as_named = name in FEW_BITS and BY_NAME.get(name) == optimizer.codec
+        more["codec"] = name if as_named else "sign"  # one of the user's own costs nobody knows what
         if "betas" in optimizer.param_groups[0]:
             more["beta2"] = optimizer.param_groups[0]["betas"][1]
         falls = has_scheduler(optimizer)
