@@ -320,7 +320,8 @@ def _regroup(
             "error_lost_norm_unrebuilt": loss.unrebuilt_norm,
             "error_norm": loss.residual_norm,
         }
-    lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(gone))
+    losers = len(gone) + (len(behind) if optimizer.loses_what_is_behind else 0)
+    lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * losers
     return Regrouped(now, source, received, behind, lost_steps, **asdict(loss))
 
 
@@ -396,7 +397,7 @@ def _residuals(
                     found[2:4] += optimizer.reduce.left_squares(memory)
                 part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by, out_N=spare())
                 if is_behind:
-                    optimizer.catch_up_(part_N, *common)
+                    optimizer.catch_up_(part_N, *common, len(holders))
             else:
                 part_N = torch.zeros_like(optimizer.space.p_N)
             group.start_sum_(part_N).wait()

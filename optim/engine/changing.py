@@ -212,8 +212,10 @@ def follow_changes(optimizer: Algorithm[Any]) -> None:
     if not is_laid_out(optimizer) and optimizer.overlap.exchange is None:
         optimizer.overlap.abandon()
         optimizer.settle()
-        with optimizer.calling(f"step() {optimizer.next_exchange}"):  # where the others wait that have changed nothing
+        exchange = optimizer.next_exchange
+        with optimizer.calling(f"step() {exchange}"):  # where the others are that have changed nothing
             _refuse_step(optimizer, optimizer.plan(optimizer.num_steps + 1))
+        with optimizer.calling(f"step() {exchange + optimizer.steps_beside}"):  # where they hear of it
             go_on_with_trained(optimizer, "step()")
     if optimizer.is_out_of_phase:
         optimizer.bring_into_phase()
@@ -263,6 +265,7 @@ def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
     try:
         optimizer.overlap.complete(lambda: optimizer.refuse_exchange(plan), optimizer.send_due)
     except Refused:
+        optimizer.end_beside()
         return
     raise RuntimeError("an exchange that this rank refused was finished: a defect of thinwire; please report it")
 
