@@ -357,6 +357,15 @@ class CADA(FlatOptimizer[CadaState]):
                 moved += part.square().sum()
         return moved
 
+    def divisor(self, at: slice) -> Tensor:
+        """What m is divided by, for optim.engine.health. at: elements of one run."""
+        run = next(run for run in self.runs if run.span.start <= at.start < run.span.stop)
+        h = self.hyper(self.param_groups[run.group], run.span)
+        seen = run.seen(self.num_updates)
+        correction = 1.0 if seen is None else 1 - h.beta2**seen
+        divided: Tensor = torch.sqrt(self.vectors.peak_N[at] / correction).add_(h.eps)
+        return divided
+
     # what is saved, and given to others
 
     def _forget(self) -> None:
