@@ -48,7 +48,7 @@ COLLECTIVES = {
     "zero_one_adam": ["all_to_all"],
     "local_steps": ["all_to_all"],
     "late_local_steps": ["all_to_all", "all_gather"],
-    "cada": ["all_gather", "scatters", "sum"],
+    "cada": ["all_gather", "all_to_all_v", "sum"],
 }
 
 
