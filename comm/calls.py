@@ -59,14 +59,15 @@ class Calls:
     now: the call it is in, "" between calls. remedy: what to do where other ranks are not in it. last: the last call
     that ended well, so that all ranks took part in it. begun: collectives begun on each communicator; recent: the last
     RECENT of them. waits: those that some thread of this rank has waited for longer than a look. mismatch: what was
-    the text about ranks in different calls, once there were some: no collective begins after it.
+    the text about ranks in different calls, once there were some: no collective begins after it. left: why this rank
+    has left the group, once it has.
     """
 
-    __slots__ = ("_turn", "begun", "last", "mismatch", "now", "recent", "remedy", "waits")
+    __slots__ = ("_turn", "begun", "last", "left", "mismatch", "now", "recent", "remedy", "waits")
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
-        self.now = self.remedy = self.last = self.mismatch = ""
+        self.now = self.remedy = self.last = self.mismatch = self.left = ""
         self.begun = [0] * COMMUNICATORS
         self.recent: deque[Place] = deque(maxlen=RECENT)
         self.waits: set[Place] = set()

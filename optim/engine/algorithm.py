@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -529,9 +529,20 @@ class Algorithm(Generic[State]):
         """The last step at which all ranks held the same parameters."""
         return self.num_steps
 
-    def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
-        """Inside, this rank is in `call`, which ranks that wait for it learn. remedy: as in comm.calls."""
-        return self.calls.within(f"{type(self).__name__}.{call}", remedy)
+    @contextmanager
+    def calling(self, call: str, remedy: str = "") -> Iterator[None]:
+        """Inside, this rank is in `call`, which ranks that wait for it learn. remedy: as in comm.calls.
+
+        Where it leaves its group in there, as by Ctrl-C, it leaves its box too, whose ranks would wait for its word.
+        """
+        with self.calls.within(f"{type(self).__name__}.{call}", remedy):
+            try:
+                yield
+            except BaseException:
+                space: FlatSpace | None = getattr(self, "space", None)  # none yet in the constructor
+                if self.calls.left and space is not None and space.box is not None:
+                    space.box.leave(self.calls.left)
+                raise
 
     def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
         """Of parameters (parameters_N) and replicated vectors those that a sync in full of the ranks that take part

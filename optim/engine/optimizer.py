@@ -265,6 +265,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             changing.follow_changes(self)
         space, overlap = self.space, self.overlap
         try:
+            with self._told_in_box():
+                changing.refuse_held_back(self)
             self._gather_gradients()
             plan = self.plan(self.num_steps + 1)
             self.reduce.draw = self.num_steps

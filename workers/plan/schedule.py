@@ -232,7 +232,7 @@ def full_steps(run: RunSteps) -> FullSteps:
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
-    if run.method in ("onebit_sgd", "onebit_muon", "local_steps"):
+    if run.method in ("onebit_sgd", "onebit_muon", "local_steps", "cada"):
         return NO_FULL_STEPS
     freeze = run.warmup
     if run.method == "zero_one_adam":

@@ -38,6 +38,7 @@ OPTIMIZERS = {
     "onebit_muon": {"name": "onebit_muon", "lr": 0.02},
     "local_steps": {"name": "local_steps", "every": 4, "inner": {"name": "sgd", "lr": 0.05}},
     "late_local_steps": {"name": "local_steps", "every": 4, "inner": {"name": "sgd", "lr": 0.05}, "overlap": True},
+    "cada": {"name": "cada", "lr": 4e-3, "max_age": 6, "threshold": 0.02},
 }
 COLLECTIVES = {
     "sgd": ["sum"],
@@ -47,6 +48,7 @@ COLLECTIVES = {
     "zero_one_adam": ["all_to_all"],
     "local_steps": ["all_to_all"],
     "late_local_steps": ["all_to_all", "all_gather"],
+    "cada": ["all_gather", "all_to_all_v", "sum"],
 }
 
 

@@ -1,6 +1,7 @@
 """From a job file to an optimizer and its learning rate."""
 
 import inspect
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -71,6 +72,25 @@ def test_what_a_job_file_leaves_out_is_what_a_constructor_would_have_taken(membe
 
 def test_the_outer_step_that_a_job_file_leaves_out_is_the_constructor_s():
     assert OuterSGD(**OuterSpec().model_dump()) == OuterSGD()
+
+
+@pytest.mark.parametrize("rule", [1, 2])
+def test_a_job_of_cada_counts_its_uploads_and_a_resumed_one_is_the_one_that_went_on(tmp_path, rule):
+    given = {"name": "cada", "lr": 4e-3, "rule": rule, "max_age": 6, "threshold": 0.02}
+    spec = small_spec(optimizer=given, checkpoint={"every_steps": 8, "keep": 10})
+    (summary, samples, _), *_ = run_small(tmp_path, spec, 3)
+    assert summary["replicas_bit_equal"] is True
+    uploads = summary["health"]["num_uploads"]["last"]
+    assert summary["health"]["possible_uploads"]["last"] == 72
+    assert 12 < uploads < 60
+    for later in (16, 24):
+        (folder,) = (tmp_path / "checkpoints").glob(f"step-{later:08}-*")
+        shutil.rmtree(folder)
+    (again, resumed, events), *_ = run_small(tmp_path, spec, 3)
+    assert events[0][1] == 8
+    assert again["health"]["num_uploads"]["last"] == uploads
+    for one in resumed:
+        assert (one.loss, one.payload_bytes_total) == (samples[one.step].loss, samples[one.step].payload_bytes_total)
 
 
 @pytest.mark.parametrize("inner", ["adam", "lamb", "sgd", "muon"])
