@@ -103,16 +103,17 @@ def rank(orders: Orders) -> None:
         for way in WAYS:
             name, _, half = way.partition(", ")
             sleeps, count = bool(half and here), orders.every
-            _round(*ways[name], inputs, LEAD, sleeps=sleeps, early=True)
+            trained, optimizer = ways[name]
+            _round(trained, optimizer, inputs, LEAD, sleeps=sleeps, early=True)
             dist.barrier()
             began = time.perf_counter()
             count //= 1 + sleeps
             for _ in range(orders.rounds):
-                _round(*ways[name], inputs, count, sleeps=sleeps, early=sleeps)
+                _round(trained, optimizer, inputs, count, sleeps=sleeps, early=sleeps)
             steps = count * orders.rounds
             seconds = time.perf_counter() - began
             if name != "alone":
-                ways[name][1].prepare_to_hand_over()  # what is under way is not the next turn's
+                optimizer.prepare_to_hand_over()  # what is under way is not the next turn's
             both: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(both, (steps, seconds))
             for at, (count, took) in enumerate(both if here == 0 else ()):
