@@ -56,7 +56,8 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Of each way.")] = 2,
 ) -> None:
     """Measure, print the figures, and write a file of the network's name."""
-    handed, found = load_named(load), []
+    handed = load_named(load)
+    found: list[dict[str, Any]] = []
     with Lab(LabSpec(hosts=2, rate_mbit=rate)) as lab:
         orders = Orders(load, every, rounds, turns)
         made = run_ranks(lab, "benchmarks.local_steps_lab", orders, found.append, 900)
@@ -91,7 +92,7 @@ def rank(orders: Orders) -> None:
     inputs = Inputs(load, here)
     inputs.alike = False
     group = TorchGroup()
-    ways = {}
+    ways: dict[str, Any] = {}
     for name in ("waited", "beside"):
         model = build(load)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -102,16 +103,17 @@ def rank(orders: Orders) -> None:
         for way in WAYS:
             name, _, half = way.partition(", ")
             sleeps, count = bool(half and here), orders.every
-            _round(*ways[name], inputs, LEAD, sleeps=sleeps, early=True)
+            trained, optimizer = ways[name]
+            _round(trained, optimizer, inputs, LEAD, sleeps=sleeps, early=True)
             dist.barrier()
             began = time.perf_counter()
             count //= 1 + sleeps
             for _ in range(orders.rounds):
-                _round(*ways[name], inputs, count, sleeps=sleeps, early=sleeps)
+                _round(trained, optimizer, inputs, count, sleeps=sleeps, early=sleeps)
             steps = count * orders.rounds
             seconds = time.perf_counter() - began
             if name != "alone":
-                ways[name][1].prepare_to_hand_over()  # what is under way is not the next turn's
+                optimizer.prepare_to_hand_over()  # what is under way is not the next turn's
             both: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(both, (steps, seconds))
             for at, (count, took) in enumerate(both if here == 0 else ()):

@@ -181,7 +181,7 @@ def local(name, seed=0):
 steps = local("local")
 steps.train()
 steps_again = local("local", seed=7)
-steps_again.train(resume_from_checkpoint=True)
+steps_again.train(resume_from_checkpoint=os.path.join(folder, "local", "checkpoint-12"))
 told["local"] = {"replicas": everywhere(weights(steps)), "losses": history(steps, "loss"),
                  "resumed_equal": torch.equal(weights(steps), weights(steps_again))}
 
