@@ -215,7 +215,7 @@ def test_a_step_makes_no_vector_after_the_first_compressed_one(kind, made_first,
 
     1-bit LAMB decodes what it receives there, for the momentum before is in floats.
     """
-    monkeypatch.setattr(Replicas, "compare", lambda *_: None)  # which reads them in pieces, once in many steps
+    monkeypatch.setattr(Replicas, "begin", lambda *_: None)  # which reads them in pieces, once in many steps
     net = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
     group = Mirror()
     optimizer = construct(
