@@ -125,6 +125,7 @@ def bench_of(*options):
         (["--sizes", "1k,lots"], "'lots' is not a size"),
         (["--sizes", "1,1k"], "must be from 4 bytes to 1g"),
         (["--sizes", "1k,2g"], "must be from 4 bytes to 1g"),
+        (["--sizes", "256k,1m"], "whole pieces alone cannot tell a chain's latency from its bandwidth"),
         (["--piece", "10"], "piece = 10: must be from 1k to 1g"),
         (["--algorithms", "ring,star"], "star: must be of ring, rows, tree, broadcast, chain"),
         (["--device", "tpu"], "must be auto, cpu or gpu"),
