@@ -49,7 +49,7 @@ class Asked:
             raise ValueError(f"piece = {self.piece_bytes}: must be from 1k to 1g")
         if CHAIN in self.algorithms and self.sizes[0] >= self.piece_bytes:
             raise ValueError(
-                f"sizes from {size_text(self.sizes[0])} with a piece of {size_text(self.piece_bytes)}: whole pieces alone "
+                f"sizes from {size_text(self.sizes[0])}, a piece of {size_text(self.piece_bytes)}: whole pieces alone "
                 "cannot tell a chain's latency from its bandwidth; begin with a smaller size, or leave the chain out"
             )
         unknown = [name for name in self.algorithms if name not in TITLES]
