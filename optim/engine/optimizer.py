@@ -237,10 +237,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         been sent. Ctrl-C raises when the step is over, or where others are waited for (comm.signals): then it is undone
         too, and this rank has left the group, so that the others raise PeerLost.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.compute(closure)
         with self._reports_undone():
             try:
                 with self.calling(f"step() {self.num_steps + 1}"):
