@@ -154,10 +154,10 @@ def _section(name: str, found: Collectives) -> list[str]:
             lines += [f"Left out for want of time: {', '.join(map(size_text, world.left_out))}.", ""]
     checked = list(_checked(found))
     missed = [one for one in checked if abs(one[2].error) > MISS]
+    near, by_rate = len(checked) - len(missed), _by_rate(SETS[name], found)
     lines += [
-        f"Of {len(checked)} sizes that no line was fitted to, {len(checked) - len(missed)} are within {MISS:.0%}; by "
-        f"the rate alone ({GOODPUT} of it, the lab's delay a round) {_by_rate(SETS[name], found)} are. The misses of the "
-        "lines:",
+        f"Of {len(checked)} sizes that no line was fitted to, {near} are within {MISS:.0%}; by the rate alone ({GOODPUT} "
+        f"of it, the lab's delay a round) {by_rate} are. The misses of the lines:",
         "",
         *pipes(
             ("ranks", "algorithm", "size", "measured", "predicted", "less 1"),
