@@ -156,8 +156,8 @@ def _section(name: str, found: Collectives) -> list[str]:
     missed = [one for one in checked if abs(one[2].error) > MISS]
     near, by_rate = len(checked) - len(missed), _by_rate(SETS[name], found)
     lines += [
-        f"Of {len(checked)} sizes that no line was fitted to, {near} are within {MISS:.0%}; by the rate alone (of which "
-        f"{GOODPUT} is payload, and the lab's delay a round) {by_rate} are. The misses of the lines:",
+        f"Of {len(checked)} sizes that no line was fitted to, {near} are within {MISS:.0%}; by the rate alone (of "
+        f"which {GOODPUT} is payload, and the lab's delay a round) {by_rate} are. The misses of the lines:",
         "",
         *pipes(
             ("ranks", "algorithm", "size", "measured", "predicted", "less 1"),

@@ -61,7 +61,7 @@ def test_a_burst_that_a_link_lets_pass_is_no_part_of_the_line(name):
     once = Network(2, 0.0, 12e6).seconds(cost_of(name, 2, 1 << 20, 1, PIECE)) / (1 << 20)
     seconds = {size: (5e-4 + once * max(0, size - 20_000),) for size in SIZES}
     line = fitted(name, 2, 1, PIECE, seconds)
-    assert line.beta_s == pytest.approx(once, rel=0.05)
+    assert line.beta_s == pytest.approx(once, rel=0.1)
     assert line.alpha_s == pytest.approx(5e-4, rel=0.2)
 
 
