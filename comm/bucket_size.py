@@ -70,14 +70,16 @@ def measure(group: Group, device: torch.device | str = "cpu") -> Network:
     return Network(group.size, latency_s, bytes_per_s)
 
 
-def fit(timings: Sequence[Timing]) -> tuple[float, float]:
+def fit(timings: Sequence[Timing], weights: Sequence[float] | None = None) -> tuple[float, float]:
     """Latency and bandwidth with the least sum of squared relative errors, latency not below 0.
 
-    Raises: ValueError where all timings have the same ratio of rounds to bytes.
+    weights: of the errors; None: all alike. Raises: ValueError where all timings have one ratio of rounds to bytes.
     """
-    rows = [(t.cost.rounds / t.seconds, t.cost.num_bytes / t.seconds) for t in timings]
+    weights = weights or [1.0] * len(timings)
+    weighted = [(t.cost, w / t.seconds) for t, w in zip(timings, weights, strict=True)]
+    rows = [(cost.rounds * scale, cost.num_bytes * scale) for cost, scale in weighted]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    a, b = (sum(row[i] * weight for row, weight in zip(rows, weights, strict=True)) for i in (0, 1))
     determinant = aa * bb - ab * ab
     if not determinant > 1e-12 * aa * bb:
         raise ValueError(f"{len(timings)} timings of the same kind cannot tell latency from bandwidth; vary the size")

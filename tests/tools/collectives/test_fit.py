@@ -4,7 +4,8 @@ import pytest
 
 from tests.tools.collectives.made_up import PIECE, world
 from thinwire.comm.wire.network import Cost, Network, relay
-from thinwire.contract.collectives import CHAIN, RING, TITLES
+from thinwire.contract.collectives import BROADCAST, CHAIN, RING, ROWS, TITLES
+from thinwire.tools.collectives.algorithms import cost_of
 from thinwire.tools.collectives.asked import SIZES
 from thinwire.tools.collectives.measure import fitted
 
@@ -52,6 +53,16 @@ def test_every_other_size_is_left_to_check_the_line_and_a_bend_shows_there():
     assert [one.fitted for one in line.timings] == [True, False, True, False, True, False, True, True]
     assert abs(line.worst.error) > 0.3
     assert fitted(RING, 2, 1, PIECE, dict.fromkeys(SIZES[:3], (0.001,))).worst is None
+
+
+@pytest.mark.parametrize("name", [RING, ROWS, BROADCAST])
+def test_a_burst_that_a_link_lets_pass_is_no_part_of_the_line(name):
+    """20 KB at once, and 12 MB/s from then on: as in a lab of 100 Mbit/s."""
+    once = Network(2, 0.0, 12e6).seconds(cost_of(name, 2, 1 << 20, 1, PIECE)) / (1 << 20)
+    seconds = {size: (5e-4 + once * max(0, size - 20_000),) for size in SIZES}
+    line = fitted(name, 2, 1, PIECE, seconds)
+    assert line.beta_s == pytest.approx(once, rel=0.1)
+    assert line.alpha_s == pytest.approx(5e-4, rel=0.2)
 
 
 def test_a_line_that_falls_has_no_negative_number():

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from tests.workers.plan.rehearsed import FAST, MILLION, SLOW, plan, rehearsed
 from tests.workers.small_job import small_spec
-from thinwire.contract.plan import Link
+from thinwire.comm.wire.step_time import Transport
+from thinwire.contract.plan import Link, PlanRequest
+from thinwire.workers.plan import run
 from thinwire.workers.plan.forecast import COMPRESSED, Busy
 
 SPEC = small_spec(
@@ -56,6 +58,17 @@ def test_lines_of_each_kind_of_collective_change_what_is_predicted_and_advised()
     useless = plan(SPEC, link=replace(SLOW, rows=(2e-2, SLOW.bytes_per_s / 100)))
     assert (before.compress, useless.compress) == (True, False)
     assert (before.best in COMPRESSED, useless.best) == (True, "dense_bf16")
+
+
+def test_what_sending_costs_the_processor_is_not_added_to_lines_that_were_measured_through_it(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    found = rehearsed(transport=Transport(1e-6, 1e-6, 1e-6))
+    monkeypatch.setattr(run, "spawn", lambda orders, say: found)
+    lines = replace(SLOW, rows=(SLOW.latency_s, SLOW.bytes_per_s))
+    by_lines, by_rate = (run.run(PlanRequest(SPEC, link, 2), lambda what, done: None) for link in (lines, SLOW))
+    assert by_lines == plan(SPEC, link=lines)
+    assert by_rate == plan(SPEC, link=SLOW, transport=found.transport)
+    assert by_rate.method("onebit_adam").step_s > by_lines.method("onebit_adam").step_s
 
 
 @pytest.mark.parametrize("kind", ["sgd", "muon"])

@@ -63,6 +63,19 @@ def test_each_kind_of_step_has_its_own(run_dir, optimizer):
     assert both[-1] == pytest.approx(1.0 + 3.301 + 0.04)
 
 
+def test_what_goes_in_rows_takes_their_own_line_where_it_was_measured(run_dir, optimizer):
+    """A round of 0.1 s and a tenth of the bandwidth, for the two rounds of one bit alone."""
+    known = json.loads(RunFolder(run_dir).buckets.read_text()) | {"rows": [0.1, 1e5]}
+    RunFolder(run_dir).buckets.write_text(json.dumps(known))
+    prediction = Prediction(run_dir, optimizer.group)
+    in_full = predict(prediction, optimizer, [1.0] * 4, 0.5)
+    bits = predict(prediction, optimizer, [0.6] * 4, 0.2, sent=BITS, phase="compressed")
+    both = predict(prediction, optimizer, [2.0] * 4, 1.0, sent=FULL + BITS)
+    assert in_full[-1] == pytest.approx(0.5 + 3.2 + 0.02)
+    assert bits[-1] == pytest.approx(0.4 + 1.01 + 0.2)
+    assert both[-1] == pytest.approx(1.0 + 3.2 + 1.01 + 0.02 + 0.2)
+
+
 def test_there_is_none_without_a_network(tmp_path, optimizer, run_dir, caplog):
     fresh = tmp_path / "other"
     fresh.mkdir()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.contract.collectives import TITLES, World
+from thinwire.contract.collectives import CHAIN, TITLES, World
 from thinwire.tools.lab.spec import LabSpec
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
@@ -47,6 +47,11 @@ class Asked:
             raise ValueError(f"sizes = {self.sizes}: must be from 4 bytes to 1g")
         if not 1 << 10 <= self.piece_bytes <= MOST_BYTES:
             raise ValueError(f"piece = {self.piece_bytes}: must be from 1k to 1g")
+        if CHAIN in self.algorithms and self.sizes[0] >= self.piece_bytes:
+            raise ValueError(
+                f"sizes from {size_text(self.sizes[0])}, a piece of {size_text(self.piece_bytes)}: whole pieces alone "
+                "cannot tell a chain's latency from its bandwidth; begin with a smaller size, or leave the chain out"
+            )
         unknown = [name for name in self.algorithms if name not in TITLES]
         if unknown or not self.algorithms:
             raise ValueError(f"algorithms = {', '.join(unknown) or 'none'}: must be of {', '.join(TITLES)}")

@@ -2,15 +2,17 @@
 
 All algorithms take turns at one size, so that a disturbance hits all alike. Ranks begin a call together; the slowest
 counts. A line, T = r alpha + b / B with the rounds r and bytes b of algorithms.py, is fitted to every other size and
-the largest (comm/bucket_size.py: least squares of relative errors); the others show how well it predicts.
+the largest (_line() below); the others show how well it predicts.
 """
 
 from __future__ import annotations
 
 import platform
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ from thinwire.tools.hardware import hardware
 
 Seconds = Mapping[int, Sequence[float]]
 """Of each turn, by bytes of the vector."""
+REWEIGHTED, LEAST_ERROR = 50, 1e-3
+"""Times that errors are weighted by those of the line before, and the least that one is taken to be."""
 FAR = 256
 """Pieces of a chain of which its line is told."""
 
@@ -81,20 +85,33 @@ def fitted(name: str, ranks: int, per_machine: int, piece_bytes: int, seconds: S
     def cost(size: float) -> Cost:
         return cost_of(name, ranks, int(size), per_machine, piece_bytes)
 
-    medians = {size: Timing(size, tuple(seconds[size]), 0.0, fitted=True).median_s for size in sizes}
-    latency_s, bytes_per_s = bucket_size.fit([bucket_size.Timing(cost(size), medians[size]) for size in sorted(chosen)])
-    network = Network(ranks, latency_s, bytes_per_s)
+    medians = [bucket_size.Timing(cost(size), statistics.median(seconds[size])) for size in sorted(chosen)]
+    network = _line(ranks, medians)
     one, two = FAR * piece_bytes, 2 * FAR * piece_bytes
     beta_s = (network.seconds(cost(two)) - network.seconds(cost(one))) / (two - one)
     return Algorithm(
-        latency_s=latency_s,
-        bytes_per_s=bytes_per_s,
+        latency_s=network.latency_s,
+        bytes_per_s=network.bytes_per_s,
         alpha_s=max(0.0, network.seconds(cost(one)) - beta_s * one),
         beta_s=beta_s,
         timings=tuple(
             Timing(size, tuple(seconds[size]), network.seconds(cost(size)), fitted=size in chosen) for size in sizes
         ),
     )
+
+
+def _line(ranks: int, medians: Sequence[bucket_size.Timing]) -> Network:
+    """With the least sum of |predicted - measured| / sqrt(predicted x measured), by least squares that are reweighted.
+
+    Half as long counts as twice as long, and one size that is no part of any line moves it little: a link lets a burst
+    of some kilobytes pass faster than it carries megabytes. Squares of relative errors took the side of the burst.
+    """
+    weights = [1.0] * len(medians)
+    for _ in range(REWEIGHTED):
+        network = Network(ranks, *bucket_size.fit(medians, weights))
+        ratios = [network.seconds(one.cost) / one.seconds for one in medians]
+        weights = [1 / sqrt(ratio * max(abs(ratio - 1) / sqrt(ratio), LEAST_ERROR)) for ratio in ratios]
+    return network
 
 
 def _predicted(name: str, ranks: int, per_machine: int, piece_bytes: int, done: Seconds, size: int) -> float:

@@ -39,7 +39,12 @@ def _joined(wanted: str) -> Iterator[tuple[TorchGroup, torch.device, str]]:
     torch.set_num_threads(1)
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_S))
+        try:
+            dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_S))
+        except (RuntimeError, ValueError) as error:
+            raise BenchFailed(
+                f"the ranks did not meet: {error}. Start all of them with one address and port"
+            ) from error
     try:
         yield TorchGroup(), device, dist.get_backend()
     finally:
@@ -55,8 +60,8 @@ def measured(asked: Asked, say: Say) -> World | None:
             return found if group.rank == 0 else None
     except CommError as error:
         raise BenchFailed(f"{error}. Nothing is kept; start all ranks again") from error
-    except (RuntimeError, ValueError) as error:  # of torch.distributed, where ranks do not find one another
-        raise BenchFailed(f"the ranks did not meet: {error}") from error
+    except RuntimeError as error:  # of torch.distributed: send and recv say no more than that
+        raise BenchFailed(f"a collective failed: {error}. Nothing is kept; start all ranks again") from error
 
 
 def orders_of(asked: Asked) -> str:
