@@ -135,13 +135,12 @@ reducer = reducer_of(group)
 before = group.stats.sent_bytes
 found = [mean_of(reducer, given_by(rank, turn), givers) for turn, givers in enumerate([(1,), (0, 2), (0, 1)])]
 say("sent", group.stats.sent_bytes - before)
-torch.save(torch.stack(found), os.environ["FOLDER"] + f"/found{rank}.pt")
+torch.save(torch.stack(found), f"{folder}/found{rank}.pt")
 dist.destroy_process_group()
 """
 
 
-def test_over_gloo_it_is_what_it_is_among_threads(tmp_path, monkeypatch):
-    monkeypatch.setenv("FOLDER", str(tmp_path))
+def test_over_gloo_it_is_what_it_is_among_threads(tmp_path):
     for rank in gloo_ranks.start(OVER_GLOO, 3, tmp_path):
         assert rank.wait(120) == 0
 
