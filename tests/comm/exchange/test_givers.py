@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.comm import gloo_ranks
+from tests.comm.exchange.givers import LAYOUT, LIKE, given_by, mean_of, reducer_of
 from tests.workers.telemetry.test_ledger import boxes_of
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.comm.codecs import SignCodec
@@ -14,29 +15,6 @@ from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.groups.nodes import nodes_of
 from thinwire.comm.layout import Partition, VectorLayout
 from thinwire.workers.telemetry.ledger import Ledger
-
-NUMEL = 424
-LAYOUT = VectorLayout(NUMEL, ((0, NUMEL - 3),), ((0, NUMEL),))
-LIKE = torch.empty(0, dtype=torch.float64)
-
-
-def reducer_of(group, bucket=200):
-    return flat_reducer(group, LAYOUT, SignCodec(16), LIKE, bucket_elements=bucket)
-
-
-def given_by(rank, turn=0):
-    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(10 * rank + turn), dtype=LIKE.dtype)
-    x[-3:] = 0
-    return x
-
-
-def mean_of(reducer, x_N, givers):
-    means = reducer.means("fp32")
-    means.begin(givers=givers)
-    for k in range(len(reducer.buckets)):
-        means.launch(k, x_N)
-    means.finish()
-    return x_N
 
 
 def subsets(size):
@@ -151,13 +129,13 @@ def test_where_no_bytes_can_be_saved_it_is_refused():
 
 OVER_GLOO = """
 join()
-from tests.comm.exchange.test_givers import given_by, mean_of, reducer_of
+from tests.comm.exchange.givers import given_by, mean_of, reducer_of
 group = TorchGroup()
 reducer = reducer_of(group)
 before = group.stats.sent_bytes
 found = [mean_of(reducer, given_by(rank, turn), givers) for turn, givers in enumerate([(1,), (0, 2), (0, 1)])]
 say("sent", group.stats.sent_bytes - before)
-torch.save(torch.stack(found), folder + f"/found{rank}.pt")
+torch.save(torch.stack(found), f"{folder}/found{rank}.pt")
 dist.destroy_process_group()
 """
 
