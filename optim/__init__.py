@@ -18,6 +18,7 @@ from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
 from thinwire.optim.onebit_sgd import OneBitSGD
 from thinwire.optim.outer import OuterSGD
+from thinwire.optim.sketched_sgd import SketchedSGD
 from thinwire.optim.sparse_adam import SparseAdam
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 
@@ -34,6 +35,7 @@ __all__ = [
     "OneBitMuon",
     "OneBitSGD",
     "OuterSGD",
+    "SketchedSGD",
     "SparseAdam",
     "ZeroOneAdam",
     "ZeroOneSchedule",

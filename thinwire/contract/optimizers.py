@@ -126,6 +126,19 @@ class OneBitSgdSpec(Frozen):
     codec: declared.CodecName = Field("sign", description=_CODEC)
 
 
+class SketchedSgdSpec(Frozen):
+    """Sketched-SGD (arXiv 1903.04488): SGD of whose updates the largest k are found by a count-sketch and applied."""
+
+    name: Literal["sketched_sgd"]
+    lr: float = _field(declared.LR, ge=None, gt=0.0)
+    momentum: float = _field(declared.MOMENTUM)
+    weight_decay: float = _field(declared.WEIGHT_DECAY)
+    k: Whole | None = _field(declared.SKETCH_K)
+    rows: Whole = _field(declared.SKETCH_ROWS)
+    columns: Whole | None = _field(declared.SKETCH_COLUMNS)
+    second: Whole = _field(declared.SKETCH_SECOND)
+
+
 class OneBitMuonSpec(Frozen):
     """Muon (arXiv 2502.16982) with each rank's orthogonalised update exchanged in one bit from the first step on."""
 
@@ -206,6 +219,7 @@ Optimizer = Annotated[
     | LambSpec
     | SgdSpec
     | MuonSpec
-    | LocalStepsSpec,
+    | LocalStepsSpec
+    | SketchedSgdSpec,
     Field(discriminator="name"),
 ]

@@ -34,6 +34,7 @@ from thinwire.optim import (
     OneBitMuon,
     OneBitSGD,
     OuterSGD,
+    SketchedSGD,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
@@ -54,6 +55,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": SGD,
     "muon": Muon,
     "local_steps": LocalSteps,
+    "sketched_sgd": SketchedSGD,
 }
 """By `optimizer.name` of the spec."""
 

@@ -13,8 +13,9 @@ from tests.comm.exchange.test_node_first import BOXES
 from tests.comm.exchange.test_plain import CODECS, LAYOUT, SIZES, inputs
 from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, default_reducer, run_threads
-from thinwire.comm.codecs import SignCodec
+from thinwire.comm.codecs import CountSketch, SignCodec
 from thinwire.comm.errors import Refused
+from thinwire.comm.exchange.reducer import flat_reducer
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.layout import VectorLayout
 
@@ -26,7 +27,7 @@ class Kind:
     """make: a reducer of (group, like, layout, elements of a bucket). wire: of its means, where those are exchanged.
 
     large: what is finite and cannot be sent; None: all that is finite can be. in_place: are errors as before a failure
-    to rounding only? by_node: are ranks in boxes?
+    to rounding only? by_node: are ranks in boxes? sums: are both collectives sums of one bucket?
     """
 
     make: Callable
@@ -34,6 +35,7 @@ class Kind:
     large: float | None = 1e30
     in_place: bool = False
     by_node: bool = False
+    sums: bool = False
 
     def arranged(self, at):
         """Size and boxes of the arrangement of this number."""
@@ -67,6 +69,17 @@ def by_node(group, like, layout, bucket_elements):
     return test_node_first.make(group, like.dtype, bucket_elements, layout=layout)
 
 
+class AnySketch(CountSketch):
+    """Also where it is larger than the vector."""
+
+    def refuse_larger(self, numel):
+        """Not here."""
+
+
+def by_sums(codec):
+    return lambda group, like, layout, _: flat_reducer(group, layout, codec, like)
+
+
 def means(wire):
     return lambda *given: by_kernels(*given, full=wire)
 
@@ -74,6 +87,7 @@ def means(wire):
 CARRIES_ALL = ("sign-l1", "dense", "bf16", "int8", "int4", "topk")
 KINDS = {
     **{name: Kind(by_rows(codec), large=None if name in CARRIES_ALL else 1e30) for name, codec in CODECS.items()},
+    "sketch": Kind(by_sums(AnySketch(k=6, columns=20)), large=None, sums=True),
     "kernels": Kind(by_kernels, in_place=True),
     "node first": Kind(by_node, in_place=True, by_node=True),
     "means in bf16": Kind(means("bf16"), "bf16", large=3.4e38),
@@ -237,7 +251,8 @@ def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(name, a
         for ranks in rounds[:2]:
             exchange(one, memory, ranks[group.rank])
         before, last = errors_of(memory), len(one.buckets) - 1
-        faulty.arm(Fault(tuple(range(size)), collective, last, When.AFTER, What.ALONE))
+        which = ("sum", int(collective == "all_gather")) if kind.sums else (collective, last)
+        faulty.arm(Fault(tuple(range(size)), *which, When.AFTER, What.ALONE))
         with pytest.raises(PeerLost, match="injected"):
             exchange(one, memory, rounds[2][group.rank])
         assert_as_before(kind, memory, before, *rounds[2])
