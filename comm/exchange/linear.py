@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Sums(Protocol):
     def second(self, first: Tensor, z_N: Tensor) -> tuple[Known, Tensor]:
         """What all know by the mean of that, and what crosses second, new: float[b]."""
 
-    def kept(self, known: Known) -> None:
+    def kept(self, known: Any) -> None:
         """An exchange counts: the next one may begin from what was known in it."""
 
 
@@ -78,7 +78,7 @@ class LinearCoder(Coder):
     ) -> None:
         super().__init__(buckets, like)
         self._group, self._second, self._codec, self._cuts = group, second, codec, cuts
-        self._sums = codec.over(buckets.layout, like)
+        self.sums = codec.over(buckets.layout, like)
         numel = buckets.layout.numel
         self._own = slice(*buckets[0].chunk(group.rank, group.size))
         whole, own = Served(slice(0, numel), None, group.rank), Served(self._own, None, group.rank)
@@ -127,15 +127,15 @@ class LinearCoder(Coder):
             torch.add(formed_b, errors.worker[0], out=z_N)
             z_N[self._own].add_(errors.server[0], alpha=self._group.size)
         self._gives = True
-        self._write(self._sums.first(z_N), torch.isfinite(witness(z_N)))
+        self._write(self.sums.first(z_N), torch.isfinite(witness(z_N)))
 
     def encode_nothing(self, k: int) -> None:
         """Zeros; what waits goes on waiting."""
-        self._write(self._sums.first(self._taken().zero_()), self.like.new_ones(()))
+        self._write(self.sums.first(self._taken().zero_()), self.like.new_ones(()))
 
     def refuse(self, k: int, flag: int) -> None:
         """NaN."""
-        first = self._sums.first(self._taken().zero_())
+        first = self.sums.first(self._taken().zero_())
         self._write(first.fill_(torch.nan), self.like.new_zeros(()))
 
     def _write(self, first: Tensor, finite: Tensor) -> None:
@@ -148,7 +148,7 @@ class LinearCoder(Coder):
     def serve(self, k: int, given: Given) -> None:
         """What follows from the first sum, and what crosses second of this rank's own."""
         self._first.div_(self._group.size)
-        self._known, self._second_own = self._sums.second(self._first, self._taken())
+        self._known, self._second_own = self.sums.second(self._first, self._taken())
         self._second_sum = self._second_own.clone()
 
     def pass_on(self, k: int) -> Pending | None:
@@ -174,7 +174,7 @@ class LinearCoder(Coder):
     def keep(self) -> None:
         """What was left out takes the place of what waited."""
         assert self._known is not None
-        self._sums.kept(self._known)
+        self.sums.kept(self._known)
         self._decoded[self.turn].forget()  # nobody reads it any more: its floats are not kept
         if self._memory is not None and self._gives:
             self._leave(self._taken())

@@ -22,7 +22,7 @@ from thinwire.comm.exchange.coder import Coder
 from thinwire.comm.exchange.exchange import Exchange, Mean
 from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.in_full import SumCoder
-from thinwire.comm.exchange.linear import LinearCodec, LinearCoder
+from thinwire.comm.exchange.linear import LinearCodec, LinearCoder, Sums
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.node_first import NodeCoder
 from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for, staged
@@ -66,6 +66,11 @@ class Reducer(Exchange):
     def new_memory(self) -> ErrorMemory:
         """Error memory for one exchanged vector, empty."""
         return self._coder.new_memory()
+
+    @property
+    def sums(self) -> Sums | None:
+        """The linear code that it exchanges by, if it does, with what that begins from."""
+        return self._coder.sums if isinstance(self._coder, LinearCoder) else None
 
     @property
     def full(self) -> Mean:

@@ -9,14 +9,14 @@ from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.reference.written_out import bits
 from tests.optim.regroup.ranks import new_ranks, struck, together
 from thinwire.comm import Keeps, PeerLost, run_threads
-from thinwire.comm.codecs import BY_NAME, TopKCodec
+from thinwire.comm.codecs import BY_NAME, PowerSGD, TopKCodec
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import OneBitSGD
 from thinwire.optim.regroup import hand_over
 
 SIZES = (1, 2, 3, 4, 8)
-CODECS = {"int8": "int8", "int4": "int4", "topk": TopKCodec(64, 4)}
+CODECS = {"int8": "int8", "int4": "int4", "topk": TopKCodec(64, 4), "powersgd": PowerSGD(2)}
 OTHERS = tuple(CODECS)
 
 
@@ -110,6 +110,7 @@ def test_r_and_the_momentum_are_kept_over_3_4_2_and_1_ranks(codec):
 @pytest.mark.law
 @every_value({"codec": OTHERS, "collective": ["all_to_all", "all_gather"], "when": list(When)})
 def test_replicas_are_equal_after_a_death_in_the_exchange(codec, collective, when):
+    collective = "sum" if codec == "powersgd" else collective
     ranks = new_ranks(4, lambda net: made(net, codec=codec))
     struck(ranks, 4, Fault((3,), collective, -1, when, What.LOSE))
     survivors = ranks[:3]
@@ -119,7 +120,7 @@ def test_replicas_are_equal_after_a_death_in_the_exchange(codec, collective, whe
     assert all(torch.equal(ends[0], end) for end in ends)
 
 
-@pytest.mark.parametrize("codec", ["sign", *OTHERS[:2], "topk"])
+@pytest.mark.parametrize("codec", ["sign", *OTHERS])
 def test_a_step_sends_the_bytes_of_its_codec(codec):
     """Of a vector of 2^16 values on two ranks: half of it twice, and a flag a row."""
 
@@ -131,9 +132,10 @@ def test_a_step_sends_the_bytes_of_its_codec(codec):
             net(torch.randn(4, 256)).square().mean().backward()
             optimizer.step()
         rows = group.stats.bytes_by_kind - before
-        return rows["all_to_all"] + rows["all_gather"]
+        return rows["all_to_all"] + rows["all_gather"] + rows["sum"]
 
     due = {"sign": 1 / 8 + 4 / 4096, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128, "topk": 120 / 4096}
+    due["powersgd"] = 4 * 2 * 512 / 2**16
     assert run_threads(2, work)[0] == pytest.approx(due[codec] * 2**16, rel=0.02)
 
 

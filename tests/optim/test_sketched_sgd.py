@@ -9,6 +9,7 @@ from tests.covering import every_value
 from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.reference.written_out import bits
 from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.seeded import seeded
 from thinwire.comm import NonFiniteInput, PeerLost, VectorLayout, run_threads
 from thinwire.comm.codecs import CountSketch
 from thinwire.comm.codecs.sketch import PRIME, hashed, median
@@ -76,8 +77,9 @@ def test_it_is_the_recursion_of_the_paper_written_out():
     size, k, steps, lr, rho = 3, 3, 10, 0.05, 0.7
 
     def work(group):
-        net = network()
-        optimizer = made(net, group, lr=lr, momentum=rho, k=k, columns=10, second=100)
+        wide = lambda: torch.nn.Sequential(torch.nn.Linear(7, 200), torch.nn.Tanh(), torch.nn.Linear(200, 1))  # noqa: E731
+        net = seeded(2, wide).double()
+        optimizer = made(net, group, lr=lr, momentum=rho, k=k, columns=250, second=100)
         start, path = optimizer.space.p_N.clone(), []
         for step in range(1, steps + 1):
             optimizer.zero_grad()

@@ -150,6 +150,7 @@ LOCAL_STEP_CLIPPER = Number(
 ZERO_ONE_SCHEDULE = (DENSE_STEPS, VAR_UPDATE_SCALER, LOCAL_STEP_SCALER, LOCAL_STEP_CLIPPER)
 CodecName = Literal["sign", "int8", "int4", "topk"]
 """How what is exchanged is written: one bit a value; 8; 4; of each 4096 the largest 64, in 2 bits."""
+RANK = Number("rank", 2, "columns of the factors of a matrix, of codec powersgd", at_least=1, whole=True)
 EVERY = Number("every", 32, "local steps from one exchange to the next", at_least=1, whole=True)
 OUTER_LR = Number("outer.lr", 1.0, "rate of the outer step: 1 goes to the mean of the ranks", above=0.0)
 OUTER_MOMENTUM = Number("outer.momentum", 0.0, "of the outer step", at_least=0.0, below=1.0)

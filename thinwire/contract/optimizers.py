@@ -123,7 +123,10 @@ class OneBitSgdSpec(Frozen):
     dampening: float = _field(declared.DAMPENING)
     weight_decay: float = _field(declared.WEIGHT_DECAY)
     nesterov: bool = Field(False, description="Nesterov's momentum; with momentum above 0 and no dampening")
-    codec: declared.CodecName = Field("sign", description=_CODEC)
+    codec: declared.CodecName | Literal["powersgd"] = Field(
+        "sign", description=f"{_CODEC}; powersgd: matrices as two factors of `rank` columns"
+    )
+    rank: Whole = _field(declared.RANK)
 
 
 class SketchedSgdSpec(Frozen):

@@ -1,7 +1,7 @@
 """The laws of every exchange that has an error memory: by any codec, by kernels, means in few bits, by node first."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.comm.exchange.test_node_first import BOXES
 from tests.comm.exchange.test_plain import CODECS, LAYOUT, SIZES, inputs
 from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, default_reducer, run_threads
-from thinwire.comm.codecs import CountSketch, SignCodec
+from thinwire.comm.codecs import CountSketch, PowerSGD, SignCodec
 from thinwire.comm.errors import Refused
 from thinwire.comm.exchange.reducer import flat_reducer
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
@@ -77,7 +77,14 @@ class AnySketch(CountSketch):
 
 
 def by_sums(codec):
-    return lambda group, like, layout, _: flat_reducer(group, layout, codec, like)
+    """The longest tensors are matrices of prime numbers of rows and columns."""
+    shapes = {1003: (17, 59), 4097: (17, 241)}
+
+    def make(group, like, layout, _):
+        known = tuple(shapes.get(stop - start, (stop - start,)) for start, stop in layout.live)
+        return flat_reducer(group, replace(layout, shapes=known), codec, like)
+
+    return make
 
 
 def means(wire):
@@ -88,6 +95,7 @@ CARRIES_ALL = ("sign-l1", "dense", "bf16", "int8", "int4", "topk")
 KINDS = {
     **{name: Kind(by_rows(codec), large=None if name in CARRIES_ALL else 1e30) for name, codec in CODECS.items()},
     "sketch": Kind(by_sums(AnySketch(k=6, columns=20)), large=None, sums=True),
+    "low rank": Kind(by_sums(PowerSGD(rank=2)), large=None, sums=True),
     "kernels": Kind(by_kernels, in_place=True),
     "node first": Kind(by_node, in_place=True, by_node=True),
     "means in bf16": Kind(means("bf16"), "bf16", large=3.4e38),
@@ -193,7 +201,8 @@ def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before
         given = sum(ranks) / size + before
         room = tolerance * max(1.0, float(given.abs().max()), *(float(x.abs().max()) for x in ranks))
         assert (out + after - given).abs().max() <= room
-    assert any(bool(r.any()) for r in residuals) or layout.num_live == 1 or exact(kind, size)
+    in_full = layout.num_live == 1 or (name == "low rank" and layout.num_live < 1000)
+    assert any(bool(r.any()) for r in residuals) or in_full or exact(kind, size)
 
 
 @every_value({"name, at": ANY, "bucket_elements": (64, 200)}, only=USUAL)
