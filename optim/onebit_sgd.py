@@ -7,7 +7,8 @@
 The rule is linear in what crosses, so error feedback loses nothing: what one step leaves out a later one sends. There
 is no variance that would have to be known first, and so no warm-up. What crosses is the momentum and not the gradient,
 which is several times longer, and with it what one bit leaves out of it: at rates that SGD stands, SGD on a gradient in
-one bit diverges (docs/algorithms.md). The rule is as linear in what any other codec leaves of it.
+one bit diverges (docs/algorithms.md). The rule is as linear in what any other codec leaves of it. By factors of
+matrices (PowerSGD) the gradient crosses, and m' <- mu m + what was received.
 Source: Tang et al. 2021, Alg. 1, its second phase with v = 1.
 """
 
@@ -113,6 +114,11 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
     shown: ClassVar[Mapping[str, str]] = {"m_N": "momentum_buffer"}
     sends_in_full: ClassVar[bool] = False
 
+    @property
+    def sends_gradient(self) -> bool:
+        """Does the gradient cross, not the momentum, which factors would hold to their rank? Then m is in floats."""
+        return isinstance(self.codec, PowerSGD)
+
     def __init__(
         self,
         params: ParamsT,
@@ -177,7 +183,8 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
         made = torch.empty_like(g_N[at])
         for h, part in self._pieces(groups, at):
             z, g = made[part.start - at.start : part.stop - at.start], g_N[part]
-            momentum.decode_(z, part).mul_(h.momentum).add_(g if h.gradient == 1 else g * h.gradient)
+            z = z.zero_() if self.sends_gradient else momentum.decode_(z, part).mul_(h.momentum)
+            z.add_(g if h.gradient == 1 else g * h.gradient)
             if h.decay:
                 z.add_(p_N[part] * h.decay)
         return made
@@ -190,12 +197,16 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
             for h, part in self._pieces(groups, slice(*span)):
                 step = torch.empty_like(p_N[part])
                 result.decode_(step, part.start, part.stop)
+                if h.nesterov or self.sends_gradient:
+                    before = s.momentum.decode_(torch.empty_like(step), part).mul_(h.momentum)
+                if self.sends_gradient:
+                    s.momentum.floats()[part] = step.add_(before)
                 if h.nesterov:
-                    before = s.momentum.decode_(torch.empty_like(step), part)
-                    step.mul_(1 + h.momentum).sub_(before.mul_(h.momentum))
+                    step.mul_(1 + h.momentum).sub_(before)
                 p_N[part].sub_(step.mul_(h.lr))
         self.reduce.commit()
-        s.momentum.received()
+        if not self.sends_gradient:
+            s.momentum.received()
 
     def _pieces(self, groups: Sequence[MomentumHyper], at: slice) -> Iterator[tuple[MomentumHyper, slice]]:
         """The elements `at`, a bucket, by run; on a CPU in pieces that its cache holds from operation to operation."""

@@ -75,7 +75,7 @@ class SketchedSGD(OwnMomentum[SketchedState]):
 
     params: parameters or groups, as torch.optim takes them. lr, momentum, weight_decay (coupled): per group; a schedule
     may move them. The rate is in what waits, so that it may change with any step.
-    k: values that are applied in a step, None: a hundredth. rows, columns: of the sketch; None: 12 thousandths of the
+    k: values that are applied in a step, None: a 25th. rows, columns: of the sketch; None: 12 thousandths of the
     values a row. second: the exact values of so many times k cross. By default a step sends a tenth of fp32's bytes. A
     sketch that is larger than the vector is refused.
     group, model, max_grad_norm (each rank shortens its own gradient), non_finite, overlap: as in CheckedOptions. The

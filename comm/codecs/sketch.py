@@ -25,13 +25,13 @@ from thinwire.comm.layout import VectorLayout
 PRIME = (1 << 61) - 1
 PIECE = 1 << 18
 """Elements that are hashed, added and estimated at a time: a CPU's cache holds what is made of them."""
-K_PART, COLUMNS_PART = 1 / 100, 12 / 1000
-"""Of the values, where nothing is said: five rows and four times k are a tenth of them."""
+K_PART, COLUMNS_PART = 1 / 25, 12 / 1000
+"""Of the values, where nothing is said: five rows and k are a tenth of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountSketch:
-    """k: values that are applied of each vector; None: a hundredth of them. rows: an odd number of sums for each value.
+    """k: values that are applied of each vector; None: a 25th of them. rows: an odd number of sums for each value.
 
     columns: sums of a row; None: 12 thousandths of the values. second: of how many times k the exact values cross.
     seed: of the hashes, the same on every rank. Raises: ValueError.
@@ -40,7 +40,7 @@ class CountSketch:
     k: int | None = None
     rows: int = 5
     columns: int | None = None
-    second: int = 4
+    second: int = 1
     seed: int = 0
     name: ClassVar[str] = "sketch"
 
@@ -94,6 +94,11 @@ class Sketch:
                 i = torch.arange(at.start, at.stop, dtype=torch.int64, device=like.device)
                 made = hashed(i, column).remainder_(self._columns).mul_(2).add_(hashed(i, sign) & 1)
                 self._place_rN[row, at] = made.to(torch.int32)
+
+    @property
+    def numel(self) -> int:
+        """Values that a rank gives to both sums."""
+        return self._rows * self._columns + self._most
 
     def first(self, z_N: Tensor) -> Tensor:
         """S, row by row: float[rows x columns]."""

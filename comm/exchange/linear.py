@@ -42,6 +42,10 @@ class Known(Protocol):
 class Sums(Protocol):
     """A linear code of vectors of one layout, on one rank. Pure but for kept()."""
 
+    @property
+    def numel(self) -> int:
+        """Values that a rank gives to both sums, a + b."""
+
     def first(self, z_N: Tensor) -> Tensor:
         """What crosses first, new: float[a]."""
 

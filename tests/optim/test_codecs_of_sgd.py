@@ -120,6 +120,60 @@ def test_replicas_are_equal_after_a_death_in_the_exchange(codec, collective, whe
     assert all(torch.equal(ends[0], end) for end in ends)
 
 
+def orthonormal(p):
+    """Gram and Schmidt, as in the paper."""
+    p = p.clone()
+    for at in range(p.shape[1]):
+        for before in range(at):
+            p[:, at] -= (p[:, before] @ p[:, at]) * p[:, before]
+        p[:, at] /= p[:, at].norm()
+    return p
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("rank", [1, 2])
+def test_powersgd_is_the_algorithm_written_out_from_where_the_last_step_ended(rank):
+    """Vogels et al. 2019, Alg. 1 in Alg. 2, with torch's momentum, on three ranks; the first Q is the state's."""
+    size, steps, mu, lr = 3, 8, 0.8, 0.02
+
+    def work(group):
+        net = network()
+        optimizer = OneBitSGD(net.parameters(), lr=lr, momentum=mu, group=group, codec=PowerSGD(rank))
+        space, path = optimizer.space, []
+        q_N, x = optimizer.vectors.q_N.clone(), space.p_N.clone()
+        for step in range(1, steps + 1):
+            backward(net, step, group.rank)
+            g = [tensor.param.grad.clone() for tensor in space.tensors]
+            optimizer.step()
+            optimizer.zero_grad()
+            path.append((g, space.views(space.p_N.clone())))
+        return space.views(q_N), space.views(x), path
+
+    found = run_threads(size, work)
+    q_of, x, _ = found[0]
+    num_thin = 0
+    for at, start in enumerate(x):
+        x_t, m = start.clone(), torch.zeros_like(start)
+        e = [torch.zeros_like(start) for _ in range(size)]
+        rows, columns = (start.shape[0], start[0].numel()) if start.dim() > 1 else (0, 0)
+        thin = rank * (rows + columns) < rows * columns
+        num_thin += thin
+        q = q_of[at].reshape(-1)[: columns * rank].view(columns, rank) if thin else None
+        for step in range(steps):
+            z = [path[step][0][at] + waits for (_, _, path), waits in zip(found, e, strict=True)]
+            if thin:
+                p = orthonormal(sum(one @ q for one in z) / size)
+                own = [one.t() @ p for one in z]
+                q = sum(own) / size
+                out, e = p @ q.t(), [one - p @ mine.t() for one, mine in zip(z, own, strict=True)]
+            else:
+                out = sum(z) / size
+            m = mu * m + out
+            x_t = x_t - lr * m
+            torch.testing.assert_close(found[0][2][step][1][at], x_t, rtol=0, atol=1e-11)
+    assert num_thin == 2
+
+
 @pytest.mark.parametrize("codec", ["sign", *OTHERS])
 def test_a_step_sends_the_bytes_of_its_codec(codec):
     """Of a vector of 2^16 values on two ranks: half of it twice, and a flag a row."""

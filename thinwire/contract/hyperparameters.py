@@ -84,14 +84,14 @@ ADAM = (LR, EPS, WEIGHT_DECAY)
 SGD = (LR, MOMENTUM, WEIGHT_DECAY)
 ONEBIT_SGD = (*SGD, DAMPENING)
 SKETCH_K = Number(
-    "k", None, "values that are applied in a step; null: a hundredth of all", at_least=1, whole=True, optional=True
+    "k", None, "values that are applied in a step; null: a 25th of all", at_least=1, whole=True, optional=True
 )
 SKETCH_ROWS = Number("rows", 5, "sums for each value, an odd number: the median is taken", at_least=1, whole=True)
 SKETCH_COLUMNS = Number(
     "columns", None, "sums of a row; null: 12 thousandths of all values", at_least=1, whole=True, optional=True
 )
 SKETCH_SECOND = Number(
-    "second", 4, "of how many times k values the exact ones are sent, the largest by the sketch", at_least=1, whole=True
+    "second", 1, "of how many times k values the exact ones are sent, the largest by the sketch", at_least=1, whole=True
 )
 SKETCH = (SKETCH_K, SKETCH_ROWS, SKETCH_COLUMNS, SKETCH_SECOND)
 MUON_MOMENTUM = Number("momentum", 0.95, at_least=0.0, below=1.0)
