@@ -24,9 +24,11 @@ SHELL := bash
 LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
 # Where those of the one Ray are.
 RAYS := tests/tools/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/tools/drill tests/workers/elastic
-TEST_JOBS ?= 6
-# Those of the one Ray run one at a time; all others run side by side.
-SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal
+# Where the libraries are imported that take longest, which one process does once: tests/integrations/loaded.py.
+LIBRARIES := tests/integrations tests/test_examples.py
+TEST_JOBS ?= 5
+# Those of the one Ray and those of libraries run one at a time; all others run side by side.
+SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal $(addprefix --ignore=,$(LIBRARIES))
 
 # Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
 # tests rewrites all of them.
@@ -42,19 +44,22 @@ serve: .venv/.worker
 
 test: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
-	@# Both at once; the output of those side by side comes at the end. A shell has what runs in its background ignore
+	@# All at once; the output of the first two comes at the end. A shell has what runs in its background ignore
 	@# SIGINT, which tests send to what they start.
-	@log=$$(mktemp); \
-	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log 2>&1 & beside=$$!; \
-	trap 'kill $$beside' INT TERM; \
+	@log=$$(mktemp -d); \
+	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(LIBRARIES) > $$log/1 2>&1 & first=$$!; \
+	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log/2 2>&1 & beside=$$!; \
+	trap 'kill $$first $$beside' INT TERM; \
 	$(PYTEST) -m "ray and not slow and not gpu" $(RAYS); of_ray=$$?; \
-	wait $$beside; others=$$?; cat $$log; rm -f $$log; [ $$others = 0 ] && [ $$of_ray = 0 ]
+	wait $$first; of_libraries=$$?; wait $$beside; others=$$?; cat $$log/1 $$log/2; rm -rf $$log; \
+	[ $$of_libraries = 0 ] && [ $$others = 0 ] && [ $$of_ray = 0 ]
 
 test-fast: .venv/.dev .venv/.loops
 	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal $(LAWS)
 
 test-all: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
+	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(LIBRARIES)
 	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
 	$(PYTEST) -m "ray and not gpu" --hypothesis-profile=thorough $(RAYS)
 

@@ -9,15 +9,15 @@ one process that uses one core, and two cases run side by side. What is computed
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor
 
 from thinwire.comm import run_threads
-from thinwire.comm.groups.blocking import Blocking
-from thinwire.comm.protocol import Group
+from thinwire.comm.groups.blocking import FINISHED, Blocking
+from thinwire.comm.protocol import Group, Pending, Uneven
 
 T = TypeVar("T")
 
@@ -46,6 +46,15 @@ class Turns(Blocking):
         """As the group below."""
         with self._given_away():
             self._group.mean_(x)
+
+    def start_all_to_all_v(
+        self, out_B: Tensor, in_B: Tensor, of: Sequence[int], to: Sequence[int], num_bytes: int
+    ) -> Pending:
+        """As the group below."""
+        assert isinstance(self._group, Uneven)
+        with self._given_away():
+            self._group.start_all_to_all_v(out_B, in_B, of, to, num_bytes).wait()
+        return FINISHED
 
     def sum_(self, x: Tensor) -> None:
         """As the group below."""

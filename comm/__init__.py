@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from thinwire.comm.keeps import Keeps
     from thinwire.comm.layout import VectorLayout
     from thinwire.comm.protocol import Group, Stats
+    from thinwire.comm.thresholded import Thresholded
 
 __all__ = [
     "CallMismatch",
@@ -33,6 +34,7 @@ __all__ = [
     "SoloGroup",
     "Stats",
     "ThreadGroup",
+    "Thresholded",
     "TorchGroup",
     "VectorLayout",
     "WireMismatch",
@@ -53,6 +55,7 @@ _MODULES = {
     "keeps": ("Keeps",),
     "layout": ("VectorLayout",),
     "protocol": ("Group", "Stats"),
+    "thresholded": ("Thresholded",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -40,10 +40,14 @@ class Stats:
 
         src, src_bytes: where one rank alone gives, that rank and what it gives: the others cannot tell from num_bytes.
         """
-        self.sent_bytes += num_bytes
+        self.count_sent(kind, num_bytes)
         self.collectives += 1
-        self.bytes_by_kind[kind] += num_bytes
         self.calls[kind, src_bytes if src >= 0 else num_bytes, src] += 1
+
+    def count_sent(self, kind: str, num_bytes: int) -> None:
+        """Add what the ledger does not know of."""
+        self.sent_bytes += num_bytes
+        self.bytes_by_kind[kind] += num_bytes
 
 
 class Pending(Protocol):
@@ -109,6 +113,20 @@ class Relaying(Protocol):
 
     def relay_(self, x: Tensor, path: Sequence[int]) -> None:
         """x of all ranks on the path <- x of its first. All call it, with x of one length. Raises: PeerLost."""
+
+
+@runtime_checkable
+class Uneven(Protocol):
+    """A Group that can also exchange rows of different lengths. MPI's Alltoallv."""
+
+    def start_all_to_all_v(
+        self, out_B: Tensor, in_B: Tensor, of: Sequence[int], to: Sequence[int], num_bytes: int
+    ) -> Pending:
+        """Row i of out on rank j <- row j of in of rank i. uint8, contiguous: n rows, one after another.
+
+        of, to: the bytes of each row of out, and of in. num_bytes: of all ranks together, by which ranks that are in
+        different calls find that out. Not in the ledger. Raises: PeerLost.
+        """
 
 
 @runtime_checkable

@@ -102,8 +102,9 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
     params: parameters or groups, as torch.optim takes them. momentum, dampening, weight_decay (coupled), nesterov,
     maximize: as in torch.optim.SGD, each per group; a schedule may move lr and momentum.
     codec: how the momentum is written: "sign", one bit a value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2
-    bits each; "powersgd", matrices as the product of two factors of `rank` columns, sent in full (PowerSGD of
-    thinwire.comm.codecs); or a Codec, the same on every rank. One rank writes nothing. By another than signs topology
+    bits each; "threshold", the largest hundredth in 16; "powersgd", matrices of the gradient as the product of two
+    factors of `rank` columns, sent in full (PowerSGD of thinwire.comm.codecs); or a Codec, the same on every rank. One
+    rank writes nothing. By another than signs topology
     is "flat". PowerSGD takes the vector as one: with overlap it is sent at the end of backward.
     group: the ranks (None: torch.distributed's default group, or this process alone). model, overlap, max_grad_norm,
     non_finite, topology: as in CheckedOptions (optim.engine.options). Nothing is exchanged in full, so full_exchange is

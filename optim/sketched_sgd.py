@@ -174,7 +174,7 @@ class SketchedSGD(OwnMomentum[SketchedState]):
         if self.group.size == 1:
             self.saved["last_sync"] = self.num_steps + 1
 
-    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor], holders: int) -> None:
         """Of a step that others have finished: what they have applied, where x has moved, waits no more."""
         part_N.masked_fill_(self.space.p_N != vectors[PARAMETERS], 0.0)
 

@@ -86,6 +86,26 @@ def test_sketched_sgd_learns_with_a_tenth_of_the_bytes(under, tmp_path):
 
 
 @pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_thinned_recommender_learns_nearly_as_much_from_a_tenth_of_the_bytes(under, tmp_path):
+    script = str(EXAMPLES / "dlrm.py")
+    told = run(sys.executable, *TORCHRUN, script) if under == "torchrun" else run_forked(tmp_path / "told", 2, script)
+    (dense, of_dense), (thinned, of_thinned) = re.findall(r"AUC (\d\.\d+), all ranks sent ([\d,]+) bytes", told)
+    assert float(dense) > 0.86
+    assert float(thinned) > float(dense) - 0.06
+    assert int(of_dense.replace(",", "")) > 10 * int(of_thinned.replace(",", ""))
+
+
+@pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_workers_that_send_what_has_changed_learn_all_labels_with_fewer_uploads(under, tmp_path):
+    script = str(EXAMPLES / "cada.py")
+    told = run(sys.executable, *TORCHRUN, script) if under == "torchrun" else run_forked(tmp_path / "told", 2, script)
+    *_, (accuracy, uploads, possible) = re.findall(r"accuracy (\d\.\d+), (\d+) of (\d+) uploads", told)
+    assert float(accuracy) > 0.9
+    assert int(possible) == 600
+    assert 2.5 * int(uploads) < 600
+
+
+@pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_sharded_boxes_compress_what_crosses_between_them(under, tmp_path):
     script = str(EXAMPLES / "sharded_boxes.py")
     by_torchrun = (sys.executable, *TORCHRUN[:-1], "4", script)

@@ -8,12 +8,28 @@ from thinwire.comm.codecs.int8 import Int8Codec
 from thinwire.comm.codecs.low_rank import PowerSGD
 from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.codecs.sketch import CountSketch
+from thinwire.comm.codecs.threshold import ThresholdCodec
 from thinwire.comm.codecs.topk import TopKCodec
 from thinwire.comm.protocol import Codec
 
-__all__ = ["Bf16Codec", "CountSketch", "Int4Codec", "Int8Codec", "PowerSGD", "SignCodec", "TopKCodec"]
+__all__ = [
+    "Bf16Codec",
+    "CountSketch",
+    "Int4Codec",
+    "Int8Codec",
+    "PowerSGD",
+    "SignCodec",
+    "ThresholdCodec",
+    "TopKCodec",
+]
 
-BY_NAME: dict[str, Codec] = {"sign": SignCodec(), "int8": Int8Codec(), "int4": Int4Codec(), "topk": TopKCodec()}
+BY_NAME: dict[str, Codec] = {
+    "sign": SignCodec(),
+    "int8": Int8Codec(),
+    "int4": Int4Codec(),
+    "topk": TopKCodec(),
+    "threshold": ThresholdCodec(),
+}
 """What `codec` of an optimizer and of a job file may be called."""
 
 

@@ -155,7 +155,7 @@ class TorchGroup:
         self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
         self._start("broadcast", x, lambda pg: dist.broadcast(x, group=pg, group_src=src, async_op=True)).wait()
 
-    def relay_(self, x: Tensor, path: Sequence[int]) -> None:
+    def relay_(self, x: Tensor, path: Sequence[int], piece_elements: int = PIECE_ELEMENTS) -> None:
         """X of all ranks on the path <- x of its first, from one to the next in pieces. Others send and get nothing.
 
         Collective, with x of one length. Each sends on what it has while it receives more, so that it takes about one
@@ -164,19 +164,27 @@ class TorchGroup:
         Raises: PeerLost.
         """
         at = path.index(self.rank) if self.rank in path else None
-        pieces = [piece.view(torch.uint8) for piece in torch.split(x.view(-1), PIECE_ELEMENTS)]
+        pieces = [piece.view(torch.uint8) for piece in torch.split(x.view(-1), piece_elements)]
         nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
         for turn in range(len(pieces) + len(path) - 2):
             out, given, to, of = nothing, nothing, [0] * self.size, [0] * self.size
             if at is not None and at + 1 < len(path) and 0 <= turn - at < len(pieces):
                 given = pieces[turn - at]
                 to[path[at + 1]] = given.numel()
-                self.stats.sent_bytes += given.nbytes
-                self.stats.bytes_by_kind["relay"] += given.nbytes
+                self.stats.count_sent("relay", given.nbytes)
             if at and 0 <= turn - at + 1 < len(pieces):
                 out = pieces[turn - at + 1]
                 of[path[at - 1]] = out.numel()
             self._start("relay", x, partial(_pass_on, out, given, of, to)).wait()
+
+    def start_all_to_all_v(
+        self, out_B: Tensor, in_B: Tensor, of: Sequence[int], to: Sequence[int], num_bytes: int
+    ) -> TorchPending:
+        """As Uneven of comm.protocol. Raises: PeerLost."""
+        for row_B, lengths in ((out_B, of), (in_B, to)):
+            _check_row(row_B, lengths, self.size)
+        self.stats.count_sent("all_to_all_v", sum(to) - to[self.rank])
+        return self._start("all_to_all_v", in_B, partial(_pass_on, out_B, in_B, list(of), list(to)), num_bytes)
 
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> TorchPending:
         """all_to_all in the background. Raises: PeerLost."""
@@ -242,6 +250,7 @@ class TorchGroup:
         """
         if self._detector.left is not None:
             return
+        self.calls.left = reason
         self._detector.leave(reason)
         self._communicators.abort()
 
@@ -311,14 +320,20 @@ class TorchGroup:
         timeout: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
         return timeout.total_seconds()
 
-    def _start(self, collective: str, x: Tensor, start: Callable[[dist.ProcessGroup], dist.Work]) -> TorchPending:
+    def _start(
+        self,
+        collective: str,
+        x: Tensor,
+        start: Callable[[dist.ProcessGroup], dist.Work],
+        num_bytes: int | None = None,
+    ) -> TorchPending:
         process_group, detector = self._process_group(), self._detector
         if detector.left is not None:
             raise self._has_left()
         if detector.calls.mismatch:
             raise CallMismatch(detector.calls.mismatch)
         number = detector.calls.begun[self._communicator] + 1
-        at = Place(self._communicator, number, ON_THE_WIRE.get(collective, collective), x.nbytes)
+        at = Place(self._communicator, number, ON_THE_WIRE.get(collective, collective), num_bytes or x.nbytes)
         with self._peers(collective, at):
             work = start(process_group)
         detector.calls.begin(at)
@@ -451,6 +466,13 @@ def _done_within(work: dist.Work, seconds: float) -> bool:
 def _pass_on(out: Tensor, given: Tensor, of: list[int], to: list[int], process_group: dist.ProcessGroup) -> dist.Work:
     work: dist.Work = dist.all_to_all_single(out, given, of, to, group=process_group, async_op=True)
     return work
+
+
+def _check_row(row_B: Tensor, lengths: Sequence[int], size: int) -> None:
+    if row_B.dtype != torch.uint8 or len(lengths) != size or row_B.numel() != sum(lengths):
+        raise ValueError(
+            f"expected uint8[sum of {list(lengths)}] for {size} ranks, got {row_B.dtype}{list(row_B.shape)}"
+        )
 
 
 def _check_rows(out_nB: Tensor, in_nB: Tensor, size: int) -> None:

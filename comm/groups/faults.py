@@ -35,7 +35,7 @@ from thinwire.comm.calls import Calls, calls_of
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.groups.nodes import Part, Parting
 from thinwire.comm.groups.watching import Gate, await_device, before_abort, hold
-from thinwire.comm.protocol import Group, Leavable, Pending, Stats
+from thinwire.comm.protocol import Group, Leavable, Pending, Stats, Uneven
 from thinwire.comm.wire.link_classes import Box, Boxed
 
 
@@ -65,7 +65,7 @@ class What(Enum):
 class Fault:
     """On these ranks, at the call of this number (from 0, of this collective, since arming).
 
-    collective: all_to_all, all_gather, sum, mean, broadcast. hang_s: how long HANG sleeps.
+    collective: one of COLLECTIVES. hang_s: how long HANG sleeps.
     """
 
     ranks: tuple[int, ...]
@@ -80,7 +80,7 @@ class Fault:
             raise ValueError(f"collective = {self.collective!r}: must be one of {', '.join(COLLECTIVES)}")
 
 
-COLLECTIVES = ("all_to_all", "all_gather", "sum", "mean", "broadcast")
+COLLECTIVES = ("all_to_all", "all_to_all_v", "all_gather", "sum", "mean", "broadcast")
 
 
 class Armed:
@@ -158,6 +158,14 @@ class FaultyGroup:
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> Pending:
         """As the group below."""
         return self._run("all_to_all", out_nB, in_nB, self._group.start_all_to_all)
+
+    def start_all_to_all_v(
+        self, out_B: Tensor, in_B: Tensor, of: Sequence[int], to: Sequence[int], num_bytes: int
+    ) -> Pending:
+        """As the group below. No fault of NAN: rows have no header."""
+        assert isinstance(self._group, Uneven)
+        below = self._group.start_all_to_all_v
+        return self._run("all_to_all_v", out_B, in_B, lambda out, given: below(out, given, of, to, num_bytes))
 
     def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> Pending:
         """As the group below."""

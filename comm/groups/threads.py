@@ -9,17 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.calls import NOWHERE, Calls, Place, interrupted, mismatch
 from thinwire.comm.errors import PeerLost
-from thinwire.comm.groups.blocking import Blocking
+from thinwire.comm.groups.blocking import FINISHED, Blocking
 from thinwire.comm.groups.nodes import Part, PartStats
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
-from thinwire.comm.protocol import Stats
+from thinwire.comm.protocol import Pending, Stats
 from thinwire.comm.signals import armed
 from thinwire.comm.wire.link_classes import Box, named_box
 
@@ -37,7 +37,7 @@ class Meeting:
 
     members: tuple[int, ...]
     barrier: threading.Barrier
-    shown: list[Tensor]
+    shown: list[Any]
     reports: list[tuple[Place, str, str]]
     came: list[int]
     left: dict[int, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class ThreadGroup(Blocking):
 
     def all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> None:
         """out[i] on rank j <- in[j] of rank i. Raises: PeerLost."""
-        theirs = self._show("all_to_all", in_nB)
+        theirs = self._show("all_to_all", in_nB, in_nB.nbytes)
         for row, rows in zip(out_nB, theirs, strict=True):
             row.copy_(rows[self.rank])
         self._wait()
@@ -127,11 +127,23 @@ class ThreadGroup(Blocking):
 
     def all_gather(self, out_nB: Tensor, in_B: Tensor) -> None:
         """out[i] <- in of rank i. Raises: PeerLost."""
-        theirs = self._show("all_gather", in_B)
+        theirs = self._show("all_gather", in_B, in_B.nbytes)
         for row, own in zip(out_nB, theirs, strict=True):
             row.copy_(own)
         self._wait()
         self.stats.count("all_gather", all_gather_bytes(in_B, self.size))
+
+    def start_all_to_all_v(
+        self, out_B: Tensor, in_B: Tensor, of: Sequence[int], to: Sequence[int], num_bytes: int
+    ) -> Pending:
+        """As Uneven of comm.protocol, done when this returns. Raises: PeerLost."""
+        rows = torch.split(in_B, list(to))
+        theirs = self._show("all_to_all_v", rows, num_bytes)
+        for out, shown in zip(torch.split(out_B, list(of)), theirs, strict=True):
+            out.copy_(shown[self.rank])
+        self._wait()
+        self.stats.count_sent("all_to_all_v", in_B.numel() - rows[self.rank].numel())
+        return FINISHED
 
     def mean_(self, x: Tensor) -> None:
         """x <- mean over ranks, summed in order of rank. Raises: PeerLost."""
@@ -145,26 +157,26 @@ class ThreadGroup(Blocking):
 
     def broadcast_(self, x: Tensor, src: int = 0) -> None:
         """x <- x of rank `src`. Raises: PeerLost."""
-        theirs = self._show("broadcast", x)
+        theirs = self._show("broadcast", x, x.nbytes)
         if self.rank != src:
             x.copy_(theirs[src])
         self._wait()
         self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
 
     def _sum(self, x: Tensor) -> Tensor:
-        theirs = self._show("all_reduce", x)
+        theirs = self._show("all_reduce", x, x.nbytes)
         total = theirs[0].clone()
         for other in theirs[1:]:
             total.add_(other)
         self._wait()
         return total
 
-    def _show(self, collective: str, tensor: Tensor) -> list[Tensor]:
+    def _show(self, collective: str, shown: T, num_bytes: int) -> list[T]:
         meeting, calls = self._meeting, self.calls
         if meeting.barrier.broken:  # others may still read what was shown
             self._wait()
-        at = Place(self._communicator, calls.begun[self._communicator] + 1, collective, tensor.nbytes)
-        meeting.shown[self.rank], meeting.reports[self.rank] = tensor, (at, calls.words(), calls.remedy)
+        at = Place(self._communicator, calls.begun[self._communicator] + 1, collective, num_bytes)
+        meeting.shown[self.rank], meeting.reports[self.rank] = shown, (at, calls.words(), calls.remedy)
         self._wait()
         calls.begin(at)
         if any(theirs.differs(at) for theirs, _, _ in meeting.reports):

@@ -44,6 +44,7 @@ FEW_BITS = {
     "int8": Exchange.FLAT_8,
     "int4": Exchange.FLAT_4,
     "topk": Exchange.FLAT_TOP_K,
+    "threshold": Exchange.FLAT_THRESHOLD,
 }
 """By the name of a codec."""
 
@@ -120,7 +121,7 @@ def one_bit(network: Network, numel: int, transport: Transport, bucket_elements:
     buckets = ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.FLAT_ONE_BIT, network, numel)
     payload = 2 * (network.ranks - 1) / network.ranks * one_bit_bytes(numel)
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)
+    return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
 
 
 def full(network: Network, numel: int, transport: Transport, bucket_elements: int, wire: FullWire) -> Sent:
@@ -139,7 +140,7 @@ def coded(network: Network, numel: int, transport: Transport, bucket_elements: i
     exchange, buckets = FEW_BITS[codec], ceil(numel / bucket_elements)
     cost = exchange_cost(exchange, network, numel)
     payload = 2 * (network.ranks - 1) / network.ranks * few_bits_bytes(exchange, numel)
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)
+    return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
 
 
 def sums(network: Network, numel: int, transport: Transport) -> Sent:
@@ -154,7 +155,7 @@ def _dense(network: Network, numel: int, value: int, per_byte_s: float, bucket_e
     buckets = ceil(4 * numel / DDP_BUCKET_BYTES) if bucket_elements is None else ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.DENSE_FP32 if value == 4 else Exchange.DENSE_16, network, numel)
     payload = all_reduce(network.ranks, value * numel).num_bytes
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, 0.0, buckets, payload * per_byte_s)
+    return Sent(cost.in_buckets(buckets), payload, 0.0, buckets, payload * per_byte_s)
 
 
 def wire_seconds(network: Network, sent: Sent) -> float:
@@ -167,3 +168,11 @@ def step_seconds(network: Network, work: Work, sent: Sent, cores: float) -> floa
     wire_s = wire_seconds(network, sent)
     spare = min(max(cores / 2, 0.5), 1.0)
     return work.busy_s + wire_s - spare * (1 - 1 / sent.buckets) * min(work.backward_s, wire_s)
+
+
+def seconds_beside(network: Network, busy_s: float, sent: Sent, steps: int) -> float:
+    """Of the step that ends a round of local steps whose exchange runs beside the next `steps`: what they do not hide.
+
+    Left out: what the exchange takes of the cores that the steps are made with.
+    """
+    return busy_s + max(0.0, wire_seconds(network, sent) - steps * busy_s)

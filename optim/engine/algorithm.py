@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -32,14 +32,24 @@ from thinwire.contract.hyperparameters import ADAM
 from thinwire.optim.engine.ages import Age, Run, runs_of
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.clipping import Clipping
-from thinwire.optim.engine.exchanges import Exchange, Overlap, mean_gradient
+from thinwire.optim.engine.exchanges import Exchange, mean_gradient, refusal
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
 from thinwire.optim.engine.options import Gradients, NonFinite
+from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
-from thinwire.optim.engine.state import Shown, TensorState, entries_of, is_field, put, replicated, sizes
+from thinwire.optim.engine.state import (
+    Shown,
+    TensorState,
+    entries_of,
+    error_memories,
+    is_field,
+    put,
+    replicated,
+    sizes,
+)
 
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
@@ -89,6 +99,9 @@ class Algorithm(Generic[State]):
     sends_in_full: ClassVar[bool] = True
     """Does some step exchange the mean gradient in full?"""
 
+    takes_closure: ClassVar[bool] = False
+    """Does step() need a closure?"""
+
     undone: Callable[[CommError], None] | None = None
     """Called with the error of a lost step, which step() and zero_grad() then do not raise (workers/session)."""
 
@@ -98,6 +111,9 @@ class Algorithm(Generic[State]):
     keeps: Keeps = Keeps.NOTHING
     """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
     memory away. The same on every rank."""
+
+    loses_what_is_behind: ClassVar[bool] = True
+    """Is lost, where others have an exchange that this rank has not finished, what it has done since?"""
 
     inside: Optimizer | None = None
     """An optimizer whose steps are a part of this one's."""
@@ -320,11 +336,19 @@ class Algorithm(Generic[State]):
         """The same of every element: float[N], 0 where none is."""
         return self.space.spread([self.gradient_weight(group) for group in self.param_groups])
 
-    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor], holders: int) -> None:
         """part <- this rank's part of R in the unit of ranks that have made a step more, which it is given. Local.
 
-        plain, vectors: their plain_state() and replicated vectors. For most algorithms the unit is the same.
+        plain, vectors: their plain_state() and replicated vectors. holders: ranks that hold a part. For most algorithms
+        the unit is the same.
         """
+
+    def compute(self, closure: Callable[[], float] | None) -> float | None:
+        """First in step(): the gradients, by the user's closure where one was given. Returns the loss."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     def before_gradients(self) -> None:
         """First in a step that gathers gradients: look at what must not have changed since the last. Local."""
@@ -357,6 +381,9 @@ class Algorithm(Generic[State]):
     def may_overlap(self, plan: StepPlan) -> bool:
         """May hooks of some rank send a part of what this plan exchanges? The same on every rank."""
         return True
+
+    def end_beside(self) -> None:
+        """End what send_beside() has begun and not ended. Collective where it has. Raises: as send_beside()."""
 
     def send_due(self) -> None:
         """send_beside(), where this step has not done so yet. Collective."""
@@ -407,6 +434,15 @@ class Algorithm(Generic[State]):
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this plan exchanges, opened; the mean gradient for most algorithms."""
         return self.begin_mean()
+
+    def refuse_exchange(self, plan: StepPlan) -> Exchange:
+        """In the place of begin_exchange(), or of the mean: this rank takes no part, and finish() raises Refused.
+
+        Where ranks tell each other something before they exchange, it may be raised at once.
+        """
+        memories = list(error_memories(self.vectors).values())
+        memory = memories[0] if plan.gradient is not Wire.FULL and memories else None
+        return refusal(self.reduce, memory, self.mean_wire)
 
     def begin_mean(self) -> Exchange:
         """The mean gradient, opened."""
@@ -463,6 +499,22 @@ class Algorithm(Generic[State]):
         """The step in which ranks meet next, where nothing ends the round before."""
         return self.num_steps + 1
 
+    @property
+    def steps_beside(self) -> int:
+        """Steps that are made while an exchange is under way; 0: each is waited for in the step that sends it."""
+        return 0
+
+    @property
+    def at_round_end(self) -> bool:
+        """Has a round ended with the last step, on all ranks, so that end_round() cuts none short?"""
+        return self.at_sync
+
+    def end_round(self) -> None:
+        """End a round of local steps now by its exchange: all ranks hold the same parameters. Collective.
+
+        For most there is none to end so, and nothing is done. Raises: PeerLost, NonFiniteInput.
+        """
+
     def settle(self) -> None:
         """Wait for an exchange that is under way between two steps. What it raises is raised by the next of them."""
 
@@ -478,9 +530,20 @@ class Algorithm(Generic[State]):
         """The last step at which all ranks held the same parameters."""
         return self.num_steps
 
-    def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
-        """Inside, this rank is in `call`, which ranks that wait for it learn. remedy: as in comm.calls."""
-        return self.calls.within(f"{type(self).__name__}.{call}", remedy)
+    @contextmanager
+    def calling(self, call: str, remedy: str = "") -> Iterator[None]:
+        """Inside, this rank is in `call`, which ranks that wait for it learn. remedy: as in comm.calls.
+
+        Where it leaves its group in there, as by Ctrl-C, it leaves its box too, whose ranks would wait for its word.
+        """
+        with self.calls.within(f"{type(self).__name__}.{call}", remedy):
+            try:
+                yield
+            except BaseException:
+                space: FlatSpace | None = getattr(self, "space", None)  # none yet in the constructor
+                if self.calls.left and space is not None and space.box is not None:
+                    space.box.leave(self.calls.left)
+                raise
 
     def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
         """Of parameters (parameters_N) and replicated vectors those that a sync in full of the ranks that take part

@@ -33,7 +33,7 @@ from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.clipping import Clipping
-from thinwire.optim.engine.exchanges import Exchange, Overlap
+from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.first_step import FirstStep, refuse_apart
 from thinwire.optim.engine.flat import shortening
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, tell_scaler, unscale_
@@ -49,6 +49,7 @@ from thinwire.optim.engine.options import (
     refuse_wrapped,
 )
 from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_edited, refuse_orphans
+from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype, digest, without_gradient
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import StepPlan, Wire
@@ -138,7 +139,13 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             sums, others = digest(self.common_parameters), beside.digests(self)
             all_others = refuse_apart(self.calls, self.group, sums, others, self.space.p_N.device)
             self._replicas.say_beside(self, all_others)
-        self._replicas.compare(self)
+        self._replicas.begin(self)
+        if not self.steps_beside:
+            self.end_beside()
+
+    def end_beside(self) -> None:
+        """As Algorithm.end_beside: the comparison of replicas."""
+        self._replicas.end(self)
 
     def prepare_to_save(self) -> None:
         """As Algorithm.prepare_to_save."""
@@ -236,10 +243,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         been sent. Ctrl-C raises when the step is over, or where others are waited for (comm.signals): then it is undone
         too, and this rank has left the group, so that the others raise PeerLost.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.compute(closure)
         with self._reports_undone():
             try:
                 with self.calling(f"step() {self.num_steps + 1}"):
@@ -261,6 +265,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             changing.follow_changes(self)
         space, overlap = self.space, self.overlap
         try:
+            with self._told_in_box():
+                changing.refuse_held_back(self)
             self._gather_gradients()
             plan = self.plan(self.num_steps + 1)
             self.reduce.draw = self.num_steps

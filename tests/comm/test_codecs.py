@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.comm.exchange.test_plain import CODECS
-from thinwire.comm.codecs import Int4Codec, SignCodec, TopKCodec
+from thinwire.comm.codecs import Int4Codec, SignCodec, ThresholdCodec, TopKCodec
+from thinwire.comm.codecs.threshold import largest
 from thinwire.comm.kernels.reference import pack_signs, unpack_signs
 from thinwire.comm.layout import VectorLayout
 
@@ -110,6 +111,41 @@ def test_the_bytes_of_few_bits_are_those_that_are_told(numel):
     whole, rest = divmod(numel, 4096)
     kept = min(rest, 4 * math.ceil(math.ceil(rest / 64) / 4))
     assert TopKCodec().row(layout, 0, numel, like).wire_bytes == whole * 120 + (8 + 7 * kept // 4 if rest else 0)
+    assert ThresholdCodec(0.01).row(layout, 0, numel, like).wire_bytes == 4 * math.ceil(0.01 * numel)
+
+
+@pytest.mark.parametrize("numel", [8, 1 << 16, (1 << 16) + 8, 3 * (1 << 16) + 5000])
+@pytest.mark.parametrize("share", [1e-9, 0.01, 0.3, 0.5])
+def test_what_is_above_the_threshold_is_sent_in_16_bits_and_nothing_else(numel, share):
+    """Runs that hold nothing of it, and more than fits a sample, too."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x[: numel // 2] *= 1e-4
+    out, finite, row = roundtrip(ThresholdCodec(share), x, VectorLayout.single(numel))
+    keep = math.ceil(share * numel)
+    assert finite
+    assert row.wire_bytes == 4 * keep + 4 * max(-(-numel // (1 << 16)) - 1, 0)
+    threshold = x.abs().topk(keep).values[-1]
+    assert torch.equal(out, torch.where(x.abs() >= threshold, x.bfloat16().double(), 0.0))
+
+
+@pytest.mark.parametrize(
+    "x", [torch.ones(1 << 17), torch.zeros(1 << 17), torch.eye(1 << 9)[3].repeat(1 << 8)], ids=["all", "none", "period"]
+)
+def test_a_threshold_that_all_or_none_reach_sends_as_much_as_any(x):
+    """The sample meets a single value of a period of 512, or none."""
+    sizes = ThresholdCodec(0.01).row(VectorLayout.single(x.numel()), 0, x.numel(), x).wire_bytes
+    out, finite, _ = roundtrip(ThresholdCodec(0.01), x, VectorLayout.single(x.numel()))
+    assert finite
+    assert sizes == 4 * math.ceil(0.01 * x.numel()) + 4
+    assert out.count_nonzero() == min(math.ceil(0.01 * x.numel()), x.count_nonzero())
+    assert torch.equal(out[out != 0], x[out != 0])
+
+
+@pytest.mark.parametrize("keep", [1, 100, 30_000, 60_000])
+def test_the_sample_changes_nothing_but_what_it_costs(keep):
+    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(2)).abs()
+    for sizes in (x, x.sort().values, x.sort(descending=True).values):
+        assert set(largest(sizes, keep).tolist()) == set(sizes.topk(keep).indices.tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -132,6 +168,9 @@ def test_topk_sends_the_largest_and_never_leaves_out_more_than_it_was_given(dtyp
     ("make", "said"),
     [
         (lambda: Int4Codec(12), "block = 12: must be a positive multiple of 8"),
+        (lambda: ThresholdCodec(0.0), "share = 0.0: must be above 0, which would send nothing, and at most 0.5"),
+        (lambda: ThresholdCodec(1.0), "share = 1.0: must be above 0"),
+        (lambda: ThresholdCodec(float("nan")), "share = nan: must be above 0"),
         (lambda: TopKCodec(8192), "block = 8192: must be a multiple of 8, at most 4096"),
         (lambda: TopKCodec(64, 6), "keep = 6: must be a multiple of 4, at most the 64 values of a run"),
         (lambda: TopKCodec(64, 68), "keep = 68: must be a multiple of 4, at most the 64"),

@@ -21,7 +21,7 @@ def test_the_rate_is_the_inner_optimizer_s():
         ({"inner": {"name": "onebit_adam"}}, "inner", "'adam', 'lamb', 'sgd', 'muon'"),
         ({"inner": {"name": "local_steps"}}, "inner", "'adam', 'lamb', 'sgd', 'muon'"),
         ({"inner": {"name": "adam", "full_exchange": "bf16"}}, "optimizer.inner.full_exchange", "no gradient is sent"),
-        ({"codec": "int2"}, "codec", "'sign', 'int8', 'int4' or 'topk'"),
+        ({"codec": "int2"}, "codec", "'sign', 'int8', 'int4', 'topk' or 'threshold'"),
         ({"outer": {"momentum": 1.0}}, "outer", "less than 1"),
         ({"lr": 1e-3}, "lr", "Extra inputs are not permitted"),
     ],

@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 VOCABULARY = 32
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+"""No hub, and no more than errors in logs: the environment, before any of these libraries is imported."""
 
 
 def prepare_environment(rank: int, size: int) -> None:
@@ -13,7 +15,7 @@ def prepare_environment(rank: int, size: int) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1"
     )
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(OFFLINE)
 
 
 def small_gpt(seed: int, **config: Any) -> Any:

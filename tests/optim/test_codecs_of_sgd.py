@@ -9,14 +9,20 @@ from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.reference.written_out import bits
 from tests.optim.regroup.ranks import new_ranks, struck, together
 from thinwire.comm import Keeps, PeerLost, run_threads
-from thinwire.comm.codecs import BY_NAME, PowerSGD, TopKCodec
+from thinwire.comm.codecs import BY_NAME, PowerSGD, ThresholdCodec, TopKCodec
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import OneBitSGD
 from thinwire.optim.regroup import hand_over
 
 SIZES = (1, 2, 3, 4, 8)
-CODECS = {"int8": "int8", "int4": "int4", "topk": TopKCodec(64, 4), "powersgd": PowerSGD(2)}
+CODECS = {
+    "int8": "int8",
+    "int4": "int4",
+    "topk": TopKCodec(64, 4),
+    "threshold": ThresholdCodec(0.2),
+    "powersgd": PowerSGD(2),
+}
 OTHERS = tuple(CODECS)
 
 
@@ -174,7 +180,7 @@ def test_powersgd_is_the_algorithm_written_out_from_where_the_last_step_ended(ra
     assert num_thin == 2
 
 
-@pytest.mark.parametrize("codec", ["sign", *OTHERS])
+@pytest.mark.parametrize("codec", [*BY_NAME, "powersgd"])
 def test_a_step_sends_the_bytes_of_its_codec(codec):
     """Of a vector of 2^16 values on two ranks: half of it twice, and a flag a row."""
 
@@ -188,14 +194,20 @@ def test_a_step_sends_the_bytes_of_its_codec(codec):
         rows = group.stats.bytes_by_kind - before
         return rows["all_to_all"] + rows["all_gather"] + rows["sum"]
 
-    due = {"sign": 1 / 8 + 4 / 4096, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 128, "topk": 120 / 4096}
-    due["powersgd"] = 4 * 2 * 512 / 2**16
+    due = {
+        "sign": 1 / 8 + 4 / 4096,
+        "int8": 1 + 4 / 256,
+        "int4": 1 / 2 + 4 / 128,
+        "topk": 120 / 4096,
+        "threshold": 4 / 100,
+        "powersgd": 4 * 2 * 512 / 2**16,
+    }
     assert run_threads(2, work)[0] == pytest.approx(due[codec] * 2**16, rel=0.02)
 
 
 @pytest.mark.parametrize("codec", ["int2", None, 3, torch.float16])
 def test_what_is_no_codec_is_refused_in_a_sentence(codec):
-    with pytest.raises(ValueError, match=r"codec = .*: must be one of sign, int8, int4, topk, or a Codec"):
+    with pytest.raises(ValueError, match=r"codec = .*: must be one of sign, int8, int4, topk, threshold, or a Codec"):
         OneBitSGD(network().parameters(), lr=0.1, codec=codec)
 
 

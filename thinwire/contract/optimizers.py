@@ -23,7 +23,10 @@ def _field(number: declared.Number, default: Any = None, **otherwise: float | No
     return Field(number.default if default is None else default, **given)
 
 
-_CODEC = "how what is exchanged is written: in one bit a value, in 8, in 4, or of each 4096 the largest 64 in 2 bits"
+_CODEC = (
+    "how what is exchanged is written: in one bit a value, in 8, in 4, of each 4096 the largest 64 in 2 bits, or of "
+    "all the largest hundredth in 16"
+)
 
 
 class FullExchange(Frozen):
@@ -205,11 +208,34 @@ class LocalStepsSpec(Frozen):
     )
     outer: OuterSpec = Field(default_factory=OuterSpec)
     codec: declared.CodecName = Field("sign", description=_CODEC)
+    overlap: bool = Field(
+        False, description="the exchange of a round runs beside the steps of the next, and counts one round late"
+    )
 
     @property
     def lr(self) -> float:
         """The peak learning rate, which the schedule shapes: the inner optimizer's."""
         return self.inner.lr
+
+
+class CadaSpec(Frozen):
+    """CADA (arXiv 2012.15469): AMSGrad, where a worker sends its gradient only when that has changed enough."""
+
+    name: Literal["cada"]
+    lr: float = _field(declared.CADA_LR, ge=None, gt=0.0)
+    betas: tuple[Annotated[float, _field(declared.BETA1, ...)], Annotated[float, _field(declared.BETA2, ...)]] = (
+        declared.BETAS
+    )
+    eps: float = _field(declared.EPS)
+    weight_decay: float = _field(declared.WEIGHT_DECAY)
+    rule: Literal[1, 2] = Field(
+        2,
+        description="1: gradients are compared with those at a point that all workers renew every max_age steps; 2: "
+        "with those at the point where the worker last sent",
+    )
+    max_age: Whole = _field(declared.MAX_AGE)
+    horizon: Whole = _field(declared.HORIZON)
+    threshold: float = _field(declared.THRESHOLD)
 
 
 Optimizer = Annotated[
@@ -223,6 +249,7 @@ Optimizer = Annotated[
     | SgdSpec
     | MuonSpec
     | LocalStepsSpec
+    | CadaSpec
     | SketchedSgdSpec,
     Field(discriminator="name"),
 ]

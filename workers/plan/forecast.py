@@ -17,6 +17,7 @@ from thinwire.comm.wire.step_time import (
     coded,
     dense_16,
     dense_32,
+    seconds_beside,
     step_seconds,
     sums,
     wire_seconds,
@@ -134,7 +135,7 @@ def network_of(link: Link, workers: int, per_machine: int) -> Network:
     """The link as a Network. Raises: ValueError where machines are not full."""
     if workers == 1:
         return Network(1, 0.0, inf)
-    return Network(workers, link.latency_s, link.bytes_per_s, per_machine)
+    return Network(workers, link.latency_s, link.bytes_per_s, per_machine, rows=link.rows)
 
 
 def chosen_bucket(job: PlannedJob, network: Network, elements: int, on_gpu: bool) -> int:
@@ -206,6 +207,9 @@ class _Way:
             "compressed": (self._kinds.compressed, *self._step(self._busy.compressed, early, bits)),
             "local": (self._kinds.local, *self._step(self._busy.local, 0.0, NOTHING)),
         }
+        if name == LOCAL_STEPS and run.late:
+            late_s = seconds_beside(network, self._busy.compressed, bits, run.every)
+            self._steps["compressed"] = (self._kinds.compressed, late_s, bits)
 
     def plan(self) -> MethodPlan:
         """Without the gains."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from thinwire.comm.codecs import CountSketch, PowerSGD
+from thinwire.comm.codecs import BY_NAME, CountSketch, PowerSGD
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
 from thinwire.comm.wire.step_time import FEW_BITS
@@ -49,8 +49,9 @@ class RunSteps:
     warmup: steps in full before the freeze, of 1-bit Adam and LAMB; None: they find it, or there is none.
     var_freeze_step, dense_steps, var_update_scaler, local_step_scaler, local_step_clipper: of 0/1 Adam.
     refresh: of all that freeze a variance.
-    inner, every: of local steps; of other methods every is what local steps would have by default. codec: of local
-    steps and 1-bit SGD. own: keywords that the method's exchange is made with.
+    inner, every, late: of local steps; of other methods every is what local steps would have by default. late: does
+    the exchange run beside the next round's steps? codec: of local steps and 1-bit SGD. own: keywords
+    that the method's exchange is made with.
     lr_warmup_steps: in which the learning rate rises; then it falls as a cosine to `floor` of its peak, 1: stays.
     full_exchange: None: half, flat: low-precision parameters, topology flat, from which it follows.
     Raises: ValueError where these cannot stand together.
@@ -74,6 +75,7 @@ class RunSteps:
     inner: str | None = None
     every: int = EVERY.default
     codec: str = "sign"
+    late: bool = False
     own: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,7 +104,7 @@ class RunSteps:
         if isinstance(given, COMPRESSED):
             more["refresh"] = given.refresh
         if isinstance(given, LocalStepsSpec):
-            more |= {"inner": given.inner.name, "every": given.every}
+            more |= {"inner": given.inner.name, "every": given.every, "late": given.overlap}
         more["codec"] = getattr(given, "codec", "sign")
         more["own"] = given.model_dump(include={"codec", "rank", "k", "rows", "columns", "second"})
         rule = given.inner if isinstance(given, LocalStepsSpec) else given
@@ -147,6 +149,7 @@ class RunSteps:
             inner = type(optimizer.inner.optimizer)
             known = names_of(inner) or [kind for kind in ("sgd", "muon") if kind == inner.__name__.lower()]
             more = {"inner": (known or ["adam"])[0], "every": optimizer.every}
+            more["late"] = optimizer.steps_beside > 0
         more |= _codec_of(optimizer)
         if "betas" in optimizer.param_groups[0]:
             more["beta2"] = optimizer.param_groups[0]["betas"][1]
@@ -171,7 +174,8 @@ def _codec_of(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
     if isinstance(codec, CountSketch):
         return {"own": {"k": codec.k, "rows": codec.rows, "columns": codec.columns, "second": codec.second}}
     name = getattr(codec, "name", "")
-    known = name if name in (*FEW_BITS, PowerSGD.name) else "sign"
+    as_named = isinstance(codec, PowerSGD) or (name in FEW_BITS and BY_NAME.get(name) == codec)
+    known = name if as_named else "sign"
     if isinstance(optimizer, OneBitSGD):
         rank = codec.rank if isinstance(codec, PowerSGD) else RANK.default
         return {"codec": known, "own": {"codec": known, "rank": rank}}
@@ -243,7 +247,7 @@ def full_steps(run: RunSteps) -> FullSteps:
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
-    if run.method in ("onebit_sgd", "onebit_muon", "local_steps", "sketched_sgd"):
+    if run.method in ("onebit_sgd", "onebit_muon", "local_steps", "cada", "sketched_sgd"):
         return NO_FULL_STEPS
     freeze = run.warmup
     if run.method == "zero_one_adam":

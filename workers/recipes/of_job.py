@@ -19,9 +19,10 @@ from torch.utils.data import default_collate
 from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
-from thinwire.contract.optimizers import LocalStepsSpec
+from thinwire.contract.optimizers import CadaSpec, LocalStepsSpec
 from thinwire.contract.spec import PythonStdlib, TextFile, TextRecipe, TrainSpec
 from thinwire.optim import (
+    CADA,
     SGD,
     Adam,
     FlatOptimizer,
@@ -55,6 +56,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": SGD,
     "muon": Muon,
     "local_steps": LocalSteps,
+    "cada": CADA,
     "sketched_sgd": SketchedSGD,
 }
 """By `optimizer.name` of the spec."""
@@ -156,15 +158,16 @@ class OfJob(Recipe):
                 every=given.every,
                 outer=OuterSGD(given.outer.lr, given.outer.momentum, given.outer.nesterov),
                 codec=given.codec,
+                overlap=given.overlap,
                 total_steps=self.spec.steps,
                 group=group,
             )
             return local
+        how = {"overlap": self.spec.overlap, "topology": self.spec.topology}
         optimizer: FlatOptimizer[Any] = made(
             params,
             group=group,
-            overlap=self.spec.overlap,
-            topology=self.spec.topology,
+            **({} if isinstance(given, CadaSpec) else how),  # who sends is known after backward alone
             **hyperparameters(self.spec),
         )
         return optimizer

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from thinwire.comm.protocol import Group
 from thinwire.comm.wire.network import Cost, Network, all_reduce
-from thinwire.comm.wire.step_time import Sent, Work, step_seconds
+from thinwire.comm.wire.step_time import Sent, Work, seconds_beside, step_seconds
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.optim import FlatOptimizer
@@ -76,8 +76,10 @@ class Prediction:
         on_gpu = optimizer.space.p_N.device.type == "cuda"
         # A backward beside which something was sent has in it what that took of its core: one core can hide it.
         cores = inf if on_gpu else 2 * self._cores
-        work = Work(busy_s, BACKWARD * busy_s if overlapped else 0.0)
-        seconds = step_seconds(network, work, sent, cores)
+        if optimizer.steps_beside:
+            seconds = seconds_beside(network, busy_s, sent, optimizer.steps_beside)
+        else:
+            seconds = step_seconds(network, Work(busy_s, BACKWARD * busy_s if overlapped else 0.0), sent, cores)
         logger.info(
             "step_predicted step=%d phase=%s seconds=%.4g busy=%.4g wire=%.4g sent_bytes=%d",
             sample.step,
@@ -99,10 +101,14 @@ def _sent(sample: Sample, vector_bytes: int | None, buckets: int) -> Sent:
     if not num_bytes:
         return Sent()
     if vector_bytes is None:
-        return Sent(Cost(ranks * buckets, num_bytes), num_bytes, 0.0, buckets)
+        rounds = ranks * buckets
+        return Sent(Cost(rounds, num_bytes, rounds, num_bytes), num_bytes, 0.0, buckets)
     full_bytes = all_reduce(ranks, vector_bytes).num_bytes
-    rounds = 2 * (ranks - 1) * (num_bytes >= 0.99 * full_bytes) + ranks * (not 0.99 <= num_bytes / full_bytes <= 1.01)
-    return Sent(Cost(rounds * buckets, num_bytes), num_bytes, 0.0, buckets)
+    in_ring = num_bytes >= 0.99 * full_bytes
+    rows = ranks * (not 0.99 <= num_bytes / full_bytes <= 1.01)
+    rows_bytes = (num_bytes - full_bytes * in_ring) * bool(rows)
+    rounds = 2 * (ranks - 1) * in_ring + rows
+    return Sent(Cost(rounds * buckets, num_bytes, rows * buckets, rows_bytes), num_bytes, 0.0, buckets)
 
 
 def _network(run_dir: Path, ranks: int) -> Network | None:
@@ -111,7 +117,8 @@ def _network(run_dir: Path, ranks: int) -> Network | None:
         return Network(1, 0.0, inf)
     try:
         found = json.loads(RunFolder(run_dir).buckets.read_text())
-        return Network(ranks, found["latency_s"], found["bytes_per_s"])
+        rows = found.get("rows")
+        return Network(ranks, found["latency_s"], found["bytes_per_s"], rows=rows and (rows[0], rows[1]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -91,7 +91,7 @@ def means(wire):
     return lambda *given: by_kernels(*given, full=wire)
 
 
-CARRIES_ALL = ("sign-l1", "dense", "bf16", "int8", "int4", "topk")
+CARRIES_ALL = ("sign-l1", "dense", "bf16", "int8", "int4", "threshold", "topk")
 KINDS = {
     **{name: Kind(by_rows(codec), large=None if name in CARRIES_ALL else 1e30) for name, codec in CODECS.items()},
     "sketch": Kind(by_sums(AnySketch(k=6, columns=20)), large=None, sums=True),

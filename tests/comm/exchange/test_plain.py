@@ -6,7 +6,7 @@ import torch
 from tests.comm.exchange.plain import Dense, plain
 from tests.covering import every_value
 from thinwire.comm import PeerLost, ThreadGroup, WireMismatch, codecs, run_threads
-from thinwire.comm.codecs import Bf16Codec, Int4Codec, Int8Codec, SignCodec, TopKCodec
+from thinwire.comm.codecs import Bf16Codec, Int4Codec, Int8Codec, SignCodec, ThresholdCodec, TopKCodec
 from thinwire.comm.exchange.reducer import flat_reducer
 from thinwire.comm.exchange.simulate import SimulatedErrors, compressed_mean
 from thinwire.comm.kernels.reference import BLOCK_SCALES
@@ -25,6 +25,7 @@ CODECS = {
     "bf16": Bf16Codec(),
     "int8": Int8Codec(block=64),
     "int4": Int4Codec(block=64),
+    "threshold": ThresholdCodec(0.1),
     "topk": TopKCodec(block=64, keep=8),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,20 @@ def test_a_run_by_hand():
     assert found.verdict.startswith("Compress, with ")
 
 
+def test_lines_of_each_kind_of_collective_change_what_is_predicted_and_advised():
+    """Rings as before, all-to-all and all-gather with a round of 20 ms and a tenth of the bandwidth; then of no use."""
+    before, bits = plan(SPEC), 3_125_000 + 4 * 6104
+    slower = plan(SPEC, link=replace(SLOW, rows=(2e-2, SLOW.bytes_per_s / 10)))
+    for name in ("dense_fp32", "dense_bf16"):
+        assert slower.method(name) == replace(before.method(name))
+    assert slower.method("onebit_adam").step_s == pytest.approx(0.23 + bits / 1.25e6 + 2 * 2e-2)
+    assert slower.method("onebit_adam").warmup_step_s == before.method("onebit_adam").warmup_step_s
+    assert slower.compress
+    useless = plan(SPEC, link=replace(SLOW, rows=(2e-2, SLOW.bytes_per_s / 100)))
+    assert (before.compress, useless.compress) == (True, False)
+    assert (before.best in COMPRESSED, useless.best) == (True, "dense_bf16")
+
+
 @pytest.mark.parametrize("kind", ["sgd", "muon"])
 @pytest.mark.parametrize("prefix", ["", "onebit_"])
 def test_a_job_of_sgd_or_muon_is_planned_beside_the_same_at_one_bit_which_has_no_warm_up(prefix, kind):
@@ -76,6 +91,10 @@ def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_th
     assert asked.best == "local_steps"
     assert asked.method("local_steps").run_bytes == pytest.approx(10 * 8 * bits, rel=0.02)
     assert any("muon, 100 to a round" in note and "is not known" in note for note in asked.assumed)
+    late = plan(small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": {**given, "overlap": True}}))
+    busy_s = 990 * 0.24 + 10 * 0.26
+    assert late.method("local_steps").run_s == pytest.approx(busy_s)  # 100 steps hide an exchange of 2 s
+    assert late.method("local_steps").run_bytes == asked.method("local_steps").run_bytes
 
 
 @pytest.mark.parametrize(
@@ -85,6 +104,7 @@ def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_th
         ("int8", 25_000_000 + 4 * 97_657),
         ("int4", 12_500_000 + 4 * 195_313),
         ("topk", 120 * 6104),
+        ("threshold", 4 * 250_000),
     ],
 )
 @pytest.mark.parametrize("name", ["onebit_sgd", "local_steps"])

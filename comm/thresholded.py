@@ -1,0 +1,209 @@
+"""Activations between model-parallel parts on different ranks: of each sample those above a threshold cross.
+
+    rank i      x_i: [samples, d_i], what its part makes of the samples of all ranks, those of rank 0 first
+    forward     of each sample the K_i = ceil(share d_i) largest |x| go to its rank, with their places; others are 0
+    rank j      y: [samples / n, d_0 + ... + d_(n-1)], all parts' activations of its own samples
+    backward    dy at these places goes back, and nothing else: dx_i is 0 where nothing was sent
+
+It is the all-to-all of a model whose parts lie on different ranks while each rank has samples of its own, such as
+DLRM: embedding tables on one rank or spread over several, the dense part on all. What is not sent is lost: activations
+are of one step, and there is no memory of them. With share = 1 it is the dense all-to-all, bit for bit; so is a group
+of one, which sends nothing.
+
+The threshold of a sample is its K-th largest |x|, found anew in every step (comm/codecs/threshold.py says why).
+[Gupta et al. 2020, arXiv 2010.08899, Alg. 2 (DCT-MP), with L = 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from thinwire.comm.calls import calls_of
+from thinwire.comm.default import GivenGroup, given_or_default
+from thinwire.comm.groups.texts import gather_texts, refuse_differing
+from thinwire.comm.layout import BYTE, round_up
+from thinwire.comm.protocol import Group, Stats, Uneven
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank's part sends to a rank. width: d_i. keep: K_i. num: samples of a rank."""
+
+    width: int
+    keep: int
+    num: int
+    itemsize: int
+
+    @property
+    def place_type(self) -> torch.dtype:
+        """A place's: as short as it can be. Of 16 bits the sign is not read."""
+        return torch.uint8 if self.width <= 1 << 8 else torch.int16 if self.width <= 1 << 16 else torch.int32
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a row backward, and of the values of a row forward."""
+        return round_up(self.num * self.keep * self.itemsize, BYTE)
+
+    @property
+    def place_bytes(self) -> int:
+        """0 where all is sent."""
+        all_sent = self.keep == self.width
+        return 0 if all_sent else round_up(self.num * self.keep * self.place_type.itemsize, BYTE)
+
+
+class Thresholded:
+    """The exchange of one place of a model: y = exchange(x), differentiable. One object for each such place.
+
+        exchange = Thresholded(share=0.05)
+        embedded = exchange(torch.cat([table(ids) for table, ids in zip(tables, ids_of_all_ranks)], 1))
+
+    share: of the values of each sample that cross, above 0; 1: all. group: the ranks (None: torch.distributed's default
+    group, or this process alone). Every rank calls it with as many samples, of the same dtype, in the same order among
+    other calls; a rank without a part gives x of width 0. Each call's backward is collective too: the loss of every
+    rank must depend on y, or the others wait for it. The gradient of x is the sum over the ranks' losses, not their
+    mean: where each loss is a mean over samples of its own, divide the gradients of the part by the number of ranks.
+
+    stats: what this rank has sent, by the kind "all_to_all_v". Not finite: such values are the largest, and cross.
+    The first call of each shape compares widths and settings. Raises: ValueError for what this rank was given;
+    WireMismatch, alike on all ranks, where they were given what does not fit together; PeerLost, CallMismatch, in
+    backward too.
+    """
+
+    def __init__(self, *, share: float, group: GivenGroup | None = None) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(
+                f"share = {share!r}: must be above 0, which would send nothing and teach the other part nothing, and "
+                "at most 1, which sends all"
+            )
+        self.share = float(share)
+        self._group: Group = given_or_default(group)
+        if not isinstance(self._group, Uneven):
+            raise TypeError(f"group = {type(self._group).__name__}: must be Uneven (thinwire.comm.protocol)")
+        self._known: dict[tuple[int, int, torch.dtype], list[_Part]] = {}
+
+    @property
+    def stats(self) -> Stats:
+        """Of the group, which an optimizer over the same ranks counts in too."""
+        return self._group.stats
+
+    def __call__(self, x_bd: Tensor) -> Tensor:
+        """What has come for this rank's samples: float[samples / n, sum of widths]; of one rank x itself.
+
+        x: float[samples, d_i]. Raises: as the class.
+        """
+        size = self._group.size
+        if x_bd.dim() != 2 or not x_bd.is_floating_point() or not len(x_bd) or len(x_bd) % size:
+            raise ValueError(
+                f"x is {x_bd.dtype}{list(x_bd.shape)}: must be floats of [samples of all ranks, width], with as many "
+                f"samples for each of {size} ranks"
+            )
+        if size == 1:
+            return x_bd
+        # Where no parameter of this rank is behind x, backward must come here all the same: the others wait for it.
+        anchor = x_bd.new_zeros((), requires_grad=torch.is_grad_enabled())
+        with calls_of(self._group).within("Thresholded()"):
+            y: Tensor = _Exchange.apply(x_bd, anchor, self._group, self._parts(x_bd))  # type: ignore[no-untyped-call]
+        return y
+
+    def _parts(self, x_bd: Tensor) -> list[_Part]:
+        """Of all ranks. Collective where this rank has not seen the shape before."""
+        key = (*x_bd.shape, x_bd.dtype)
+        if key not in self._known:
+            facts = {"samples": len(x_bd), "share": self.share, "dtype": str(x_bd.dtype).removeprefix("torch.")}
+            own = [f"{name}={value}" for name, value in facts.items()]
+            texts = gather_texts(self._group, "\n".join([str(x_bd.shape[1]), *own]).encode(), x_bd.device)
+            lines = [text.decode().split("\n") for text in texts]
+            refuse_differing([dict(line.split("=") for line in of_rank[1:]) for of_rank in lines])
+            widths = [int(of_rank[0]) for of_rank in lines]
+            if not any(widths):
+                raise ValueError("x has width 0 on every rank: one at least must have a part that is to be sent")
+            num, keeps = len(x_bd) // self._group.size, [ceil(self.share * width) for width in widths]
+            self._known[key] = [
+                _Part(width, keep, num, x_bd.element_size()) for width, keep in zip(widths, keeps, strict=True)
+            ]
+        return self._known[key]
+
+
+class _Exchange(torch.autograd.Function):
+    """Forward and backward of one call. anchor: a scalar that needs a gradient, so that backward runs on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x_bd: Tensor, anchor: Tensor, group: Group, parts: list[_Part]) -> Tensor:
+        """As the module's docstring, on ranks i and j. Raises: PeerLost."""
+        own = parts[group.rank]
+        sent_bk: Tensor | None = None
+        value_bk = x_bd
+        if own.keep < own.width:
+            sent_bk = x_bd.abs().topk(own.keep, sorted=False).indices
+            value_bk = x_bd.gather(1, sent_bk)
+        rows = []
+        for of_rank in (slice(i * own.num, (i + 1) * own.num) for i in range(group.size)):
+            row = _bytes(value_bk[of_rank], own.value_bytes)
+            if sent_bk is not None:
+                row = torch.cat([row, _bytes(sent_bk[of_rank].to(own.place_type), own.place_bytes)])
+            rows.append(row)
+        lengths = [part.value_bytes + part.place_bytes for part in parts]
+        came = _swap(group, rows, lengths, group.size * sum(lengths))
+        y_bd, places = x_bd.new_zeros(own.num, sum(part.width for part in parts)), []
+        for part, of_part_bd, row_B in zip(parts, _of_parts(y_bd, parts), came, strict=True):
+            values_bk = _values(row_B, part, x_bd.dtype)
+            place_bk = None
+            if part.keep == part.width:
+                of_part_bd.copy_(values_bk)
+            else:
+                signed_bk = _values(row_B[part.value_bytes :], part, part.place_type)
+                place_bk = signed_bk.long() & (1 << 8 * part.place_type.itemsize) - 1
+                of_part_bd.scatter_(1, place_bk, values_bk)
+            places.append(place_bk)
+        ctx.group, ctx.parts = group, parts
+        ctx.save_for_backward(sent_bk, *places)
+        return y_bd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_bd: Tensor) -> tuple[Tensor | None, ...]:
+        """As the module's docstring. Raises: PeerLost."""
+        group, parts = ctx.group, ctx.parts
+        own, (sent_bk, *places) = parts[group.rank], ctx.saved_tensors
+        rows = []
+        for part, of_part_bd, place_bk in zip(parts, _of_parts(dy_bd, parts), places, strict=True):
+            rows.append(_bytes(of_part_bd if place_bk is None else of_part_bd.gather(1, place_bk), part.value_bytes))
+        with calls_of(group).within("backward of Thresholded()"):
+            whole = group.size * sum(part.value_bytes for part in parts)
+            came = _swap(group, rows, [own.value_bytes] * group.size, whole)
+        dx_bd = torch.cat([_values(row_B, own, dy_bd.dtype) for row_B in came])
+        if sent_bk is not None:
+            dx_bd = dx_bd.new_zeros(len(dx_bd), own.width).scatter_(1, sent_bk, dx_bd)
+        return dx_bd, None, None, None
+
+
+def _swap(group: Group, rows: Sequence[Tensor], lengths: Sequence[int], num_bytes: int) -> Sequence[Tensor]:
+    """Give rows, one to each rank. Returns those that came from each, of these lengths. num_bytes: of all ranks."""
+    assert isinstance(group, Uneven)
+    given_B = torch.cat(list(rows))
+    came_B = given_B.new_empty(sum(lengths))
+    group.start_all_to_all_v(came_B, given_B, lengths, [len(row) for row in rows], num_bytes).wait()
+    return torch.split(came_B, list(lengths))
+
+
+def _of_parts(y_bd: Tensor, parts: Sequence[_Part]) -> Sequence[Tensor]:
+    """The columns of each part, views."""
+    return torch.split(y_bd, [part.width for part in parts], 1)
+
+
+def _values(row_B: Tensor, part: _Part, dtype: torch.dtype) -> Tensor:
+    """What a row begins with, as [samples, K] of this type: a view."""
+    return row_B[: part.num * part.keep * dtype.itemsize].view(dtype).view(part.num, part.keep)
+
+
+def _bytes(x: Tensor, length: int) -> Tensor:
+    """x as uint8[length], padded with zeros."""
+    flat_B = x.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat_B, (0, length - len(flat_B)))
