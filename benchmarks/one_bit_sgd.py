@@ -36,9 +36,9 @@ def main(
     found: dict[str, list[Run]] = {}
     for method in METHODS:
         pilots = [run(task, method, PILOT_SEED, lr, steps) for lr in RATES]
-        best = min(pilots, key=_end).lr
+        best = min(pilots, key=end_of).lr
         found[method] = [*pilots, *(run(task, method, seed, best, steps) for seed in range(seeds))]
-        typer.echo(f"{method}: " + ", ".join(f"{one.lr:g} {_end(one):.4f}" for one in found[method]))
+        typer.echo(f"{method}: " + ", ".join(f"{one.lr:g} {end_of(one):.4f}" for one in found[method]))
     out.mkdir(parents=True, exist_ok=True)
     every = [asdict(one) for runs in found.values() for one in runs]
     write_whole(out / "runs.json", json.dumps({**asdict(made_by), "runs": every}, indent=1) + "\n")
@@ -46,7 +46,8 @@ def main(
     typer.echo((out / "README.md").read_text())
 
 
-def _end(one: Run) -> float:
+def end_of(one: Run) -> float:
+    """The loss at its end; infinite where it diverged."""
     return inf if one.diverged else one.curve[-1]
 
 
@@ -61,11 +62,11 @@ def _markdown(found: dict[str, list[Run]], commit: str) -> str:
     rows: list[Sequence[str]] = []
     for method, runs in found.items():
         pilots, compared = runs[: len(RATES)], runs[len(RATES) :]
-        ends = [_end(one) for one in compared]
+        ends = [end_of(one) for one in compared]
         fewer = compared[0].fp32_bytes / compared[0].sent_bytes
         shown = ", ".join(f"{end:.4f}" for end in ends)
         rows.append(
-            [method, *(f"{_end(one):.4f}" for one in pilots), shown, f"{sum(ends) / len(ends):.4f}", f"{fewer:.1f}"]
+            [method, *(f"{end_of(one):.4f}" for one in pilots), shown, f"{sum(ends) / len(ends):.4f}", f"{fewer:.1f}"]
         )
     one = found["sgd"][0]
     parameters = one.fp32_bytes // one.steps // 4  # of two ranks

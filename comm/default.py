@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.alone import Results
+from thinwire.comm.exchange.linear import LinearCodec
 from thinwire.comm.exchange.reducer import Reducer, flat_reducer, lone_reducer, node_first_reducer
 from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.groups.distributed import TorchGroup
@@ -40,7 +41,7 @@ def default_reducer(
     layout: VectorLayout,
     like: Tensor,
     *,
-    codec: Codec | None = None,
+    codec: Codec | LinearCodec | None = None,
     bucket_elements: int = DEFAULT_BUCKET,
     cuts: Iterable[int] = (),
     keeps: Keeps = Keeps.NOTHING,
@@ -87,7 +88,7 @@ def default_reducer(
     )
 
 
-def _nodes(group: Group, like: Tensor, codec: Codec, full: FullWire) -> Nodes | str:
+def _nodes(group: Group, like: Tensor, codec: Codec | LinearCodec, full: FullWire) -> Nodes | str:
     """The groups for node first, or why there can be none. Collective. Raises: PeerLost."""
     if not isinstance(codec, SignCodec) or codec.scale != "l2":
         return f"codec {codec.name} has no exchange by node first"

@@ -44,11 +44,13 @@ class VectorLayout:
 
     live: ascending runs of elements that carry values, each starting at a multiple of 8.
     segments: runs that cover the vector without gaps; bounds are multiples of 8.
+    shapes: of the tensors that the live runs are, for codecs that write matrices; empty where nobody says.
     """
 
     numel: int
     live: tuple[Span, ...]
     segments: tuple[Span, ...]
+    shapes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     _alone: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

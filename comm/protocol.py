@@ -165,18 +165,22 @@ class LeavingRow(RowCodec, Protocol):
         """
 
 
-class Codec(Protocol):
-    """A way to write vectors in fewer bytes: makes the row codec of a chunk."""
+class Named(Protocol):
+    """What two ranks must have alike."""
 
     @property
     def name(self) -> str:
         """Its key in the registry."""
 
-    def row(self, layout: VectorLayout, start: int, stop: int, like: Tensor) -> RowCodec:
-        """The codec of [start, stop) of vectors with this layout, in the dtype and on the device of `like`."""
-
     def fingerprint(self) -> int:
         """32 bits that differ when two codecs would read bytes differently."""
+
+
+class Codec(Named, Protocol):
+    """A way to write vectors in fewer bytes: makes the row codec of a chunk."""
+
+    def row(self, layout: VectorLayout, start: int, stop: int, like: Tensor) -> RowCodec:
+        """The codec of [start, stop) of vectors with this layout, in the dtype and on the device of `like`."""
 
 
 class Reader(Protocol):

@@ -19,6 +19,7 @@ from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
 from thinwire.optim.onebit_sgd import OneBitSGD
 from thinwire.optim.outer import OuterSGD
+from thinwire.optim.sketched_sgd import SketchedSGD
 from thinwire.optim.sparse_adam import SparseAdam
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 
@@ -36,6 +37,7 @@ __all__ = [
     "OneBitMuon",
     "OneBitSGD",
     "OuterSGD",
+    "SketchedSGD",
     "SparseAdam",
     "ZeroOneAdam",
     "ZeroOneSchedule",

@@ -28,11 +28,9 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.errors import NonFiniteInput, Refused
 from thinwire.comm.exchange.alone import Results
-from thinwire.comm.exchange.exchange import gather_flags
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.comm.kernels.peak import witness
-from thinwire.comm.protocol import Group
 from thinwire.contract import hyperparameters
 from thinwire.contract.hyperparameters import LR, MUON_DECAY, MUON_MOMENTUM
 from thinwire.optim.dense import DenseOptimizer
@@ -41,8 +39,8 @@ from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum
 from thinwire.optim.engine.hyperparameters import check_group
 from thinwire.optim.engine.local import part_of, whole
-from thinwire.optim.engine.optimizer import SAVE_EVERYWHERE, FlatOptimizer
 from thinwire.optim.engine.options import Options, checked_narrow
+from thinwire.optim.engine.own_momentum import OwnMomentum
 from thinwire.optim.engine.schedule import StepPlan, linear_plan
 from thinwire.optim.engine.state import Replicated, Residual
 from thinwire.optim.muon_math import RULES, Tensors, vectors
@@ -242,7 +240,7 @@ class Step:
         self._p_N[at].mul_(self._keep).sub_(values, alpha=self._lr)
 
 
-class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState]):
+class OneBitMuon(OwnMomentum[OneBitMuonState], Orthogonalising[OneBitMuonState]):
     """Muon as a torch.optim.Optimizer whose updates are exchanged in one bit a value, from the first step on.
 
     params, lr, momentum, weight_decay, nesterov, and which parameters get which rule: as in Muon. Every rank makes the
@@ -257,7 +255,6 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
 
     results: ClassVar[Results] = "read"
     sends_in_full: ClassVar[bool] = False
-    lost_of_others: ClassVar[str] = "the momenta of the other ranks are missing; all begin with rank 0's"
 
     def __init__(
         self,
@@ -280,7 +277,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
-        self.saved["last_sync"] = 0
+        super().begin()
         self._sent: dict[int, tuple[Tensor, int]] = {}
         """Updates of tensors that span buckets, and how many of their elements are still to be sent."""
         self._of_box: dict[int, Tensor] = {}
@@ -304,86 +301,6 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         if self.space.box is not None:
             return "updates of tensors that are cut over a box are made by all of its ranks in one order"
         return super().waits_for(plan)
-
-    @property
-    def has_one_momentum(self) -> bool:
-        """Do all ranks hold the same momentum? As after a save, until the next step; and one rank always does."""
-        return bool(self.saved["last_sync"] == self.num_steps)
-
-    def prepare_to_save(self) -> None:
-        """The momenta become their mean, exchanged in full, so that a run that is loaded equals this one. Collective.
-
-        Raises: PeerLost; RuntimeError where one is not finite. Then nothing has changed.
-        """
-        super().prepare_to_save()
-        self._agree_on_momentum("prepare_to_save()", torch.empty_like(self.space.p_N))
-
-    def prepare_to_hand_over(self) -> None:
-        """As prepare_to_save(), in the gradient's memory."""
-        super().prepare_to_save()
-        self._agree_on_momentum("hand_over()", self.space.g_N)
-        self.space.g_N.zero_()
-
-    def _agree_on_momentum(self, call: str, room_N: Tensor) -> None:
-        if self.has_one_momentum:
-            return
-        with self.calling(f"{call} after step {self.num_steps}", SAVE_EVERYWHERE):
-            self.refuse_to_be_alone()
-            try:
-                self.reduce.full_(room_N.copy_(self.vectors.m_N))
-            except NonFiniteInput as error:
-                self._refuse_broken_momentum(error)
-                raise
-            self.vectors.m_N.copy_(room_N)
-            self.saved["last_sync"] = self.num_steps
-
-    def own_state(self) -> dict[str, Any]:
-        """Which of the vectors is this rank's own."""
-        return {} if self.has_one_momentum else {"vectors": ["m_N"]}
-
-    def check_own(self, own: dict[str, Any]) -> None:
-        """Refuse what own_state() cannot have given. Raises: ValueError."""
-        if own not in ({}, {"vectors": ["m_N"]}):
-            raise ValueError(f"state_dict has own = {own!r}: it is damaged, or of another optimizer; load another file")
-
-    def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
-        """Hold what own_state() gave: the momentum is there. Not in_round: as if all ranks had this one."""
-        if not in_round:
-            self.saved["last_sync"] = self.num_steps
-
-    def end_round_as(self, src: int) -> None:
-        """m <- that of rank `src`. Collective. Raises: PeerLost."""
-        self.reduce.broadcast_(self.vectors.m_N.view(torch.uint8), src)
-        self.saved["last_sync"] = self.num_steps
-
-    def common_vectors(self) -> dict[str, Tensor]:
-        """As FlatOptimizer.common_vectors, without a momentum that is a rank's own."""
-        found = super().common_vectors()
-        return found if self.has_one_momentum else {name: x for name, x in found.items() if name != "m_N"}
-
-    def plain_state(self) -> dict[str, Any]:
-        """As FlatOptimizer.plain_state, of ranks with one momentum."""
-        found = super().plain_state()
-        found["saved"]["last_sync"] = self.num_steps
-        return found
-
-    def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
-        """As FlatOptimizer.synced_vectors: the mean of the momenta of those that take part.
-
-        A save that lost a peer may have ended on some of them. They hold the mean of all ranks, and it counts alone.
-        """
-        found = super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
-        has_mean = taking_part and self.has_one_momentum
-        flag = self.space.p_N.new_tensor([float(has_mean)])
-        group.start_sum_(flag).wait()
-        num_means = int(flag)
-        if num_means == num_ranks:
-            return found
-        m_N = torch.zeros_like(self.space.p_N)
-        if has_mean or (taking_part and not num_means):
-            m_N.add_(self.vectors.m_N, alpha=1 / (num_means or num_ranks))
-        group.start_sum_(m_N).wait()
-        return {**found, "m_N": m_N.to(self.vectors.m_N.dtype)} if taking_part else found
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """This rank's update, made tensor by tensor when a bucket has the first elements of it."""
@@ -454,7 +371,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
             self.exchange_(plan)
         except NonFiniteInput as error:
             if not isinstance(error, Refused):
-                self._refuse_broken_momentum(error)
+                self.refuse_broken_momentum(error)
             raise
         result, runs = self.reduce.result, () if self._where is None else self._where.runs
         self.reduce.commit()  # first: where it is interrupted, nothing has moved
@@ -469,17 +386,6 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         self._where = None
         if self.group.size == 1:
             self.saved["last_sync"] = self.num_steps + 1
-
-    def _refuse_broken_momentum(self, error: NonFiniteInput) -> None:
-        finite = torch.isfinite(witness(self.vectors.m_N))
-        broken = [rank for rank, flag in enumerate(gather_flags(self.group, finite).tolist()) if not flag]
-        if broken:
-            raise RuntimeError(
-                f"after step {self.num_steps} the momentum of rank {', '.join(map(str, broken))} holds NaN or "
-                "infinity, so that no step of it can be sent, and no state saved; nothing was changed. Load a "
-                "checkpoint of before on every rank, or begin that momentum anew: "
-                "for s in optimizer.state.values(): s['momentum_buffer'].zero_()"
-            ) from error
 
     def stats(self) -> dict[str, Any]:
         """As for all optimizers; rules: elements that each moves."""

@@ -7,7 +7,8 @@
 The rule is linear in what crosses, so error feedback loses nothing: what one step leaves out a later one sends. There
 is no variance that would have to be known first, and so no warm-up. What crosses is the momentum and not the gradient,
 which is several times longer, and with it what one bit leaves out of it: at rates that SGD stands, SGD on a gradient in
-one bit diverges (docs/algorithms.md). The rule is as linear in what any other codec leaves of it.
+one bit diverges (docs/algorithms.md). The rule is as linear in what any other codec leaves of it. By factors of
+matrices (PowerSGD) the gradient crosses, and m' <- mu m + what was received.
 Source: Tang et al. 2021, Alg. 1, its second phase with v = 1.
 """
 
@@ -16,16 +17,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.codecs import codec_of
+from thinwire.comm.codecs import PowerSGD, codec_of
+from thinwire.comm.codecs.low_rank import LowRank
+from thinwire.comm.exchange.linear import LinearCodec
 from thinwire.comm.protocol import Codec
 from thinwire.contract import hyperparameters
-from thinwire.contract.hyperparameters import DAMPENING, LR, MOMENTUM, WEIGHT_DECAY, CodecName
+from thinwire.contract.hyperparameters import DAMPENING, LR, MOMENTUM, RANK, WEIGHT_DECAY, CodecName
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum
 from thinwire.optim.engine.hyperparameters import check_group
 from thinwire.optim.engine.momentum import Momentum
@@ -72,9 +75,25 @@ class OneBitSgdState:
         """The momentum of all ranks, decoded where it is in received rows."""
         return self.momentum.floats()
 
-    def holder(self, name: str) -> Momentum:
+    def holder(self, name: str) -> Momentum | LowRank:
         """What holds a vector that is not a field: m."""
         return self.momentum
+
+
+@dataclass(slots=True)
+class LowRankSgdState(OneBitSgdState):
+    """The same by factors of matrices: where the next step begins, too, as a vector when asked for."""
+
+    factors: LowRank
+
+    @property
+    def q_N(self) -> Replicated:
+        """Q of all matrices (comm.codecs.low_rank)."""
+        return self.factors.floats()
+
+    def holder(self, name: str) -> Momentum | LowRank:
+        """What holds a vector that is not a field: m, Q."""
+        return self.factors if name == "q_N" else self.momentum
 
 
 class OneBitSGD(FlatOptimizer[OneBitSgdState]):
@@ -83,8 +102,10 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
     params: parameters or groups, as torch.optim takes them. momentum, dampening, weight_decay (coupled), nesterov,
     maximize: as in torch.optim.SGD, each per group; a schedule may move lr and momentum.
     codec: how the momentum is written: "sign", one bit a value; "int8"; "int4"; "topk", the largest 64 of 4096 in 2
-    bits each; "threshold", the largest hundredth in 16; or a Codec, the same on every rank. One rank writes nothing. By
-    another than signs topology is "flat".
+    bits each; "threshold", the largest hundredth in 16; "powersgd", matrices of the gradient as the product of two
+    factors of `rank` columns, sent in full (PowerSGD of thinwire.comm.codecs); or a Codec, the same on every rank. One
+    rank writes nothing. By another than signs topology
+    is "flat". PowerSGD takes the vector as one: with overlap it is sent at the end of backward.
     group: the ranks (None: torch.distributed's default group, or this process alone). model, overlap, max_grad_norm,
     non_finite, topology: as in CheckedOptions (optim.engine.options). Nothing is exchanged in full, so full_exchange is
     refused; max_grad_norm shortens each rank's own gradient.
@@ -93,6 +114,11 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "momentum_buffer"}
     sends_in_full: ClassVar[bool] = False
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Does the gradient cross, not the momentum, which factors would hold to their rank? Then m is in floats."""
+        return isinstance(self.codec, PowerSGD)
 
     def __init__(
         self,
@@ -104,11 +130,12 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
         weight_decay: float = WEIGHT_DECAY.default,
         nesterov: bool = False,
         maximize: bool = False,
-        codec: CodecName | Codec = "sign",
+        codec: CodecName | Literal["powersgd"] | Codec | PowerSGD = "sign",
+        rank: int = RANK.default,
         **options: Unpack[Options],
     ) -> None:
         if codec != "sign":  # those of the class, which may share scales otherwise
-            self.codec = codec_of(codec)
+            self.codec = sgd_codec(codec, rank)
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize}, **options)
 
@@ -135,7 +162,12 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
     def make_state(self) -> OneBitSgdState:
         """An empty vector and error memory."""
         memory = self.reduce.new_memory()
-        return OneBitSgdState(Momentum(self.new_vector(), self.reduce, memory), memory)
+        momentum = Momentum(self.new_vector(), self.reduce, memory)
+        if not isinstance(self.codec, PowerSGD):
+            return OneBitSgdState(momentum, memory)
+        factors = self.reduce.sums or self.codec.over(self.space.layout, self.space.p_N)  # one rank keeps them alone
+        assert isinstance(factors, LowRank)
+        return LowRankSgdState(momentum, memory, factors)
 
     def plan(self, step: int) -> StepPlan:
         """Every step exchanges the momentum."""
@@ -152,7 +184,8 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
         made = torch.empty_like(g_N[at])
         for h, part in self._pieces(groups, at):
             z, g = made[part.start - at.start : part.stop - at.start], g_N[part]
-            momentum.decode_(z, part).mul_(h.momentum).add_(g if h.gradient == 1 else g * h.gradient)
+            z = z.zero_() if self.sends_gradient else momentum.decode_(z, part).mul_(h.momentum)
+            z.add_(g if h.gradient == 1 else g * h.gradient)
             if h.decay:
                 z.add_(p_N[part] * h.decay)
         return made
@@ -165,12 +198,16 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
             for h, part in self._pieces(groups, slice(*span)):
                 step = torch.empty_like(p_N[part])
                 result.decode_(step, part.start, part.stop)
+                if h.nesterov or self.sends_gradient:
+                    before = s.momentum.decode_(torch.empty_like(step), part).mul_(h.momentum)
+                if self.sends_gradient:
+                    s.momentum.floats()[part] = step.add_(before)
                 if h.nesterov:
-                    before = s.momentum.decode_(torch.empty_like(step), part)
-                    step.mul_(1 + h.momentum).sub_(before.mul_(h.momentum))
+                    step.mul_(1 + h.momentum).sub_(before)
                 p_N[part].sub_(step.mul_(h.lr))
         self.reduce.commit()
-        s.momentum.received()
+        if not self.sends_gradient:
+            s.momentum.received()
 
     def _pieces(self, groups: Sequence[MomentumHyper], at: slice) -> Iterator[tuple[MomentumHyper, slice]]:
         """The elements `at`, a bucket, by run; on a CPU in pieces that its cache holds from operation to operation."""
@@ -178,3 +215,14 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
         for h in groups:
             for start in range(max(at.start, h.span.start), min(at.stop, h.span.stop), most):
                 yield h, slice(start, min(start + most, at.stop, h.span.stop))
+
+
+def sgd_codec(given: str | Codec | PowerSGD, rank: int) -> Codec | LinearCodec:
+    """As codec_of(), and "powersgd". Raises: ValueError."""
+    RANK.check(rank)
+    if given == "powersgd" or isinstance(given, PowerSGD):
+        return PowerSGD(rank) if isinstance(given, str) else given
+    try:
+        return codec_of(given)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "powersgd"') from None

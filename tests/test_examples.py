@@ -77,6 +77,15 @@ def test_workers_with_labels_of_their_own_learn_all_of_them(under, tmp_path):
 
 
 @pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_sketched_sgd_learns_with_a_tenth_of_the_bytes(under, tmp_path):
+    script = str(EXAMPLES / "sketched_sgd.py")
+    told = run(sys.executable, *TORCHRUN, script) if under == "torchrun" else run_forked(tmp_path / "told", 2, script)
+    accuracy, sent = re.findall(r"accuracy (\d\.\d+), ([\d,]+) bytes", told)[-1]
+    assert float(accuracy) > 0.9
+    assert int(sent.replace(",", "")) < 4 * (400 * 64 + 64 + 640 + 10) / 9
+
+
+@pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_thinned_recommender_learns_nearly_as_much_from_a_tenth_of_the_bytes(under, tmp_path):
     script = str(EXAMPLES / "dlrm.py")
     told = run(sys.executable, *TORCHRUN, script) if under == "torchrun" else run_forked(tmp_path / "told", 2, script)

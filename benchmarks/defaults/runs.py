@@ -41,10 +41,19 @@ MAKE: dict[str, Any] = {
 }
 MUONS = ("adamw", "muon", "onebit_muon")
 """Muon, and what it is compared with."""
-SETTINGS = {name: {"weight_decay": DECAY} for name in (*MUONS, *OTHERS)}
+SETTINGS: dict[str, dict[str, Any]] = {name: {"weight_decay": DECAY} for name in (*MUONS, *OTHERS)}
 """What is not left at its default."""
 _OWN = ("adam", "onebit_adam", "zero_one_adam", "lamb", "onebit_lamb", "sgd", "onebit_sgd")
-JOBS = {name: name for name in _OWN} | {"adamw": "adam"}
+OF_SGD: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD, top-k": ("onebit_sgd", {"codec": "topk"}),
+    "SGD, PowerSGD 1": ("onebit_sgd", {"codec": "powersgd", "rank": 1}),
+    "SGD, PowerSGD 2": ("onebit_sgd", {"codec": "powersgd", "rank": 2}),
+    "SGD, PowerSGD 4": ("onebit_sgd", {"codec": "powersgd", "rank": 4}),
+    "sketched SGD": ("sketched_sgd", {}),
+}
+"""By other codecs than signs, and by a count-sketch: names in a job file, and what it says."""
+SETTINGS |= {name: told for name, (_, told) in OF_SGD.items()}
+JOBS = {name: name for name in _OWN} | {"adamw": "adam"} | {name: job for name, (job, _) in OF_SGD.items()}
 """Their names in a job file; the others are made in the place of Adam, of a job's model."""
 BASELINES = {
     "onebit_adam": "adam",

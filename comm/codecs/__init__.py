@@ -5,12 +5,23 @@ from __future__ import annotations
 from thinwire.comm.codecs.bf16 import Bf16Codec
 from thinwire.comm.codecs.int4 import Int4Codec
 from thinwire.comm.codecs.int8 import Int8Codec
+from thinwire.comm.codecs.low_rank import PowerSGD
 from thinwire.comm.codecs.sign import SignCodec
+from thinwire.comm.codecs.sketch import CountSketch
 from thinwire.comm.codecs.threshold import ThresholdCodec
 from thinwire.comm.codecs.topk import TopKCodec
 from thinwire.comm.protocol import Codec
 
-__all__ = ["Bf16Codec", "Int4Codec", "Int8Codec", "SignCodec", "ThresholdCodec", "TopKCodec"]
+__all__ = [
+    "Bf16Codec",
+    "CountSketch",
+    "Int4Codec",
+    "Int8Codec",
+    "PowerSGD",
+    "SignCodec",
+    "ThresholdCodec",
+    "TopKCodec",
+]
 
 BY_NAME: dict[str, Codec] = {
     "sign": SignCodec(),

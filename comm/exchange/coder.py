@@ -3,6 +3,7 @@
     coder        file            what crosses                                       error memory
     SignCoder    sign.py         a sign a value, a scale a block; fused kernels     kept sums, written in place
     CodecCoder   any_codec.py    rows of any Codec                                  errors, swapped at the end
+    LinearCoder  linear.py       two sums of a linear code                          errors, swapped at the end
     NodeCoder    node_first.py   exact inside a box, a SignCoder between boxes      that of the SignCoder, of slices
     SumCoder     in_full.py      the values, in a sum of all ranks or by node       none is needed
     AloneCoder   alone.py        nothing: there is one rank                         is given out

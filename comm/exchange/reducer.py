@@ -22,6 +22,7 @@ from thinwire.comm.exchange.coder import Coder
 from thinwire.comm.exchange.exchange import Exchange, Mean
 from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.in_full import SumCoder
+from thinwire.comm.exchange.linear import LinearCodec, LinearCoder, Sums
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.node_first import NodeCoder
 from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for, staged
@@ -65,6 +66,11 @@ class Reducer(Exchange):
     def new_memory(self) -> ErrorMemory:
         """Error memory for one exchanged vector, empty."""
         return self._coder.new_memory()
+
+    @property
+    def sums(self) -> Sums | None:
+        """The linear code that it exchanges by, if it does, with what that begins from."""
+        return self._coder.sums if isinstance(self._coder, LinearCoder) else None
 
     @property
     def full(self) -> Mean:
@@ -176,7 +182,7 @@ class Reducer(Exchange):
 def flat_reducer(
     group: Group,
     layout: VectorLayout,
-    codec: Codec,
+    codec: Codec | LinearCodec,
     like: Tensor,
     *,
     bucket_elements: int = DEFAULT_BUCKET,
@@ -188,12 +194,17 @@ def flat_reducer(
 ) -> Reducer:
     """Every rank exchanges with every other. SignCodec of the 2-norm goes by the fused kernels, any other by its rows.
 
+    A LinearCodec goes by sums of the vector in one bucket.
+
     bucket_elements: the most elements of a bucket. cuts: positions that no bucket reaches across, such as the ends of
     parameter groups whose weights differ. threads, keeps, sums: as in SignCoder, of signs alone.
     full: how the mean of a gradient is sent, in steps that send it in full.
     Collective: every rank calls it alike. Raises: ValueError; WireMismatch, PeerLost.
     """
+    cuts = tuple(cuts)
     buckets = Buckets.cut(layout, bucket_elements, cuts)
+    if isinstance(codec, LinearCodec):
+        buckets = Buckets.cut(layout, layout.numel)
     facts = {**exchange_facts(layout, codec, buckets), "full exchange": full, "keeps": keeps.value}
     if sums is not None:
         facts["kept sums"] = str(sums)
@@ -204,6 +215,8 @@ def flat_reducer(
         coder = SignCoder(group, second, buckets, codec, like, keeps=keeps, sums=sums, threads=threads)
     elif keeps is not Keeps.NOTHING or sums not in (None, like.dtype):
         raise ValueError(f"keeps = {keeps.value}, sums = {sums}: must be nothing and None with codec {codec.name}")
+    elif isinstance(codec, LinearCodec):
+        coder = LinearCoder(group, second, buckets, codec, like, cuts)
     else:
         coder = CodecCoder(group, second, buckets, codec, like, keeps_results=True)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.layout import Buckets, VectorLayout
-from thinwire.comm.protocol import Codec, Group
+from thinwire.comm.protocol import Group, Named
 
 WIRE_VERSION = 2
 """Changes where the meaning of bytes on the wire does."""
@@ -97,7 +97,7 @@ def agree(group: Group, facts: Mapping[str, int | str], like: Tensor) -> None:
     refuse_differing(everyone)
 
 
-def exchange_facts(layout: VectorLayout, codec: Codec, buckets: Buckets | None = None) -> dict[str, int | str]:
+def exchange_facts(layout: VectorLayout, codec: Named, buckets: Buckets | None = None) -> dict[str, int | str]:
     """What two ranks must have alike to read each other's rows."""
     facts: dict[str, int | str] = {
         "elements": layout.numel,
@@ -126,7 +126,7 @@ def refuse_differing(everyone: list[dict[str, str]]) -> None:
             )
 
 
-def codec_text(codec: Codec) -> str:
+def codec_text(codec: Named) -> str:
     """Name and settings, as sign:4096:l2; of a codec that is no dataclass the name and the fingerprint."""
     if dataclasses.is_dataclass(codec):
         settings = [str(getattr(codec, field.name)) for field in dataclasses.fields(codec)]

@@ -143,6 +143,12 @@ def coded(network: Network, numel: int, transport: Transport, bucket_elements: i
     return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
 
 
+def sums(network: Network, numel: int, transport: Transport) -> Sent:
+    """Two sums of so many values together, in float32, one after the other: a linear code (comm/exchange/linear.py)."""
+    once = _dense(network, numel, 4, transport.all_reduce_32, numel)
+    return Sent(Cost(2 * once.cost.rounds, once.cost.num_bytes), once.payload_bytes, ring_s=once.ring_s)
+
+
 def _dense(network: Network, numel: int, value: int, per_byte_s: float, bucket_elements: int | None) -> Sent:
     if network.ranks == 1:
         return NOTHING

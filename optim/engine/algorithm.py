@@ -22,6 +22,7 @@ from thinwire.comm.codecs import SignCodec
 from thinwire.comm.default import default_reducer
 from thinwire.comm.errors import CommError
 from thinwire.comm.exchange.alone import Results
+from thinwire.comm.exchange.linear import LinearCodec
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.groups.nodes import Topology
@@ -75,7 +76,7 @@ class Algorithm(Generic[State]):
     bucket_elements: int = 0
     """The most that is sent at a time; 0: 4 Mi values, on a GPU an eighth of all, from 4 Mi to 64 Mi. See sized()."""
 
-    codec: Codec = SignCodec()
+    codec: Codec | LinearCodec = SignCodec()
     """How what is compressed is written."""
 
     results: ClassVar[Results] = "kept"

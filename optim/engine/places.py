@@ -73,7 +73,8 @@ def places(param_groups: list[dict[str, Any]], chosen: Callable[[Tensor], bool] 
             at = stop
         spans[index] = slice(group_start, at)
     live = tuple((tensor.start, tensor.stop) for tensor in tensors)
-    return Places(tensors, spans, VectorLayout(at, live, tuple(segments)))
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    return Places(tensors, spans, VectorLayout(at, live, tuple(segments), shapes))
 
 
 def _is_matrix(param: Tensor) -> bool:

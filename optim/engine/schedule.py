@@ -95,7 +95,7 @@ def dense_plan(step: int) -> StepPlan:
 
 
 def linear_plan() -> StepPlan:
-    """1-bit SGD and Muon: the step is linear in what crosses, which is in one bit always; there is no variance."""
+    """1-bit SGD and Muon, sketched SGD: the step is linear in what crosses, compressed always; there is no variance."""
     return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=False, bias_step=None)
 
 

@@ -110,11 +110,12 @@ def error_memories(state: object) -> dict[str, ErrorMemory]:
 
 def is_field(state: object, name: str) -> bool:
     """Is a replicated vector always there? Else it is a property, and made when asked for."""
-    return not isinstance(vars(type(state)).get(name), property)
+    return not isinstance(getattr(type(state), name, None), property)
 
 
 def _names(state: object, kind: Kind) -> list[str]:
-    made = {name: found.fget for name, found in vars(type(state)).items() if isinstance(found, property)}
+    every = {name: found for kind in reversed(type(state).__mro__) for name, found in vars(kind).items()}
+    made = {name: found.fget for name, found in every.items() if isinstance(found, property)}
     hints: dict[str, Any] = get_type_hints(type(state), include_extras=True)
     hints |= {name: get_type_hints(get, include_extras=True).get("return") for name, get in made.items() if get}
     return [name for name, hint in hints.items() if any(kind in getattr(one, "__metadata__", ()) for one in _of(hint))]

@@ -27,7 +27,7 @@ from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.local import local
 from thinwire.optim.engine.parameters import LOW_PRECISION
 from thinwire.optim.engine.places import FlatTensor, Places, places
-from thinwire.optim.engine.state import MASTER, TensorState, error_memories, replicated, sizes
+from thinwire.optim.engine.state import MASTER, TensorState, error_memories, put, replicated, sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,8 @@ def put_(optimizer: Algorithm[Any], states: Mapping[Tensor, TensorState]) -> dic
             state = states.get(tensor.param)
             if state is not None and name in state.values:
                 _part(vector, i, tensor, len(space.tensors)).copy_(state.values[name])
+        if name not in residuals and getattr(optimizer.vectors, name) is not vector:
+            put(optimizer.vectors, name, vector)  # made for the asking: what holds it has it in another form
     hold(optimizer, states, residuals)
     return residuals
 

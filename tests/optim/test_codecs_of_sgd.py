@@ -9,14 +9,20 @@ from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.reference.written_out import bits
 from tests.optim.regroup.ranks import new_ranks, struck, together
 from thinwire.comm import Keeps, PeerLost, run_threads
-from thinwire.comm.codecs import BY_NAME, ThresholdCodec, TopKCodec
+from thinwire.comm.codecs import BY_NAME, PowerSGD, ThresholdCodec, TopKCodec
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import OneBitSGD
 from thinwire.optim.regroup import hand_over
 
 SIZES = (1, 2, 3, 4, 8)
-CODECS = {"int8": "int8", "int4": "int4", "topk": TopKCodec(64, 4), "threshold": ThresholdCodec(0.2)}
+CODECS = {
+    "int8": "int8",
+    "int4": "int4",
+    "topk": TopKCodec(64, 4),
+    "threshold": ThresholdCodec(0.2),
+    "powersgd": PowerSGD(2),
+}
 OTHERS = tuple(CODECS)
 
 
@@ -110,6 +116,7 @@ def test_r_and_the_momentum_are_kept_over_3_4_2_and_1_ranks(codec):
 @pytest.mark.law
 @every_value({"codec": OTHERS, "collective": ["all_to_all", "all_gather"], "when": list(When)})
 def test_replicas_are_equal_after_a_death_in_the_exchange(codec, collective, when):
+    collective = "sum" if codec == "powersgd" else collective
     ranks = new_ranks(4, lambda net: made(net, codec=codec))
     struck(ranks, 4, Fault((3,), collective, -1, when, What.LOSE))
     survivors = ranks[:3]
@@ -119,7 +126,61 @@ def test_replicas_are_equal_after_a_death_in_the_exchange(codec, collective, whe
     assert all(torch.equal(ends[0], end) for end in ends)
 
 
-@pytest.mark.parametrize("codec", BY_NAME)
+def orthonormal(p):
+    """Gram and Schmidt, as in the paper."""
+    p = p.clone()
+    for at in range(p.shape[1]):
+        for before in range(at):
+            p[:, at] -= (p[:, before] @ p[:, at]) * p[:, before]
+        p[:, at] /= p[:, at].norm()
+    return p
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("rank", [1, 2])
+def test_powersgd_is_the_algorithm_written_out_from_where_the_last_step_ended(rank):
+    """Vogels et al. 2019, Alg. 1 in Alg. 2, with torch's momentum, on three ranks; the first Q is the state's."""
+    size, steps, mu, lr = 3, 8, 0.8, 0.02
+
+    def work(group):
+        net = network()
+        optimizer = OneBitSGD(net.parameters(), lr=lr, momentum=mu, group=group, codec=PowerSGD(rank))
+        space, path = optimizer.space, []
+        q_N, x = optimizer.vectors.q_N.clone(), space.p_N.clone()
+        for step in range(1, steps + 1):
+            backward(net, step, group.rank)
+            g = [tensor.param.grad.clone() for tensor in space.tensors]
+            optimizer.step()
+            optimizer.zero_grad()
+            path.append((g, space.views(space.p_N.clone())))
+        return space.views(q_N), space.views(x), path
+
+    found = run_threads(size, work)
+    q_of, x, _ = found[0]
+    num_thin = 0
+    for at, start in enumerate(x):
+        x_t, m = start.clone(), torch.zeros_like(start)
+        e = [torch.zeros_like(start) for _ in range(size)]
+        rows, columns = (start.shape[0], start[0].numel()) if start.dim() > 1 else (0, 0)
+        thin = rank * (rows + columns) < rows * columns
+        num_thin += thin
+        q = q_of[at].reshape(-1)[: columns * rank].view(columns, rank) if thin else None
+        for step in range(steps):
+            z = [path[step][0][at] + waits for (_, _, path), waits in zip(found, e, strict=True)]
+            if thin:
+                p = orthonormal(sum(one @ q for one in z) / size)
+                own = [one.t() @ p for one in z]
+                q = sum(own) / size
+                out, e = p @ q.t(), [one - p @ mine.t() for one, mine in zip(z, own, strict=True)]
+            else:
+                out = sum(z) / size
+            m = mu * m + out
+            x_t = x_t - lr * m
+            torch.testing.assert_close(found[0][2][step][1][at], x_t, rtol=0, atol=1e-11)
+    assert num_thin == 2
+
+
+@pytest.mark.parametrize("codec", [*BY_NAME, "powersgd"])
 def test_a_step_sends_the_bytes_of_its_codec(codec):
     """Of a vector of 2^16 values on two ranks: half of it twice, and a flag a row."""
 
@@ -131,7 +192,7 @@ def test_a_step_sends_the_bytes_of_its_codec(codec):
             net(torch.randn(4, 256)).square().mean().backward()
             optimizer.step()
         rows = group.stats.bytes_by_kind - before
-        return rows["all_to_all"] + rows["all_gather"]
+        return rows["all_to_all"] + rows["all_gather"] + rows["sum"]
 
     due = {
         "sign": 1 / 8 + 4 / 4096,
@@ -139,6 +200,7 @@ def test_a_step_sends_the_bytes_of_its_codec(codec):
         "int4": 1 / 2 + 4 / 128,
         "topk": 120 / 4096,
         "threshold": 4 / 100,
+        "powersgd": 4 * 2 * 512 / 2**16,
     }
     assert run_threads(2, work)[0] == pytest.approx(due[codec] * 2**16, rel=0.02)
 

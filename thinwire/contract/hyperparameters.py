@@ -83,6 +83,17 @@ DAMPENING = Number(
 ADAM = (LR, EPS, WEIGHT_DECAY)
 SGD = (LR, MOMENTUM, WEIGHT_DECAY)
 ONEBIT_SGD = (*SGD, DAMPENING)
+SKETCH_K = Number(
+    "k", None, "values that are applied in a step; null: a 25th of all", at_least=1, whole=True, optional=True
+)
+SKETCH_ROWS = Number("rows", 5, "sums for each value, an odd number: the median is taken", at_least=1, whole=True)
+SKETCH_COLUMNS = Number(
+    "columns", None, "sums of a row; null: 12 thousandths of all values", at_least=1, whole=True, optional=True
+)
+SKETCH_SECOND = Number(
+    "second", 1, "of how many times k values the exact ones are sent, the largest by the sketch", at_least=1, whole=True
+)
+SKETCH = (SKETCH_K, SKETCH_ROWS, SKETCH_COLUMNS, SKETCH_SECOND)
 MUON_MOMENTUM = Number("momentum", 0.95, at_least=0.0, below=1.0)
 MUON_DECAY = Number("weight_decay", 0.1, at_least=0.0)
 MUON = (LR, MUON_MOMENTUM, MUON_DECAY)
@@ -140,6 +151,7 @@ ZERO_ONE_SCHEDULE = (DENSE_STEPS, VAR_UPDATE_SCALER, LOCAL_STEP_SCALER, LOCAL_ST
 CodecName = Literal["sign", "int8", "int4", "topk", "threshold"]
 """How what is exchanged is written: one bit a value; 8; 4; of each 4096 the largest 64, in 2 bits; of all the largest
 hundredth, in 16."""
+RANK = Number("rank", 2, "columns of the factors of a matrix, of codec powersgd", at_least=1, whole=True)
 EVERY = Number("every", 32, "local steps from one exchange to the next", at_least=1, whole=True)
 OUTER_LR = Number("outer.lr", 1.0, "rate of the outer step: 1 goes to the mean of the ranks", above=0.0)
 OUTER_MOMENTUM = Number("outer.momentum", 0.0, "of the outer step", at_least=0.0, below=1.0)

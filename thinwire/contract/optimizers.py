@@ -126,7 +126,23 @@ class OneBitSgdSpec(Frozen):
     dampening: float = _field(declared.DAMPENING)
     weight_decay: float = _field(declared.WEIGHT_DECAY)
     nesterov: bool = Field(False, description="Nesterov's momentum; with momentum above 0 and no dampening")
-    codec: declared.CodecName = Field("sign", description=_CODEC)
+    codec: declared.CodecName | Literal["powersgd"] = Field(
+        "sign", description=f"{_CODEC}; powersgd: matrices as two factors of `rank` columns"
+    )
+    rank: Whole = _field(declared.RANK)
+
+
+class SketchedSgdSpec(Frozen):
+    """Sketched-SGD (arXiv 1903.04488): SGD of whose updates the largest k are found by a count-sketch and applied."""
+
+    name: Literal["sketched_sgd"]
+    lr: float = _field(declared.LR, ge=None, gt=0.0)
+    momentum: float = _field(declared.MOMENTUM)
+    weight_decay: float = _field(declared.WEIGHT_DECAY)
+    k: Whole | None = _field(declared.SKETCH_K)
+    rows: Whole = _field(declared.SKETCH_ROWS)
+    columns: Whole | None = _field(declared.SKETCH_COLUMNS)
+    second: Whole = _field(declared.SKETCH_SECOND)
 
 
 class OneBitMuonSpec(Frozen):
@@ -233,6 +249,7 @@ Optimizer = Annotated[
     | SgdSpec
     | MuonSpec
     | LocalStepsSpec
-    | CadaSpec,
+    | CadaSpec
+    | SketchedSgdSpec,
     Field(discriminator="name"),
 ]

@@ -32,6 +32,7 @@ from thinwire.contract.optimizers import (
     OneBitLambSpec,
     OneBitSgdSpec,
     Optimizer,
+    SketchedSgdSpec,
     TrustRatio,
     ZeroOneAdamSpec,
 )
@@ -477,6 +478,11 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
         found.append(("optimizer.nesterov", sgd.nesterov, allowed))
     if isinstance(sgd, OneBitSgdSpec) and sgd.codec != "sign" and spec.topology == "node_first":
         found.append(("topology", spec.topology, "flat or auto with optimizer.codec = " + sgd.codec))
+    if isinstance(sgd, SketchedSgdSpec):
+        if sgd.rows % 2 == 0:
+            found.append(("optimizer.rows", sgd.rows, "odd, for the median of so many estimates is taken"))
+        if spec.topology == "node_first":
+            found.append(("topology", spec.topology, "flat or auto with optimizer.name = sketched_sgd"))
     bounds = spec.optimizer
     if isinstance(bounds, TrustRatio) and bounds.min_coeff > bounds.max_coeff:
         found.append(("optimizer.min_coeff", bounds.min_coeff, f"at most optimizer.max_coeff = {bounds.max_coeff}"))

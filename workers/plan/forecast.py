@@ -19,6 +19,7 @@ from thinwire.comm.wire.step_time import (
     dense_32,
     seconds_beside,
     step_seconds,
+    sums,
     wire_seconds,
 )
 from thinwire.comm.wire.step_time import full as full_exchange
@@ -34,7 +35,8 @@ ZERO_ONE = "zero_one_adam"
 COMPRESSED = (*ONE_BIT, ZERO_ONE)
 SGD, ONE_BIT_SGD = "sgd", "onebit_sgd"
 MUON, ONE_BIT_MUON = "muon", "onebit_muon"
-FROM_THE_FIRST = (ONE_BIT_SGD, ONE_BIT_MUON)
+SKETCHED = "sketched_sgd"
+FROM_THE_FIRST = (ONE_BIT_SGD, ONE_BIT_MUON, SKETCHED)
 """Those that compress every step."""
 LOCAL_STEPS = "local_steps"
 TITLES = {
@@ -46,6 +48,7 @@ TITLES = {
     "onebit_sgd": "1-bit SGD",
     "onebit_muon": "1-bit Muon",
     "local_steps": "local steps",
+    "sketched_sgd": "sketched SGD",
 }
 LOSSES = {
     ("adam", 32): "2.221 in place of 1.981, with the outer step to the mean",
@@ -65,6 +68,8 @@ def compressed_for(method: str) -> tuple[str, ...]:
 
     method: RunSteps.family. The last one are local steps of the same kind.
     """
+    if method == SKETCHED:
+        return (SKETCHED, ONE_BIT_SGD, LOCAL_STEPS)
     if method in (SGD, ONE_BIT_SGD):
         return (ONE_BIT_SGD, LOCAL_STEPS)
     return (ONE_BIT_MUON, LOCAL_STEPS) if method in (MUON, ONE_BIT_MUON) else (*COMPRESSED, LOCAL_STEPS)
@@ -97,12 +102,14 @@ class PlannedJob:
 class Busy:
     """Seconds of a whole step of one of our optimizers without a wire, by its kind.
 
-    local: of 0/1 Adam and local steps, where nothing is sent.
+    local: of 0/1 Adam and local steps, where nothing is sent. summed: values that a compressed step gives to two sums,
+    where it sends no rows.
     """
 
     full: float
     compressed: float
     local: float = 0.0
+    summed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +195,10 @@ class _Way:
         # What goes into a variance alone is not sent in 8 bits (FlatOptimizer.mean_wire).
         late = full_exchange(network, found.elements, found.transport, bucket, "bf16" if wire == "int8" else wire)
         self._codec = run.codec if name == run.method else "sign"
-        bits = coded(network, found.elements, found.transport, bucket, self._codec)
+        if self._busy.summed:
+            bits = sums(network, self._busy.summed, found.transport)
+        else:
+            bits = coded(network, found.elements, found.transport, bucket, self._codec)
         early = found.backward_s if job.overlap and name != LOCAL_STEPS else 0.0
         self._steps: dict[str, tuple[float, float, Sent]] = {
             "full": (self._kinds.full - refreshes, *self._step(self._busy.full, early, full)),

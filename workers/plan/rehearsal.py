@@ -93,7 +93,7 @@ class DryModel:
 class Setting:
     """How to rehearse. steps: timed, of each kind. cores: of one worker. bucket_elements: as the job would choose.
 
-    methods: the compressed ones. codecs: by method, of what it exchanges, where not signs.
+    methods: the compressed ones. own: by method, as RunSteps.own.
     """
 
     workers: int
@@ -103,7 +103,7 @@ class Setting:
     device: torch.device
     overlap: bool = True
     methods: tuple[str, ...] = COMPRESSED
-    codecs: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def rehearse(recipe: Recipe, setting: Setting, together: Together, tell: Tell) -> Rehearsed:
@@ -190,8 +190,7 @@ def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
     if name == LOCAL_STEPS:
         params = OPTIMIZERS[inner_of(setting.methods)](params, lr=RATE, group=SoloGroup())
         given = {"every": 1}
-    if name in setting.codecs:
-        given["codec"] = setting.codecs[name]
+    given |= setting.own.get(name, {})
     optimizer: FlatOptimizer[Any] = OPTIMIZERS[name].sized(setting.bucket_elements)(
         params, group=MirroredGroup(setting.workers), **given
     )
@@ -209,7 +208,7 @@ def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:
     if isinstance(optimizer, LocalSteps):
         optimizer.every = ENDLESS
         local_s = clock.median_s(step)
-    return Busy(full_s, compressed_s, local_s)
+    return Busy(full_s, compressed_s, local_s, 0 if optimizer.reduce.sums is None else optimizer.reduce.sums.numel)
 
 
 def _cast_s(elements: int, clock: _Clock) -> float:
@@ -224,7 +223,7 @@ def _cast_s(elements: int, clock: _Clock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """workers: of the job; per_machine: of them here; bucket_elements, steps, overlap, methods, codecs: as in Setting.
+    """workers: of the job; per_machine: of them here; bucket_elements, steps, overlap, methods, own: as in Setting.
 
     wanted: as workers.device of the job. recipe: its file, as JSON, where it has a built-in recipe; script: what was
     learned of one, as JSON, where it has not.
@@ -239,7 +238,7 @@ class Orders:
     recipe: dict[str, Any] | None = None
     script: dict[str, Any] | None = None
     methods: tuple[str, ...] = COMPRESSED
-    codecs: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def devices_for(wanted: str, count: int) -> list[str]:
@@ -308,7 +307,7 @@ def _own(orders: Orders, rank: int, sharing: int, fellows: dist.ProcessGroup, te
     device = torch.device(devices[rank % len(devices)])
     cores = inf if device.type == "cuda" else len(os.sched_getaffinity(0)) / sharing
     sizes = (orders.workers, orders.bucket_elements, orders.steps)
-    setting = Setting(*sizes, cores, device, orders.overlap, tuple(orders.methods), orders.codecs)  # a list in JSON
+    setting = Setting(*sizes, cores, device, orders.overlap, tuple(orders.methods), orders.own)  # a list in JSON
 
     def together() -> None:
         dist.barrier(group=fellows)

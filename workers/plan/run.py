@@ -90,7 +90,7 @@ def orders_of(
         spec.model_dump(mode="json") if learned is None else None,
         None if learned is None else asdict(learned),
         compressed_for(job.run.family),
-        {} if job.run.codec == "sign" else {job.run.method: job.run.codec},
+        {job.run.method: job.run.own},
     )
 
 

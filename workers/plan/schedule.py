@@ -15,17 +15,17 @@ or both (optim/variance/refresh.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from thinwire.comm.codecs import BY_NAME
+from thinwire.comm.codecs import BY_NAME, CountSketch, PowerSGD
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
 from thinwire.comm.wire.step_time import FEW_BITS
-from thinwire.contract.hyperparameters import EVERY
+from thinwire.contract.hyperparameters import EVERY, RANK
 from thinwire.contract.optimizers import LocalStepsSpec, OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
 from thinwire.contract.spec import TrainSpec
-from thinwire.optim import FlatOptimizer, LocalSteps, ZeroOneAdam
+from thinwire.optim import FlatOptimizer, LocalSteps, OneBitSGD, ZeroOneAdam
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
 from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
@@ -50,7 +50,8 @@ class RunSteps:
     var_freeze_step, dense_steps, var_update_scaler, local_step_scaler, local_step_clipper: of 0/1 Adam.
     refresh: of all that freeze a variance.
     inner, every, late: of local steps; of other methods every is what local steps would have by default. late: does
-    the exchange run beside the next round's steps? codec: of local steps and 1-bit SGD.
+    the exchange run beside the next round's steps? codec: of local steps and 1-bit SGD. own: keywords
+    that the method's exchange is made with.
     lr_warmup_steps: in which the learning rate rises; then it falls as a cosine to `floor` of its peak, 1: stays.
     full_exchange: None: half, flat: low-precision parameters, topology flat, from which it follows.
     Raises: ValueError where these cannot stand together.
@@ -75,6 +76,7 @@ class RunSteps:
     every: int = EVERY.default
     codec: str = "sign"
     late: bool = False
+    own: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -104,6 +106,7 @@ class RunSteps:
         if isinstance(given, LocalStepsSpec):
             more |= {"inner": given.inner.name, "every": given.every, "late": given.overlap}
         more["codec"] = getattr(given, "codec", "sign")
+        more["own"] = given.model_dump(include={"codec", "rank", "k", "rows", "columns", "second"})
         rule = given.inner if isinstance(given, LocalStepsSpec) else given
         if hasattr(rule, "betas"):
             more["beta2"] = rule.betas[1]
@@ -147,9 +150,7 @@ class RunSteps:
             known = names_of(inner) or [kind for kind in ("sgd", "muon") if kind == inner.__name__.lower()]
             more = {"inner": (known or ["adam"])[0], "every": optimizer.every}
             more["late"] = optimizer.steps_beside > 0
-        name = getattr(optimizer.codec, "name", "")
-        as_named = name in FEW_BITS and BY_NAME.get(name) == optimizer.codec
-        more["codec"] = name if as_named else "sign"  # one of the user's own costs nobody knows what
+        more |= _codec_of(optimizer)
         if "betas" in optimizer.param_groups[0]:
             more["beta2"] = optimizer.param_groups[0]["betas"][1]
         falls = has_scheduler(optimizer)
@@ -165,6 +166,20 @@ class RunSteps:
     def rate(self, step: int) -> float:
         """The learning rate of a step (from 1), of its peak."""
         return risen_and_fallen(step, self.steps, self.lr_warmup_steps, self.floor)
+
+
+def _codec_of(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
+    """codec and own, of RunSteps; one of the user's own costs nobody knows what, and counts as signs."""
+    codec = optimizer.codec
+    if isinstance(codec, CountSketch):
+        return {"own": {"k": codec.k, "rows": codec.rows, "columns": codec.columns, "second": codec.second}}
+    name = getattr(codec, "name", "")
+    as_named = isinstance(codec, PowerSGD) or (name in FEW_BITS and BY_NAME.get(name) == codec)
+    known = name if as_named else "sign"
+    if isinstance(optimizer, OneBitSGD):
+        rank = codec.rank if isinstance(codec, PowerSGD) else RANK.default
+        return {"codec": known, "own": {"codec": known, "rank": rank}}
+    return {"codec": known, "own": {"codec": known} if isinstance(optimizer, LocalSteps) else {}}
 
 
 def names_of(kind: type) -> list[str]:
@@ -232,7 +247,7 @@ def full_steps(run: RunSteps) -> FullSteps:
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
-    if run.method in ("onebit_sgd", "onebit_muon", "local_steps", "cada"):
+    if run.method in ("onebit_sgd", "onebit_muon", "local_steps", "cada", "sketched_sgd"):
         return NO_FULL_STEPS
     freeze = run.warmup
     if run.method == "zero_one_adam":

@@ -35,6 +35,7 @@ from thinwire.optim import (
     OneBitMuon,
     OneBitSGD,
     OuterSGD,
+    SketchedSGD,
     ZeroOneAdam,
     ZeroOneSchedule,
 )
@@ -56,6 +57,7 @@ OPTIMIZERS: dict[str, Any] = {
     "muon": Muon,
     "local_steps": LocalSteps,
     "cada": CADA,
+    "sketched_sgd": SketchedSGD,
 }
 """By `optimizer.name` of the spec."""
 

@@ -1,7 +1,7 @@
 """The laws of every exchange that has an error memory: by any codec, by kernels, means in few bits, by node first."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from tests.comm.exchange.test_node_first import BOXES
 from tests.comm.exchange.test_plain import CODECS, LAYOUT, SIZES, inputs
 from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, default_reducer, run_threads
-from thinwire.comm.codecs import SignCodec
+from thinwire.comm.codecs import CountSketch, PowerSGD, SignCodec
 from thinwire.comm.errors import Refused
+from thinwire.comm.exchange.reducer import flat_reducer
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.layout import VectorLayout
 
@@ -26,7 +27,7 @@ class Kind:
     """make: a reducer of (group, like, layout, elements of a bucket). wire: of its means, where those are exchanged.
 
     large: what is finite and cannot be sent; None: all that is finite can be. in_place: are errors as before a failure
-    to rounding only? by_node: are ranks in boxes?
+    to rounding only? by_node: are ranks in boxes? sums: are both collectives sums of one bucket?
     """
 
     make: Callable
@@ -34,6 +35,7 @@ class Kind:
     large: float | None = 1e30
     in_place: bool = False
     by_node: bool = False
+    sums: bool = False
 
     def arranged(self, at):
         """Size and boxes of the arrangement of this number."""
@@ -67,6 +69,24 @@ def by_node(group, like, layout, bucket_elements):
     return test_node_first.make(group, like.dtype, bucket_elements, layout=layout)
 
 
+class AnySketch(CountSketch):
+    """Also where it is larger than the vector."""
+
+    def refuse_larger(self, numel):
+        """Not here."""
+
+
+def by_sums(codec):
+    """The longest tensors are matrices of prime numbers of rows and columns."""
+    shapes = {1003: (17, 59), 4097: (17, 241)}
+
+    def make(group, like, layout, _):
+        known = tuple(shapes.get(stop - start, (stop - start,)) for start, stop in layout.live)
+        return flat_reducer(group, replace(layout, shapes=known), codec, like)
+
+    return make
+
+
 def means(wire):
     return lambda *given: by_kernels(*given, full=wire)
 
@@ -74,6 +94,8 @@ def means(wire):
 CARRIES_ALL = ("sign-l1", "dense", "bf16", "int8", "int4", "threshold", "topk")
 KINDS = {
     **{name: Kind(by_rows(codec), large=None if name in CARRIES_ALL else 1e30) for name, codec in CODECS.items()},
+    "sketch": Kind(by_sums(AnySketch(k=6, columns=20)), large=None, sums=True),
+    "low rank": Kind(by_sums(PowerSGD(rank=2)), large=None, sums=True),
     "kernels": Kind(by_kernels, in_place=True),
     "node first": Kind(by_node, in_place=True, by_node=True),
     "means in bf16": Kind(means("bf16"), "bf16", large=3.4e38),
@@ -179,7 +201,8 @@ def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before
         given = sum(ranks) / size + before
         room = tolerance * max(1.0, float(given.abs().max()), *(float(x.abs().max()) for x in ranks))
         assert (out + after - given).abs().max() <= room
-    assert any(bool(r.any()) for r in residuals) or layout.num_live == 1 or exact(kind, size)
+    in_full = layout.num_live == 1 or (name == "low rank" and layout.num_live < 1000)
+    assert any(bool(r.any()) for r in residuals) or in_full or exact(kind, size)
 
 
 @every_value({"name, at": ANY, "bucket_elements": (64, 200)}, only=USUAL)
@@ -237,7 +260,8 @@ def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(name, a
         for ranks in rounds[:2]:
             exchange(one, memory, ranks[group.rank])
         before, last = errors_of(memory), len(one.buckets) - 1
-        faulty.arm(Fault(tuple(range(size)), collective, last, When.AFTER, What.ALONE))
+        which = ("sum", int(collective == "all_gather")) if kind.sums else (collective, last)
+        faulty.arm(Fault(tuple(range(size)), *which, When.AFTER, What.ALONE))
         with pytest.raises(PeerLost, match="injected"):
             exchange(one, memory, rounds[2][group.rank])
         assert_as_before(kind, memory, before, *rounds[2])

@@ -62,7 +62,9 @@ def reduce_rounds(size, rounds, codec, layout=LAYOUT):
 
 
 def test_every_codec_is_covered():
-    assert set(codecs.__all__) <= {type(codec).__name__ for codec in CODECS.values()}
+    """Linear ones by test_laws.py."""
+    by_rows = {name for name in codecs.__all__ if not hasattr(getattr(codecs, name), "over")}
+    assert by_rows <= {type(codec).__name__ for codec in CODECS.values()}
 
 
 @every_value({"size": SIZES[1:], "dtype": [torch.float32, torch.float64], "scale": BLOCK_SCALES}, only=(0, 2))

@@ -133,6 +133,16 @@ def test_a_job_s_own_method_sends_the_bytes_of_its_codec_and_the_others_signs(na
     assert "," not in other.title
 
 
+@pytest.mark.parametrize("given", [{"name": "sketched_sgd"}, {"name": "onebit_sgd", "codec": "powersgd"}])
+def test_a_linear_code_sends_two_sums_of_what_it_was_rehearsed_with(given):
+    busy = dict.fromkeys(("onebit_sgd", "local_steps", "sketched_sgd"), Busy(0.3, 0.3, 0.3))
+    busy[given["name"]] = Busy(0.3, 0.3, 0.3, summed=100_000)
+    found = plan(small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": given}), busy=busy)
+    own = found.method(given["name"])
+    assert own.run_bytes == pytest.approx(1000 * 4 * 100_000)
+    assert own.step_s == pytest.approx(0.3 + 4 * 100_000 / 12.5e6 + 2 * 2e-4)
+
+
 def test_local_steps_of_zero_one_adam_send_nothing():
     """After its freeze the gap between syncs grows to 4: a quarter of those steps send what 1-bit Adam sends."""
     optimizer = {"name": "zero_one_adam", "lr": 1e-3, "dense_steps": 100, "var_freeze": 100, "local_step_scaler": 1}

@@ -117,7 +117,7 @@ def test_an_optimizer_says_of_its_run_what_its_job_file_says(name):
     optimizer = recipe_of(spec).optimizer([param], MirroredGroup(2))
     found, told = RunSteps.of_optimizer(optimizer, 100), RunSteps.of_job(spec)
     assert schedule.full_steps(found) == schedule.full_steps(told)
-    for of_run in ("steps", "method", "beta2", "inner", "every", "codec"):
+    for of_run in ("steps", "method", "beta2", "inner", "every", "codec", "own"):
         assert getattr(found, of_run) == getattr(told, of_run), of_run
 
 
