@@ -201,7 +201,7 @@ def test_over_processes_it_is_the_same_and_a_peer_that_dies_in_backward_is_named
     ranks = start(
         """
         from thinwire.comm import Thresholded
-        join()
+        join(tcp_store_on_rank_0=True)
         exchange = Thresholded(share=0.25)
         torch.manual_seed(0)
         x = torch.randn(6, 8)[:, : 8 if rank == 0 else 0].requires_grad_()
