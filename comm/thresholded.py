@@ -73,8 +73,8 @@ class Thresholded:
     gradient of x is the sum over the ranks' losses, not their mean: where each loss is a mean over samples of its own,
     divide the gradients of the part by the number of ranks.
 
-    stats: of the group: what crosses here is of the kind "all_to_all_v". Not finite: such values are the largest, and cross.
-    The first call of each shape compares widths and settings. Raises: ValueError for what this rank was given;
+    stats: of the group: what crosses here is of the kind "all_to_all_v". A value that is not finite is the largest, and
+    crosses. The first call of each shape compares widths and settings. Raises: ValueError for what this rank was given;
     WireMismatch, alike on all ranks, where they were given what does not fit together; PeerLost, CallMismatch, in
     backward too.
     """
