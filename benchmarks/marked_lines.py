@@ -1,19 +1,5 @@
-"""What a rank of a benchmark wants its parent to know: a marked line of JSON on stdout. Anything else is a message."""
+"""What a rank of a benchmark wants its parent to know, as ranks of the tools tell it."""
 
-from __future__ import annotations
+from thinwire.tools.marked_lines import tell, told_in
 
-import json
-from typing import Any
-
-MARK = "@told "
-
-
-def tell(**told: Any) -> None:
-    """One line to the parent."""
-    print(MARK + json.dumps(told), flush=True)
-
-
-def told_in(line: str) -> tuple[str, dict[str, Any] | None]:
-    """What else stands in a line, which a library's message may have begun, and what the parent is told."""
-    other, mark, told = line.partition(MARK)
-    return other, json.loads(told) if mark else None
+__all__ = ["tell", "told_in"]

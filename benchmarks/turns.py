@@ -9,7 +9,7 @@ one process that uses one core, and two cases run side by side. What is computed
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -46,6 +46,11 @@ class Turns(Blocking):
         """As the group below."""
         with self._given_away():
             self._group.mean_(x)
+
+    def scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> None:
+        """As the group below."""
+        with self._given_away():
+            self._group.start_scatters(out_uB, in_nB, sources).wait()
 
     def sum_(self, x: Tensor) -> None:
         """As the group below."""

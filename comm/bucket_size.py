@@ -138,15 +138,19 @@ ON_GPU = Work(elements_per_s=1.3e11, bucket_s=2.4e-4)
 
 
 def measured_bucket(
-    group: Group, numel: int, device: torch.device | str = "cpu", full: FullSteps = NO_FULL_STEPS
+    group: Group,
+    numel: int,
+    device: torch.device | str = "cpu",
+    full: FullSteps = NO_FULL_STEPS,
+    known: Network | None = None,
 ) -> tuple[int, Network | None]:
-    """Elements of a bucket for vectors of `numel` elements, and the network that was measured for it.
+    """Elements of a bucket for vectors of `numel` elements, and the network that they are chosen for.
 
-    full: of the run's steps, alike on all ranks. Collective; about a second. One rank sends nothing: the default size,
-    and no network. Raises: PeerLost.
+    full: of the run's steps. known: the network, where it was measured before; else it is now, in about a second. Both
+    alike on all ranks. Collective. One rank sends nothing: the default size, and no network. Raises: PeerLost.
     """
     if group.size == 1:
         return DEFAULT_BUCKET, None
-    network = measure(group, device=device)
+    network = known or measure(group, device=device)
     work = ON_CPU if torch.device(device).type == "cpu" else ON_GPU
     return bucket_elements(network, work, numel, full), network

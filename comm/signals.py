@@ -8,6 +8,7 @@ end. Only handlers made in Python, and only of the main thread: nothing is raise
 
 from __future__ import annotations
 
+import _signal as unwrapped  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 """Those whose handlers are known to raise: Ctrl-C, an end that was asked for, time limits."""
+_handler_of, _handle_by = unwrapped.getsignal, unwrapped.signal
+"""signal's make an enum of what is none, by an exception: 10 us for each signal and bucket, where these take 1.5."""
 
 
 class _Main:
@@ -27,13 +30,13 @@ class _Main:
         self.noted: dict[int, FrameType | None] = {}
 
     def begin(self) -> None:
-        found = {number: signal.getsignal(number) for number in SIGNALS}
+        found = {number: _handler_of(number) for number in SIGNALS}
         self.handlers |= {number: known for number, known in found.items() if callable(known) and known != self.handle}
         try:
             self.active = True
             for number, known in found.items():
                 if callable(known):
-                    signal.signal(number, self.handle)
+                    _handle_by(number, self.handle)
         except BaseException:  # one came that is not deferred yet
             self.end()
             raise
@@ -51,8 +54,8 @@ class _Main:
 
     def _put_back(self) -> None:
         for number, known in self.handlers.items():
-            if signal.getsignal(number) == self.handle:
-                signal.signal(number, known)
+            if _handler_of(number) == self.handle:
+                _handle_by(number, known)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         if self.active and not self.armed:

@@ -7,6 +7,7 @@ torch.distributed.init_process_group first; without it the optimizer runs on one
 has started several.
 """
 
+from thinwire.optim.cada import CADA
 from thinwire.optim.compressed import compressed
 from thinwire.optim.dense import SGD, Adam, Lamb
 from thinwire.optim.engine.optimizer import FlatOptimizer
@@ -22,6 +23,7 @@ from thinwire.optim.sparse_adam import SparseAdam
 from thinwire.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
+    "CADA",
     "SGD",
     "Adam",
     "FlatOptimizer",

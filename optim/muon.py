@@ -45,7 +45,7 @@ from thinwire.optim.engine.optimizer import SAVE_EVERYWHERE, FlatOptimizer
 from thinwire.optim.engine.options import Options, checked_narrow
 from thinwire.optim.engine.schedule import StepPlan, linear_plan
 from thinwire.optim.engine.state import Replicated, Residual
-from thinwire.optim.muon_math import RULES
+from thinwire.optim.muon_math import RULES, Tensors, vectors
 from thinwire.optim.muon_rules import check_rule, refuse_vectors, rules_of
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 Narrow = Literal["momentum", "error_memory"]
 """What may be kept in bfloat16."""
 PIECE = 1 << 20
-"""Elements for which there is scratch where a result is read."""
+"""Elements for which there is scratch where a result is read, or updates of vectors are made together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +139,41 @@ class Orthogonalising(Algorithm[State]):
             counts[rule] += param.numel()
         return {rule: count for rule, count in counts.items() if count}
 
-    def update_of(self, i: int, m: Tensor, g: Tensor, h: MuonHyper) -> Tensor:
-        """u of the i-th tensor, new, of its momentum as it is with this gradient. All are float[elements].
+    def batches(self, h: MuonHyper, span: slice) -> list[list[tuple[int, slice]]]:
+        """The tensors that have elements in a span, as tensors_in() gives them: vectors together, others each alone.
 
-        Of a shard its part of the whole tensor's, of which each rank of the box makes all: collective there.
+        So many small vectors take a few calls. What is made of a batch at a time, a few copies of it, is bounded: it
+        has at most PIECE elements, or is one tensor.
         """
-        w, tensor = torch.lerp(g, m, h.momentum) if h.nesterov else m, self.space.tensors[i]
-        u = RULES[h.rule or self._rules[i]](whole(w.view(tensor.shape), tensor.param))
-        return part_of(u, tensor.param).reshape(-1)
+        alone: list[list[tuple[int, slice]]] = []
+        together: list[list[tuple[int, slice]]] = []
+        room = 0
+        for i, at in tensors_in(self, span):
+            if self._rule(i, h) != "vector":
+                alone.append([(i, at)])
+                continue
+            room -= at.stop - at.start
+            if room < 0 or not together:
+                together.append([])
+                room = PIECE - (at.stop - at.start)
+            together[-1].append((i, at))
+        return [*alone, *together]
+
+    def updates_of(self, batch: Sequence[int], m: Tensors, g: Tensors, h: MuonHyper) -> list[Tensor]:
+        """u of these tensors, a batch, new, of momenta as they are with these gradients. All are float[elements].
+
+        Of a shard its part of the whole tensor's, of which each rank of the box makes all: collective there, but for
+        vectors, where each entry is by itself.
+        """
+        of_w = torch._foreach_lerp(g, m, h.momentum) if h.nesterov else m
+        if (rule := self._rule(batch[0], h)) == "vector":
+            return vectors(of_w)
+        tensor = self.space.tensors[batch[0]]
+        u = RULES[rule](whole(of_w[0].view(tensor.shape), tensor.param))
+        return [part_of(u, tensor.param).reshape(-1)]
+
+    def _rule(self, i: int, h: MuonHyper) -> str:
+        return h.rule or self._rules[i]
 
 
 def defaults(lr: float, momentum: float, weight_decay: float, nesterov: bool) -> dict[str, Any]:
@@ -186,10 +213,12 @@ class Muon(DenseOptimizer[MuonState], Orthogonalising[MuonState]):
         space, m_N = self.space, self.vectors.m_N
         self.mean_gradient_()
         for h in groups:
-            for i, at in tensors_in(self, h.span):
-                m = m_N[at].lerp_(space.g_N[at], 1 - h.momentum)
-                u = self.update_of(i, m, space.g_N[at], h)
-                space.p_N[at].mul_(1 - h.lr * h.weight_decay).sub_(u, alpha=h.lr)
+            for batch in self.batches(h, h.span):
+                m, g, p = ([x_N[at] for _, at in batch] for x_N in (m_N, space.g_N, space.p_N))
+                torch._foreach_lerp_(m, g, 1 - h.momentum)
+                u = self.updates_of([i for i, _ in batch], m, g, h)
+                torch._foreach_mul_(p, 1 - h.lr * h.weight_decay)
+                torch._foreach_sub_(p, u, alpha=h.lr)
 
     def stats(self) -> dict[str, Any]:
         """As for all optimizers; rules: elements that each moves."""
@@ -362,8 +391,8 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         m_N, g_N = self.vectors.m_N, self.space.g_N
         if self.space.box is not None:  # in one order, whatever buckets each rank of the box has
             for h in self.hypers(self.num_steps + 1):
-                for i, at in tensors_in(self, h.span):
-                    self._of_box[i] = self.update_of(i, self._taken_in(at, g_N[at], h), g_N[at], h)
+                for batch in self.batches(h, h.span):
+                    self._of_box.update(self._made(batch, (), h))
         self._where = LeftInPlace(self.reduce.buckets.layout, g_N)
         # One rank looks at the gradient alone, where the momentum is known to be finite: else updates are made twice.
         known = g_N if self.group.size == 1 and bool(torch.isfinite(witness(m_N))) else None
@@ -374,26 +403,41 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
         """These elements of this rank's update, new."""
         u_b = self.space.g_N.new_zeros(at.stop - at.start)
         for h in groups:
-            for i, own in tensors_in(self, slice(max(at.start, h.span.start), min(at.stop, h.span.stop))):
-                tensor = self.space.tensors[i]
-                low, high = max(at.start, tensor.start), min(at.stop, tensor.stop)
-                made = (self._of_box[i], 0) if self._of_box else self._sent.pop(i, None)
-                if made is None:
-                    g = self._gradient(i, own, runs)
-                    made = self.update_of(i, self._taken_in(own, g, h), g, h), own.stop - own.start
-                u, left = made[0], made[1] - (high - low)
-                u_b[low - at.start : high - at.start] = u[low - own.start : high - own.start]
-                if left > 0:
-                    self._sent[i] = u, left
+            for batch in self.batches(h, slice(max(at.start, h.span.start), min(at.stop, h.span.stop))):
+                fresh = [] if self._of_box else [one for one in batch if one[0] not in self._sent]
+                if fresh:
+                    self._sent.update((i, (u, len(u))) for i, u in self._made(fresh, runs, h).items())
+                into, parts = [], []
+                for i, own in batch:
+                    low, high = max(at.start, own.start), min(at.stop, own.stop)
+                    u, left = (self._of_box[i], 0) if self._of_box else self._sent.pop(i)
+                    into.append(u_b[low - at.start : high - at.start])
+                    parts.append(u[low - own.start : high - own.start])
+                    if left > high - low:
+                        self._sent[i] = u, left - (high - low)
+                torch._foreach_copy_(into, parts)
         return u_b
 
-    def _taken_in(self, at: slice, g: Tensor, h: MuonHyper) -> Tensor:
-        """The momentum of a tensor with this gradient in it, in the type of the gradient. New.
+    def _made(self, batch: Sequence[tuple[int, slice]], runs: LeftGradients, h: MuonHyper) -> dict[int, Tensor]:
+        """Of each tensor of a batch its update, new, of its momentum with this step's gradient in it."""
+        which, g = [i for i, _ in batch], [self._gradient(i, at, runs) for i, at in batch]
+        before = [self.vectors.m_N[at].to(self.space.g_N.dtype) for _, at in batch]
+        u = self.updates_of(which, torch._foreach_lerp(before, g, 1 - h.momentum), g, h)
+        return dict(zip(which, u, strict=True))
+
+    def _take_in(self, h: MuonHyper, runs: LeftGradients) -> None:
+        """m <- m with this step's gradient in it, as updates were made of it.
 
         In bfloat16 it is rounded to the nearest: a step moves it by a twentieth of g - m, and not by less than it has
-        digits for unless g is m to a few hundredths.
+        digits for unless g is m to a few hundredths. Then each is widened by itself.
         """
-        return torch.lerp(self.vectors.m_N[at].to(g.dtype), g, 1 - h.momentum)
+        own = list(tensors_in(self, h.span))
+        m, g = [self.vectors.m_N[at] for _, at in own], [self._gradient(i, at, runs) for i, at in own]
+        if "momentum" not in self.narrow:
+            torch._foreach_lerp_(m, g, 1 - h.momentum)
+            return
+        for narrow, one in zip(m, g, strict=True):
+            narrow.copy_(torch.lerp(narrow.to(one.dtype), one, 1 - h.momentum))
 
     def _gradient(self, i: int, at: slice, runs: LeftGradients) -> Tensor:
         """Of the i-th tensor, where it is."""
@@ -419,8 +463,7 @@ class OneBitMuon(FlatOptimizer[OneBitMuonState], Orthogonalising[OneBitMuonState
             for low in range(h.span.start, h.span.stop, PIECE):
                 result.read(reader, low, min(low + PIECE, h.span.stop))
         for h in groups:
-            for i, at in tensors_in(self, h.span):
-                self.vectors.m_N[at] = self._taken_in(at, self._gradient(i, at, runs), h)
+            self._take_in(h, runs)
         self._sent.clear()
         self._of_box.clear()
         self._where = None

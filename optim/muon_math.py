@@ -20,6 +20,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+Tensors = list[Tensor] | tuple[Tensor, ...]
+"""As torch._foreach_* takes them."""
 SIZE = 0.2
 """Root mean square of an update's entries, about that of AdamW's.  [Liu et al. 2025, sec. 2.2]"""
 FLOOR = 0.1
@@ -111,7 +113,15 @@ def vector(m: Tensor) -> Tensor:
 
     Of one size as a whole most entries of a bias would hardly move, for a few are much larger than all others.
     """
-    return m.sign().mul_(SIZE).add_(m, alpha=0.0)  # what is not finite has a sign, too, and must be seen
+    return vectors([m])[0]
+
+
+def vectors(each: Tensors) -> list[Tensor]:
+    """vector() of each of them, in as many calls as of one: models have many, and small ones."""
+    u = list(torch._foreach_sign(each))
+    torch._foreach_mul_(u, SIZE)
+    torch._foreach_add_(u, each, alpha=0.0)  # what is not finite has a sign, too, and must be seen
+    return u
 
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = {

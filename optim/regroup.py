@@ -407,7 +407,9 @@ def _residuals(
 def _keeps_errors(optimizer: FlatOptimizer[Any]) -> bool:
     """Does the step that this rank has not finished write error memory?"""
     plan = optimizer.plan(optimizer.num_steps + 1)
-    return plan.momentum is Wire.COMPRESSED or (plan.gradient is Wire.FULL and optimizer.gradient_memory is not None)
+    if plan.momentum is Wire.COMPRESSED:
+        return bool(error_memories(optimizer.vectors))
+    return plan.gradient is Wire.FULL and optimizer.gradient_memory is not None
 
 
 def _gone(holders: list[_Standing]) -> tuple[int, ...]:

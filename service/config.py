@@ -5,7 +5,6 @@ Every field can be set by an environment variable with the prefix THINWIRE_, for
 
 from __future__ import annotations
 
-import os
 import re
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
@@ -15,18 +14,11 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from thinwire.contract.files import data_folder
 from thinwire.contract.packages import MOST_BYTES
 from thinwire.contract.reports import LEASE_S
 
 IPNetwork = IPv4Network | IPv6Network
-
-
-def default_home() -> Path:
-    """The user's data folder for Thinwire: $XDG_DATA_HOME/thinwire, else ~/.local/share/thinwire."""
-    data = os.environ.get("XDG_DATA_HOME", "")
-    # The XDG rule: a relative path in the variable is to be ignored.
-    base = Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share"
-    return base / "thinwire"
 
 
 class Settings(BaseSettings):
@@ -34,7 +26,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="THINWIRE_", frozen=True, extra="forbid", env_ignore_empty=True)
 
-    home: Path = Field(default_factory=default_home, description="token, server.json, thinwire.db, runs/")
+    home: Path = Field(default_factory=data_folder, description="token, server.json, thinwire.db, runs/")
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="0: a free port, written to server.json")
     operator_token_from: str | None = Field(

@@ -87,6 +87,16 @@ def test_a_thinned_recommender_learns_nearly_as_much_from_a_tenth_of_the_bytes(u
 
 
 @pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_workers_that_send_what_has_changed_learn_all_labels_with_fewer_uploads(under, tmp_path):
+    script = str(EXAMPLES / "cada.py")
+    told = run(sys.executable, *TORCHRUN, script) if under == "torchrun" else run_forked(tmp_path / "told", 2, script)
+    *_, (accuracy, uploads, possible) = re.findall(r"accuracy (\d\.\d+), (\d+) of (\d+) uploads", told)
+    assert float(accuracy) > 0.9
+    assert int(possible) == 600
+    assert 2.5 * int(uploads) < 600
+
+
+@pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_sharded_boxes_compress_what_crosses_between_them(under, tmp_path):
     script = str(EXAMPLES / "sharded_boxes.py")
     by_torchrun = (sys.executable, *TORCHRUN[:-1], "4", script)

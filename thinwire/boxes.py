@@ -30,7 +30,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from thinwire.contract.files import private_folder, write_private
+from thinwire.contract.files import data_folder, private_folder, write_private
 from thinwire.service.launch import processes, ray_head
 from thinwire.service.launch.protocol import LauncherError
 from thinwire.service.launch.ray_head import Head, RayHead, Start
@@ -144,9 +144,7 @@ class BoxFolder:
 def default_folder() -> Path:
     """THINWIRE_BOX, else a folder beside the service's home."""
     given = os.environ.get(FOLDER_VARIABLE, "")
-    data = os.environ.get("XDG_DATA_HOME", "")
-    base = Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share"
-    return Path(given).expanduser().absolute() if given else base / "thinwire" / "box"
+    return Path(given).expanduser().absolute() if given else data_folder() / "box"
 
 
 def read_token(file: Path) -> str:

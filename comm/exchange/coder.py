@@ -129,6 +129,7 @@ class Coder(ABC):
     serves_on: where a bucket is not received the others are served all the same: other ranks may have it, and the whole
     result then. Else nothing more is begun.
     sits_out: can one rank take part and give nothing (Exchange.launch_absent)?
+    takes_givers: can bytes be saved where only some ranks give? givers: those of this exchange; None: all.
     results: two, of which results[turn] was committed last and the other one is being made.
     """
 
@@ -136,6 +137,8 @@ class Coder(ABC):
     keeps_results = True
     serves_on = False
     sits_out = True
+    takes_givers = False
+    givers: Sequence[int] | None = None
 
     def __init__(self, buckets: Buckets, like: Tensor) -> None:
         self.buckets = buckets

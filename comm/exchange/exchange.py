@@ -487,9 +487,19 @@ class Exchange:
 class Mean(Exchange):
     """Means whose results take the place of what was launched: begin(), launch(0, x) ... launch(K-1, x), finish()."""
 
-    def begin(self, memory: ErrorMemory | None = None) -> None:
-        """Open a mean. memory: for what is left out, where anything is; None: it is dropped. Local."""
+    def begin(self, memory: ErrorMemory | None = None, givers: Sequence[int] | None = None) -> None:
+        """Open a mean. memory: for what is left out, where anything is; None: it is dropped. Local.
+
+        givers: the only ranks that give something, in order, the same on every rank; what the others launch is only
+        where their mean goes, of all ranks: sum of the givers / ranks. None: all. Raises: ValueError where it cannot
+        be so.
+        """
+        if givers is not None and not self._coder.takes_givers:
+            raise ValueError(
+                f"givers = {list(givers)}: must be None but for a mean in full of several ranks, with topology flat"
+            )
         super().begin(memory)
+        self._coder.givers = givers
 
     def launch(self, k: int, x_N: Tensor) -> None:
         """Start the mean of bucket k of x, in order. x: float[N], contiguous; bucket k belongs to it until finish().

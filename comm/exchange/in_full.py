@@ -1,12 +1,15 @@
 """The values themselves, of which nothing is left out: their mean over all ranks.
 
     flat           x <- sum over all ranks                                                        one collective
+    some give      x of the u that give    a slice to each rank, which adds the u up in order of rank
+                   slices                  all-gather
     by node        x, on L ranks of a box     all-to-all: rank l has slice l of all L, and adds them up in order of rank
                    slice l, on the B boxes    the sum of the peers
                    x                          all-gather in the box
 
 A mean goes bucket by bucket, in place, while backward goes on. Between boxes 2 (B-1)/B of x leave a box, where a ring
-of all n ranks sends 2 (n-1)/n. After a failure x is undefined; nothing is left out, so there is nothing to undo, and
+of all n ranks sends 2 (n-1)/n. Where u ranks give, (n-1)/n of x leaves each of them, and as much every rank:
+(u + n) / 2n of what a ring sends. After a failure x is undefined; nothing is left out, so there is nothing to undo, and
 nothing to keep.
 """
 
@@ -27,13 +30,17 @@ from thinwire.comm.protocol import Group, Pending
 
 
 class SumCoder(Coder):
-    """Sums of vectors of one layout over one group. nodes: its boxes, where sums go by node first."""
+    """Sums of vectors of one layout over one group. second: its second communicator, or the group itself.
+
+    nodes: its boxes, where sums go by node first.
+    """
 
     keeps_results = False
 
-    def __init__(self, group: Group, buckets: Buckets, like: Tensor, nodes: Nodes | None = None) -> None:
+    def __init__(self, group: Group, second: Group, buckets: Buckets, like: Tensor, nodes: Nodes | None = None) -> None:
         super().__init__(buckets, like)
-        self._group, self._nodes = group, nodes
+        self._group, self._second, self._nodes = group, second, nodes
+        self.takes_givers = nodes is None
         self._peak_K = torch.zeros(len(buckets), dtype=like.dtype, device=like.device)
         self._own_K = torch.zeros_like(self._peak_K)
         self._peaks, self._owns = list(self._peak_K.unbind()), list(self._own_K.unbind())
@@ -43,7 +50,7 @@ class SumCoder(Coder):
         self._sent: list[Tensor] = [self._scratch] * len(buckets)
         """Of each bucket what is on the wire: a part of x, or NaN where there is none."""
         self._rows: list[tuple[Tensor, Tensor]] = [(self._scratch, self._scratch)] * len(buckets)
-        """By node: of each bucket a row for each rank of the box, sent and collected."""
+        """By node, or where some give: of each bucket a row for each rank, of the box or of all, sent and collected."""
 
     def new_memory(self) -> ErrorMemory:
         """Raises: TypeError: nothing is left out."""
@@ -56,7 +63,10 @@ class SumCoder(Coder):
         """Look at the values. NaN and infinity survive a maximum; it is read only on failure."""
         assert formed_b is not None
         self._sent[k] = formed_b
-        peak_(formed_b, self._owns[k], self._scratch)
+        if self.givers is None or self._group.rank in self.givers:
+            peak_(formed_b, self._owns[k], self._scratch)
+        else:
+            self._owns[k].zero_()
 
     def encode_nothing(self, k: int) -> None:
         """Zeros."""
@@ -71,41 +81,56 @@ class SumCoder(Coder):
         self._owns[k].fill_(torch.nan)
 
     def send(self, k: int) -> Sequence[Pending]:
-        """The bucket; by node the slices of the other ranks of the box."""
+        """The bucket; by node the slices of the other ranks of the box; where some give those of theirs."""
         x_b = self._sent[k]
+        if self.givers is not None:
+            rows_nc = self._sliced(x_b, self._group.size, fill=self._group.rank in self.givers)
+            collected_uc = rows_nc.new_empty((len(self.givers), rows_nc.shape[1]))
+            self._rows[k] = rows_nc, collected_uc
+            out_uB, in_nB = collected_uc.view(torch.uint8), rows_nc.view(torch.uint8)
+            return (self._group.start_scatters(out_uB, in_nB, self.givers),)
         if self._nodes is None:
             return (self._group.start_sum_(x_b),)
-        rows_Lc = self._sliced(x_b, fill=True)
+        rows_Lc = self._sliced(x_b, self._nodes.box.size, fill=True)
         collected_Lc = torch.empty_like(rows_Lc)
         self._rows[k] = rows_Lc, collected_Lc
         return (self._nodes.box.start_all_to_all(collected_Lc.view(torch.uint8), rows_Lc.view(torch.uint8)),)
 
     def serve(self, k: int, given: Given) -> None:
-        """The mean; by node the sum of the box on this rank's slice."""
-        if self._nodes is None:
-            self._finish(k)
+        """The mean; by node the sum of the box on this rank's slice; where some give that of theirs."""
+        if self._nodes is None and self.givers is None:
+            self._finish(k, self._sent[k])
             return
-        rows_Lc, (first, second, *others) = self._rows[k]
-        own_c = first.add_(second)
+        rows_Lc, (own_c, *others) = self._rows[k]
         for row in others:
             own_c.add_(row)
+        if self.givers is not None:
+            own_c.add_(self._owns[k] * self._zero)  # NaN where this rank refuses and has nothing else to say it by
         self._rows[k] = rows_Lc, own_c
 
     def pass_on(self, k: int) -> Pending | None:
-        """By node, the sum of the peers."""
+        """By node, the sum of the peers; where some give, the slices to all."""
+        if self.givers is not None:
+            rows_nc, own_c = self._rows[k]
+            return self._second.start_all_gather(rows_nc.view(torch.uint8), own_c.view(torch.uint8))
         return None if self._nodes is None else self._nodes.peers.start_sum_(self._rows[k][1])
 
     def receive(self, k: int, given: Given) -> None:
-        """By node, the slices of the other ranks of the box."""
-        if self._nodes is None:
+        """By node, the slices of the other ranks of the box; where some give all are here."""
+        if self._nodes is None and self.givers is None:
             return
-        x_b, own_c = self._sent[k], self._rows[k][1]
-        rows_Lc = self._sliced(x_b, fill=False)
+        x_b, (rows_Lc, own_c) = self._sent[k], self._rows[k]
         self._rows[k] = self._scratch, self._scratch
+        if self._nodes is None:
+            self._finish(k, rows_Lc.view(-1))
+            if rows_Lc.data_ptr() != x_b.data_ptr():
+                x_b.copy_(rows_Lc.view(-1)[: x_b.numel()])
+            return
+        rows_Lc = self._sliced(x_b, self._nodes.box.size, fill=False)
         hold(self._nodes.box.start_all_gather(rows_Lc.view(torch.uint8), own_c.view(torch.uint8)))
         if rows_Lc.data_ptr() != x_b.data_ptr():
             x_b.copy_(rows_Lc.view(-1)[: x_b.numel()])
-        self._finish(k)
+        self._finish(k, x_b)
 
     def finite(self) -> Tensor:
         """Is every mean? 0 times a number is 0, and NaN where that is not finite."""
@@ -123,15 +148,12 @@ class SumCoder(Coder):
         """x is undefined."""
         self.keep()
 
-    def _finish(self, k: int) -> None:
-        x_b = self._sent[k]
+    def _finish(self, k: int, x_b: Tensor) -> None:
         x_b.div_(self._size)
         peak_(x_b, self._peaks[k], self._scratch)
 
-    def _sliced(self, x_b: Tensor, *, fill: bool) -> Tensor:
-        """Room for x as a row for each rank of the box: x itself where it divides."""
-        assert self._nodes is not None
-        parts = self._nodes.box.size
+    def _sliced(self, x_b: Tensor, parts: int, *, fill: bool) -> Tensor:
+        """Room for x as so many rows: x itself where it divides."""
         size = Partition(x_b.numel(), parts).chunk
         if x_b.numel() == parts * size:
             return x_b.view(parts, size)

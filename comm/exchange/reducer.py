@@ -209,7 +209,7 @@ def flat_reducer(
 
     def means(wire: FullWire) -> Mean:
         pipeline = pipeline_for(group, second, like, len(buckets))
-        of = SumCoder(group, buckets, like) if wire == "fp32" else _coded(wire, group, second, buckets, like)
+        of = SumCoder(group, second, buckets, like) if wire == "fp32" else _coded(wire, group, second, buckets, like)
         return Mean(group, of, pipeline)
 
     return Reducer(group, coder, pipeline_for(group, second, like, len(buckets)), means, full=full)
@@ -242,7 +242,7 @@ def node_first_reducer(
 
     def means(wire: FullWire) -> Mean:
         if wire == "fp32":
-            return Mean(whole, SumCoder(whole, buckets, like, nodes), staged(whole, like, len(buckets)))
+            return Mean(whole, SumCoder(whole, second, buckets, like, nodes), staged(whole, like, len(buckets)))
         return Mean(whole, _coded(wire, whole, second, buckets, like), Pipeline())
 
     coder = NodeCoder(nodes, buckets, codec, like, threads=threads)

@@ -32,7 +32,13 @@ from thinwire.comm.groups.failure_detector import FailureDetector, Lost, Seen, S
 from thinwire.comm.groups.nccl import Communicators, ends_the_process, has_failed, is_nccl
 from thinwire.comm.groups.nodes import Part, PartStats
 from thinwire.comm.groups.outside import is_outside, more_of
-from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
+from thinwire.comm.groups.sent_bytes import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    all_to_all_bytes,
+    broadcast_bytes,
+    count_scatters,
+)
 from thinwire.comm.groups.watching import Gate, poll
 from thinwire.comm.protocol import Stats
 from thinwire.comm.signals import armed
@@ -155,7 +161,7 @@ class TorchGroup:
         self.stats.count("broadcast", broadcast_bytes(x, self.size, self.rank, src), src, x.nbytes)
         self._start("broadcast", x, lambda pg: dist.broadcast(x, group=pg, group_src=src, async_op=True)).wait()
 
-    def relay_(self, x: Tensor, path: Sequence[int]) -> None:
+    def relay_(self, x: Tensor, path: Sequence[int], piece_elements: int = PIECE_ELEMENTS) -> None:
         """X of all ranks on the path <- x of its first, from one to the next in pieces. Others send and get nothing.
 
         Collective, with x of one length. Each sends on what it has while it receives more, so that it takes about one
@@ -164,7 +170,7 @@ class TorchGroup:
         Raises: PeerLost.
         """
         at = path.index(self.rank) if self.rank in path else None
-        pieces = [piece.view(torch.uint8) for piece in torch.split(x.view(-1), PIECE_ELEMENTS)]
+        pieces = [piece.view(torch.uint8) for piece in torch.split(x.view(-1), piece_elements)]
         nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
         for turn in range(len(pieces) + len(path) - 2):
             out, given, to, of = nothing, nothing, [0] * self.size, [0] * self.size
@@ -201,6 +207,16 @@ class TorchGroup:
         return self._start(
             "all_gather", in_B, lambda pg: all_gather_single(out_nB.view(-1), in_B.view(-1), group=pg, async_op=True)
         )
+
+    def start_scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> TorchPending:
+        """Rows of these ranks alone, in the background. Over gloo the others' messages are empty. Raises: PeerLost."""
+        row_bytes = in_nB.shape[1]
+        gives = [row_bytes if rank in sources else 0 for rank in range(self.size)]
+        to = [gives[self.rank]] * self.size
+        _check_rows(in_nB, in_nB, self.size)
+        count_scatters(self.stats, in_nB, self.size, self.rank, sources)
+        given = in_nB.view(-1) if gives[self.rank] else in_nB.new_empty(0)
+        return self._start("scatters", in_nB, partial(_pass_on, out_uB.view(-1), given, gives, to))
 
     def start_sum_(self, x: Tensor) -> TorchPending:
         """x <- sum over ranks of x, not divided, in the background. Raises: PeerLost."""

@@ -65,7 +65,7 @@ class What(Enum):
 class Fault:
     """On these ranks, at the call of this number (from 0, of this collective, since arming).
 
-    collective: all_to_all, all_to_all_v, all_gather, sum, mean, broadcast. hang_s: how long HANG sleeps.
+    collective: one of COLLECTIVES. hang_s: how long HANG sleeps.
     """
 
     ranks: tuple[int, ...]
@@ -80,7 +80,7 @@ class Fault:
             raise ValueError(f"collective = {self.collective!r}: must be one of {', '.join(COLLECTIVES)}")
 
 
-COLLECTIVES = ("all_to_all", "all_to_all_v", "all_gather", "sum", "mean", "broadcast")
+COLLECTIVES = ("all_to_all", "all_to_all_v", "all_gather", "sum", "mean", "broadcast", "scatters")
 
 
 class Armed:
@@ -170,6 +170,10 @@ class FaultyGroup:
     def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> Pending:
         """As the group below."""
         return self._run("all_gather", out_nB, in_B, self._group.start_all_gather)
+
+    def start_scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> Pending:
+        """As the group below."""
+        return self._run("scatters", out_uB, in_nB, lambda out, given: self._group.start_scatters(out, given, sources))
 
     def start_sum_(self, x: Tensor) -> Pending:
         """As the group below."""

@@ -22,7 +22,7 @@ Source: Tang et al. 2021, fig. 3 (the two phases) and sec. 3.1 (what is measured
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, log2
 
@@ -62,7 +62,8 @@ class Network:
     """P ranks in equal boxes. bytes_per_s: payload, one direction of one box's link; infinite for one rank.
 
     latency_s: of one round of a collective. inside_bytes_per_s: among the ranks of a box, None where it is not known:
-    then what happens inside a box costs nothing here.
+    then what happens inside a box costs nothing here. rows: latency and bytes_per_s of all_to_all and all_gather, where
+    they were measured apart (`thinwire bench collectives`): the other two numbers are then those of rings.
     """
 
     ranks: int
@@ -70,12 +71,14 @@ class Network:
     bytes_per_s: float
     ranks_per_box: int = 1
     inside_bytes_per_s: float | None = None
+    rows: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_box < 1 or self.ranks % self.ranks_per_box:
             raise ValueError(f"{self.ranks} ranks in boxes of {self.ranks_per_box}: boxes must be full")
-        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
-            raise ValueError(f"latency_s = {self.latency_s}, bytes_per_s = {self.bytes_per_s}: need >= 0 and > 0")
+        for latency_s, bytes_per_s in ((self.latency_s, self.bytes_per_s), self.rows or (0.0, 1.0)):
+            if not latency_s >= 0 or not bytes_per_s > 0:
+                raise ValueError(f"latency_s = {latency_s}, bytes_per_s = {bytes_per_s}: need >= 0 and > 0")
 
     @property
     def boxes(self) -> int:
@@ -84,18 +87,35 @@ class Network:
 
     def seconds(self, cost: Cost) -> float:
         """What so many rounds and bytes take."""
-        return cost.rounds * self.latency_s + cost.num_bytes / self.bytes_per_s
+        latency_s, bytes_per_s = self.rows or (self.latency_s, self.bytes_per_s)
+        rings_s = (cost.rounds - cost.rows_rounds) * self.latency_s
+        rings_s += (cost.num_bytes - cost.rows_bytes) / self.bytes_per_s
+        return rings_s + cost.rows_rounds * latency_s + cost.rows_bytes / bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Rounds of messages that wait for one another, and bytes over the link of one box, one direction."""
+    """Rounds of messages that wait for one another, and bytes over the link of one box, one direction.
+
+    rows_rounds, rows_bytes: those of them that all_to_all and all_gather take.
+    """
 
     rounds: int
     num_bytes: float
+    rows_rounds: int = 0
+    rows_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.rounds + other.rounds, self.num_bytes + other.num_bytes)
+        return Cost(
+            self.rounds + other.rounds,
+            self.num_bytes + other.num_bytes,
+            self.rows_rounds + other.rows_rounds,
+            self.rows_bytes + other.rows_bytes,
+        )
+
+    def in_buckets(self, buckets: int) -> Cost:
+        """The same bytes in so many collectives of each kind, one after the other."""
+        return replace(self, rounds=buckets * self.rounds, rows_rounds=buckets * self.rows_rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +150,33 @@ def all_reduce(ranks: int, vector_bytes: float) -> Cost:
 
 def all_gather(ranks: int, vector_bytes: float) -> Cost:
     """Ring; vector_bytes: of what every rank has at the end."""
-    return Cost(ranks - 1, (ranks - 1) / ranks * vector_bytes)
+    return _of_rows(ranks - 1, (ranks - 1) / ranks * vector_bytes)
 
 
 def all_to_all(ranks: int, vector_bytes: float, ranks_per_box: int = 1) -> Cost:
     """Pairwise; vector_bytes: of all rows of one rank, its own included."""
     outside = ranks - ranks_per_box
-    return Cost(1 if outside else 0, ranks_per_box * outside / ranks * vector_bytes)
+    return _of_rows(1 if outside else 0, ranks_per_box * outside / ranks * vector_bytes)
+
+
+def _of_rows(rounds: int, num_bytes: float) -> Cost:
+    return Cost(rounds, num_bytes, rounds, num_bytes)
 
 
 def broadcast(ranks: int, vector_bytes: float) -> Cost:
     """Binomial tree with one rank a box; the source sends log2 P times."""
     steps = ceil(log2(ranks))
     return Cost(steps, steps * vector_bytes)
+
+
+def relay(ranks: int, vector_bytes: float, piece_bytes: float) -> Cost:
+    """Pipelined chain: M/C + P - 2 turns, in each of which every rank passes on a piece of C bytes; one rank a box.
+
+    Source: Awan et al., arXiv:1810.11112 and 1707.09414.
+    """
+    pieces = max(1, ceil(vector_bytes / piece_bytes))
+    turns = pieces + ranks - 2
+    return Cost(turns, turns * vector_bytes / pieces)
 
 
 def one_bit_bytes(numel: int, block: int = DEFAULT_BLOCK) -> float:
@@ -185,7 +219,7 @@ def predict(exchange: Exchange, network: Network, numel: int, work: Work = NO_WO
     if exchange is Exchange.NODE_FIRST_ONE_BIT and network.inside_bytes_per_s and network.ranks_per_box > 1:
         # Reduce-scatter before, all-gather after, in full precision: together the bytes of an all-reduce.
         inside_s = all_reduce(network.ranks_per_box, 4.0 * numel).num_bytes / network.inside_bytes_per_s
-    wire_s = network.seconds(Cost(cost.rounds * buckets, cost.num_bytes))
+    wire_s = network.seconds(cost.in_buckets(buckets))
     return Prediction(wire_s, cpu_s, inside_s, buckets, inside_s + pipelined(wire_s, cpu_s, buckets))
 
 

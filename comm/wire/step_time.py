@@ -121,7 +121,7 @@ def one_bit(network: Network, numel: int, transport: Transport, bucket_elements:
     buckets = ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.FLAT_ONE_BIT, network, numel)
     payload = 2 * (network.ranks - 1) / network.ranks * one_bit_bytes(numel)
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)
+    return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
 
 
 def full(network: Network, numel: int, transport: Transport, bucket_elements: int, wire: FullWire) -> Sent:
@@ -140,7 +140,7 @@ def coded(network: Network, numel: int, transport: Transport, bucket_elements: i
     exchange, buckets = FEW_BITS[codec], ceil(numel / bucket_elements)
     cost = exchange_cost(exchange, network, numel)
     payload = 2 * (network.ranks - 1) / network.ranks * few_bits_bytes(exchange, numel)
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, payload * transport.bits, buckets)
+    return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
 
 
 def _dense(network: Network, numel: int, value: int, per_byte_s: float, bucket_elements: int | None) -> Sent:
@@ -149,7 +149,7 @@ def _dense(network: Network, numel: int, value: int, per_byte_s: float, bucket_e
     buckets = ceil(4 * numel / DDP_BUCKET_BYTES) if bucket_elements is None else ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.DENSE_FP32 if value == 4 else Exchange.DENSE_16, network, numel)
     payload = all_reduce(network.ranks, value * numel).num_bytes
-    return Sent(Cost(cost.rounds * buckets, cost.num_bytes), payload, 0.0, buckets, payload * per_byte_s)
+    return Sent(cost.in_buckets(buckets), payload, 0.0, buckets, payload * per_byte_s)
 
 
 def wire_seconds(network: Network, sent: Sent) -> float:

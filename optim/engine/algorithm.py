@@ -31,14 +31,24 @@ from thinwire.contract.hyperparameters import ADAM
 from thinwire.optim.engine.ages import Age, Run, runs_of
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.clipping import Clipping
-from thinwire.optim.engine.exchanges import Exchange, Overlap, mean_gradient
+from thinwire.optim.engine.exchanges import Exchange, mean_gradient, refusal
 from thinwire.optim.engine.first_step import FirstStep
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.hyperparameters import AdamHyper, check_group
 from thinwire.optim.engine.options import Gradients, NonFinite
+from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.schedule import Phase, StepPlan, Wire
 from thinwire.optim.engine.share import Loaded
-from thinwire.optim.engine.state import Shown, TensorState, entries_of, is_field, put, replicated, sizes
+from thinwire.optim.engine.state import (
+    Shown,
+    TensorState,
+    entries_of,
+    error_memories,
+    is_field,
+    put,
+    replicated,
+    sizes,
+)
 
 State = TypeVar("State")
 """An algorithm's vectors: a dataclass whose fields declare their Kind."""
@@ -87,6 +97,9 @@ class Algorithm(Generic[State]):
 
     sends_in_full: ClassVar[bool] = True
     """Does some step exchange the mean gradient in full?"""
+
+    takes_closure: ClassVar[bool] = False
+    """Does step() need a closure?"""
 
     undone: Callable[[CommError], None] | None = None
     """Called with the error of a lost step, which step() and zero_grad() then do not raise (workers/session)."""
@@ -325,6 +338,13 @@ class Algorithm(Generic[State]):
         plain, vectors: their plain_state() and replicated vectors. For most algorithms the unit is the same.
         """
 
+    def compute(self, closure: Callable[[], float] | None) -> float | None:
+        """First in step(): the gradients, by the user's closure where one was given. Returns the loss."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
     def before_gradients(self) -> None:
         """First in a step that gathers gradients: look at what must not have changed since the last. Local."""
 
@@ -406,6 +426,15 @@ class Algorithm(Generic[State]):
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this plan exchanges, opened; the mean gradient for most algorithms."""
         return self.begin_mean()
+
+    def refuse_exchange(self, plan: StepPlan) -> Exchange:
+        """In the place of begin_exchange(), or of the mean: this rank takes no part, and finish() raises Refused.
+
+        Where ranks tell each other something before they exchange, it may be raised at once.
+        """
+        memories = list(error_memories(self.vectors).values())
+        memory = memories[0] if plan.gradient is not Wire.FULL and memories else None
+        return refusal(self.reduce, memory, self.mean_wire)
 
     def begin_mean(self) -> Exchange:
         """The mean gradient, opened."""

@@ -30,7 +30,6 @@ from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.box import refuse_other_mesh
 from thinwire.optim.engine.buffers import Buffers, excepted_of
-from thinwire.optim.engine.exchanges import refusal
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.local import local, named_parameters
 from thinwire.optim.engine.loss_scaling import is_scaled
@@ -225,8 +224,6 @@ def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
     if optimizer.group.size == 1:
         return
     optimizer.scaled = is_scaled(optimizer)
-    memories = list(error_memories(optimizer.vectors).values())
-    memory = memories[0] if plan.gradient is not Wire.FULL and memories else None
     optimizer.begin_beside(plan)
     if optimizer.gradients == "mean" and plan.gradient is not Wire.FULL:
         with suppress(Refused):
@@ -235,7 +232,7 @@ def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
     if plan.gradient is Wire.LOCAL and plan.momentum is Wire.LOCAL and not optimizer.beside_due:
         optimizer.send_beside()
     try:
-        optimizer.overlap.complete(lambda: refusal(optimizer.reduce, memory, optimizer.mean_wire), optimizer.send_due)
+        optimizer.overlap.complete(lambda: optimizer.refuse_exchange(plan), optimizer.send_due)
     except Refused:
         return
     raise RuntimeError("an exchange that this rank refused was finished: a defect of thinwire; please report it")

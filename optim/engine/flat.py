@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, refus
 from thinwire.optim.engine.places import places
 
 logger = logging.getLogger(__name__)
+Keeps = Callable[[int, Tensor], bool]
+"""Is the gradient of this tensor, what is here of it, read where it lies?"""
 
 LOOK_AT_ALL = 100
 """Steps from one look at all low-precision parameters to the next."""
@@ -322,11 +324,6 @@ class FlatSpace:
                 self._parameters[i].view(-1).copy_(master)
         self._written.clear()
 
-    def gradient(self, index: int) -> Tensor | None:
-        """What is here of the gradient of a tensor, as backward has left it. Collective where local_gradient is."""
-        param = self.tensors[index].param
-        return param.grad if self.box is None or param.grad is None else local_gradient(param.grad, param)
-
     def is_low(self, index: int) -> bool:
         """Is the tensor in low precision, so that its gradient lies in memory of its own?"""
         return self._dtypes[index] in LOW_PRECISION
@@ -335,10 +332,13 @@ class FlatSpace:
         """Does it lie in g_N?"""
         return 0 <= x.data_ptr() - self.g_N.data_ptr() < self.g_N.nbytes
 
-    def mark_of_gradient(self, index: int) -> tuple[int, int]:
-        """Changes when the gradient's memory is replaced or written, of a shard through its DTensor too."""
-        grad = self.tensors[index].param.grad
-        return (0, 0) if grad is None else mark(grad)
+    def marks_of_gradients(self, indices: Iterable[int]) -> list[tuple[int, int]]:
+        """Of each what changes when its memory is replaced or written, of a shard through its DTensor too."""
+        tensors = self.tensors
+        grads = [tensors[i].param.grad for i in indices]
+        if self.box is not None:
+            return [(0, 0) if grad is None else mark(grad) for grad in grads]
+        return [(0, 0) if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
 
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
@@ -358,26 +358,21 @@ class FlatSpace:
         self.quiet = self.take_gradients([i for i in range(len(self.tensors)) if not (done and done[i])])
 
     @torch.no_grad()
-    def take_gradients(self, indices: Sequence[int]) -> list[int]:
-        """As gather_gradients, of these tensors. Returns those without a new one. Raises: ValueError, naming one."""
-        quiet, indices = self._kept(indices)
-        grads = [self.tensors[i].param.grad for i in indices]
-        for i, grad in zip(indices, grads, strict=True):
-            if grad is not None:
-                if self.box is None and grad.shape != self._gradients[i].shape:
-                    self.refuse_changed()
-                refuse_unfit_gradient(grad, self.tensors[i].param, self.tensors[i].label)
-        if self.box:
-            pairs = zip(indices, grads, strict=True)
-            grads = [g if g is None else local_gradient(g, self.tensors[i].param) for i, g in pairs]
-        missing, into, foreign = [], [], []
-        for i, grad in zip(indices, grads, strict=True):
+    def take_gradients(self, indices: Sequence[int], keeps: Keeps | None = None) -> list[int]:
+        """As gather_gradients, of these tensors. Returns those without a new one. Raises: ValueError, naming one.
+
+        keeps: is this one read where backward has left it? Then it is left there. Collective where local_gradient is.
+        """
+        quiet, others = self._kept(indices)
+        indices, missing, into, foreign = [], [], [], []
+        for i, grad in self._fit(others, keeps):
             view = self._gradients[i]
+            indices.append(i)
             if grad is None:
                 missing.append(view)
                 quiet.append(i)
                 self._untouched[i] = self._version(i)
-            elif not _is_same(grad, view):
+            elif grad.layout != torch.strided or not _lies(grad, self._gradient_is[i]):
                 into.append(view)
                 dense = grad if grad.layout == torch.strided else grad.to_dense()
                 foreign.append(dense.clone() if self.lies_flat(dense) else dense)  # the same memory, read otherwise
@@ -398,17 +393,35 @@ class FlatSpace:
         given, shown = self._given[index], self._shown[index]
         return shown._version if given is shown else shown._version + given._version
 
-    def _kept(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _fit(self, grads: Iterable[tuple[int, Tensor | None]], keeps: Keeps | None) -> list[tuple[int, Tensor | None]]:
+        """What is here of these gradients, by tensor, but for those that are kept. Raises: ValueError."""
+        found: list[tuple[int, Tensor | None]] = []
+        tensors, shapes, dtypes, device = self.tensors, self._shapes, self._dtypes, self.p_N.device
+        for i, grad in grads:
+            if grad is None:
+                found.append((i, grad))
+                continue
+            here = grad if self.box is None else local_gradient(grad, tensors[i].param)
+            if keeps is not None and keeps(i, here):
+                continue
+            if grad.shape != shapes[i] or grad.dtype != dtypes[i] or grad.device != device:
+                if self.box is None and grad.shape != shapes[i]:
+                    self.refuse_changed()
+                refuse_unfit_gradient(grad, tensors[i].param, tensors[i].label)
+            found.append((i, here))
+        return found
+
+    def _kept(self, indices: Sequence[int]) -> tuple[list[int], list[tuple[int, Tensor | None]]]:
         """Takes the gradients that lie where they were shown, as most do. Those without a new one; and the others."""
         quiet: list[int] = []
-        others: list[int] = []
-        if self.box is not None:
-            return quiet, list(indices)
+        others: list[tuple[int, Tensor | None]] = []
         tensors, given, place, taken = self.tensors, self._given, self._gradient_is, self._taken
+        if self.box is not None:
+            return quiet, [(i, tensors[i].param.grad) for i in indices]
         for i in indices:
             grad, own = tensors[i].param.grad, given[i]
             if grad is not own or not _lies(own, place[i]):
-                others.append(i)
+                others.append((i, grad))
                 continue
             version = own._version
             if version == taken[i]:
@@ -502,7 +515,7 @@ class FlatSpace:
             if param.dtype == view.dtype:
                 if self.box is None and param.shape != view.shape:
                     self.refuse_changed()
-                if not _is_same(self._shown[i], view):  # somebody replaced its storage, as model.to() does
+                if not _lies(self._shown[i], self._gradient_is[i]):  # somebody replaced its storage, as model.to() does
                     self._shown[i] = _alone(view)
                     self._given[i] = as_dtensor(self._shown[i], param)
                 param.grad = self._given[i]
@@ -533,10 +546,6 @@ def _place(x: Tensor) -> _Place:
 def _lies(x: Tensor, place: _Place) -> bool:
     at, shape, stride, dtype = place
     return x.data_ptr() == at and x.stride() == stride and x.shape == shape and x.dtype is dtype
-
-
-def _is_same(grad: Tensor, view: Tensor) -> bool:
-    return grad.layout == torch.strided and _lies(grad, _place(view))
 
 
 def holders(storage: torch.UntypedStorage) -> int:

@@ -33,7 +33,7 @@ from thinwire.optim.engine.ages import Age
 from thinwire.optim.engine.algorithm import Algorithm, State
 from thinwire.optim.engine.buffers import Buffers
 from thinwire.optim.engine.clipping import Clipping
-from thinwire.optim.engine.exchanges import Exchange, Overlap
+from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.first_step import FirstStep, refuse_apart
 from thinwire.optim.engine.flat import shortening
 from thinwire.optim.engine.loss_scaling import forget_scaler, is_scaled, tell_scaler, unscale_
@@ -49,6 +49,7 @@ from thinwire.optim.engine.options import (
     refuse_wrapped,
 )
 from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_edited, refuse_orphans
+from thinwire.optim.engine.overlap import Overlap
 from thinwire.optim.engine.parameters import compute_dtype, digest, without_gradient
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.schedule import StepPlan, Wire
@@ -236,10 +237,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         been sent. Ctrl-C raises when the step is over, or where others are waited for (comm.signals): then it is undone
         too, and this rank has left the group, so that the others raise PeerLost.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.compute(closure)
         with self._reports_undone():
             try:
                 with self.calling(f"step() {self.num_steps + 1}"):

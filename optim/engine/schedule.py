@@ -99,6 +99,11 @@ def linear_plan() -> StepPlan:
     return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=False, bias_step=None)
 
 
+def uploads_plan(step: int) -> StepPlan:
+    """CADA: in each step what has changed of the gradients of some ranks, and AMSGrad on the mean that follows."""
+    return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=True, bias_step=step)
+
+
 def local_steps_plan(step: int, last_sync: int, every: int) -> StepPlan:
     """Local steps of any optimizer: nothing crosses, but what parameters have moved by in the last of each `every`."""
     crosses = Wire.COMPRESSED if step - last_sync >= every else Wire.LOCAL

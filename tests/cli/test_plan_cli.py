@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.collectives.made_up import kept, world
 from tests.workers.plan.rehearsed import plan as a_plan
 from tests.workers.small_job import SMALL, small_spec
 from thinwire.cli import plan as plan_cli
 from thinwire.cli.main import main
+from thinwire.contract.collectives import default_file
 from thinwire.contract.plan import PlanFailed
 
 SCRIPT = {"name": "mine", "recipe": {"name": "script", "entry": "train.py", "working_dir": "/srv/code"}}
@@ -18,6 +20,7 @@ SCRIPT = {"name": "mine", "recipe": {"name": "script", "entry": "train.py", "wor
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     path = tmp_path / "job.json"
     path.write_text(json.dumps(SMALL))
     return path
@@ -45,6 +48,10 @@ def run(capsys, *arguments):
         (["--workers", "0"], "--workers"),
         (["--doctor", "/no/such", "--rate", "1gbit"], "give one of both"),
         (["--doctor", "/no/such"], "No such file"),
+        (["--collectives", "/no/such", "--rate", "1gbit"], "give one of them"),
+        (["--collectives", "/no/such", "--doctor", "/no/such"], "No such file"),
+        (["--collectives", "/no/such"], "No such file"),
+        (["--collectives", "/dev/null"], "no regular file"),
         (["--doctor", "/dev/null"], "is not what `thinwire doctor --json` prints"),
     ],
 )
@@ -168,6 +175,31 @@ def test_an_examination_without_speeds_is_refused(job, capsys, tmp_path):
     code, _, told = run(capsys, job, "--doctor", path)
     assert code == 2
     assert "has no link that was measured" in told
+
+
+def test_lines_of_collectives_are_taken_where_they_are_given_or_found(job, capsys, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(plan_cli, "work", lambda name: lambda request, say: asked.append(request))
+    file = kept(tmp_path / "lab.json", world(3, {"ring": (1e-4, 1e7), "rows": (2e-4, 8e6)}))
+    assert run(capsys, job, "--collectives", file, "--workers", "3")[0] == 0
+    link = asked[0].link
+    assert (link.latency_s, link.bytes_per_s) == pytest.approx((1e-4, 1e7))
+    assert link.rows == pytest.approx((2e-4, 8e6))
+    assert f"lines of 3 ranks in {file}" in link.source
+    code, _, told = run(capsys, job, "--collectives", file, "--workers", "2")
+    assert code == 2
+    assert "has 3 ranks, not 2 ranks: run `thinwire bench collectives` with those" in told
+    kept(default_file(), world(3), link="the network at hand")
+    run(capsys, job, "--workers", "3")
+    assert f"lines of 3 ranks in {default_file()}" in asked[1].link.source
+    told = run(capsys, job, "--workers", "2")[2]
+    assert asked[2].link is None
+    assert "not 2 ranks" in told
+    run(capsys, job, "--workers", "3", "--rate", "1gbit")
+    assert asked[3].link.rows is None
+    monkeypatch.setenv("WORLD_SIZE", "3")  # ranks measure their own network
+    run(capsys, job)
+    assert asked[4].link is None
 
 
 def test_ranks_that_have_nothing_to_say_print_nothing(job, capsys, monkeypatch):

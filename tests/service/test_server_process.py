@@ -21,7 +21,8 @@ import pytest
 from pydantic import ValidationError
 
 from tests.service.control_plane_harness import spec, wait_until
-from thinwire.service.config import Settings, default_home
+from thinwire.contract.files import data_folder
+from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.server import KEPT_FILES, ServeRefused, _bind, _proxies, _url, serve
 
@@ -326,8 +327,8 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
 def test_the_home_is_the_users_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    assert default_home() == tmp_path / ".local" / "share" / "thinwire"
+    assert data_folder() == tmp_path / ".local" / "share" / "thinwire"
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
-    assert default_home() == tmp_path / ".local" / "share" / "thinwire"
+    assert data_folder() == tmp_path / ".local" / "share" / "thinwire"
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    assert default_home() == tmp_path / "data" / "thinwire"
+    assert data_folder() == tmp_path / "data" / "thinwire"

@@ -1,4 +1,4 @@
-"""`thinwire bench`: the benchmarks of a checkout, one command each; all but `gpu` are not in the wheel."""
+"""`thinwire bench`: the benchmarks, a command each; all but `gpu` and `collectives` are in a checkout alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Measure the kernels, the exchange and whole training steps. All but `gpu` need a checkout of the repository.",
+    help="Measure the kernels, collectives, the exchange and whole training steps. All but `gpu` and `collectives` "
+    "need a checkout of the repository.",
 )
 
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")]
@@ -52,6 +53,73 @@ def gpu(context: typer.Context) -> None:
     Example: `sudo thinwire bench gpu --minutes 5 --rates 10000,1000`
     """
     raise typer.Exit(work("gpu")(context.args))
+
+
+@app.command()
+def collectives(
+    hosts: Annotated[
+        int | None, typer.Option(help="Make a lab of so many hosts on this machine, as root. Needs --rate.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Of each link of the lab, such as 100mbit, 1gbit. Needs --hosts.")
+    ] = None,
+    delay: Annotated[
+        str | None, typer.Option(help="Of the lab, one way: 0.1ms, 0. Default: 0.1ms, and 0 above 1gbit.")
+    ] = None,
+    ranks_per_host: Annotated[int, typer.Option(help="Of the lab; they share a link.")] = 1,
+    sizes: Annotated[
+        str | None, typer.Option(help="Of vectors, by commas, ascending: 4k,64k,1m. [default: 1k, 4k, 16k ... 16m]")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, max=1000, help="Calls of each algorithm that are timed.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, max=3600.0, help="Leave out sizes that would take it past this.")
+    ] = 60.0,
+    piece: Annotated[str, typer.Option(help="What the chain passes on at a time.")] = "256k",
+    algorithms: Annotated[
+        str | None, typer.Option(help="Some of ring, rows, tree, broadcast, chain, by commas. [default: all]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu (gloo) or gpu (NCCL).")] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to keep it in; more worlds of the same network may go into one. [default: where jobs and "
+            "`thinwire plan` look for it; for a lab none]"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+) -> None:
+    """Time collectives by algorithm and size, and fit T = alpha + beta n to each, for `thinwire plan` and for jobs.
+
+    Three give all ranks the mean of their vectors: a **ring** (how dense gradients travel), all-to-all and all-gather
+    of **rows** (how compressed ones do) and a binomial **tree**. Two give all ranks the vector of one: a binomial
+    **broadcast** and a pipelined **chain** (how a rank that joins gets its state). They take turns at each size.
+
+    **alpha** is what a call takes however small it is, **beta** what each byte of the vector adds. The line is fitted
+    to every other size and the largest; *missed by* is the worst of the others, predicted over measured, less 1.
+
+    **Where.** Start it on each machine as torchrun starts a script, and it measures the network between them; what it
+    keeps is then found by jobs with the same ranks on these boxes, until they boot again, and by `thinwire plan`. Or
+    let it make a lab (`--hosts`, `--rate`), and give its file to `thinwire plan --collectives`.
+
+    Run it while nothing else does.
+
+    Examples: `torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 --no-python thinwire bench collectives` on each of two
+    machines, `torchrun --nproc-per-node 2 --no-python thinwire bench collectives --out /tmp/loopback.json`,
+    `sudo thinwire bench collectives --hosts 4 --rate 100mbit --out lab.json`
+    """
+    from thinwire.cli import bench_collectives
+
+    bench_collectives.run(
+        lab=bench_collectives.lab_of(hosts, rate, delay, ranks_per_host),
+        sizes=sizes,
+        turns=turns,
+        seconds=seconds,
+        piece=piece,
+        algorithms=algorithms,
+        device=device,
+        out=out,
+        as_json=as_json,
+    )
 
 
 def _over_links(name: str, loads: list[str] | None, tiny: str, words: str) -> None:

@@ -26,7 +26,10 @@ from thinwire.cli.extras import install_line
 
 GROUP = "thinwire.commands"
 OWN_COMMANDS = {
-    "bench": ("thinwire.cli.bench:app", "Measure kernels, the exchange and whole training steps in a lab."),
+    "bench": (
+        "thinwire.cli.bench:app",
+        "Measure kernels, collectives, the exchange and whole training steps in a lab.",
+    ),
     "doctor": ("thinwire.cli.doctor:app", "Say what is wrong with boxes and links, before a job suffers from it."),
     "drill": ("thinwire.cli.drill:app", "Kill workers of a real job, and see what it costs."),
     "lab": ("thinwire.cli.lab:app", "Several machines on slow Ethernet, in a box: check, up, run, down."),
@@ -35,6 +38,7 @@ OWN_COMMANDS = {
 WORK = {
     "drill": "thinwire.tools.drill.run:run",
     "chaos": "thinwire.tools.drill.chaos:run",
+    "collectives": "thinwire.tools.collectives.run:run",
     "gpu": "thinwire.tools.gpu.run:main",
     "plan": "thinwire.workers.plan.run:run",
     "fetch": "thinwire.workers.weights:fetch",

@@ -60,7 +60,7 @@ def check(
 
     Example: `sudo thinwire lab check --rate 100mbit`
     """
-    spec = _spec(2, rate, None, 0.0, 1)
+    spec = spec_of(2, rate, None, 0.0, 1)
     with _plain_errors():
         able = check_machine(spec, seconds, typer.echo)
     raise typer.Exit(0 if able else 1)
@@ -79,7 +79,7 @@ def up(
     Example: `sudo thinwire lab up --hosts 3 --rate 100mbit` in one terminal. In others run the commands that it prints,
     such as `sudo nsenter -t 4711 -m -n -p bash`.
     """
-    spec = _spec(hosts, rate, delay, loss, 1)
+    spec = spec_of(hosts, rate, delay, loss, 1)
     with _plain_errors(), Lab(spec) as lab:
         typer.echo(f"Lab {lab.id}: {_described(lab)}. To enter a host:")
         for host, (address, pid) in enumerate(zip(lab.addresses, lab.host_pids(), strict=True)):
@@ -118,7 +118,7 @@ def run(
 
     Two boxes of four ranks: `sudo thinwire lab run --hosts 2 --ranks-per-host 4 --rate 1gbit -- python train.py`
     """
-    spec = _spec(hosts, rate, delay, loss, ranks_per_host)
+    spec = spec_of(hosts, rate, delay, loss, ranks_per_host)
     with _plain_errors(), Lab(spec) as lab:
         typer.echo(f"Lab {lab.id}: {_described(lab)}.", err=True)
         result = lab.run(command, time_limit_s=time_limit, on_line=_print_line, omp_num_threads=threads)
@@ -149,7 +149,8 @@ def down() -> None:
             typer.echo("There is no lab on this machine.")
 
 
-def _spec(hosts: int, rate: str, delay: str | None, loss: float, ranks_per_host: int) -> LabSpec:
+def spec_of(hosts: int, rate: str, delay: str | None, loss: float, ranks_per_host: int) -> LabSpec:
+    """The lab that these options name. Raises: typer.BadParameter."""
     try:
         given: dict[str, Any] = {} if delay is None else {"delay_ms": time_ms(delay)}
         return LabSpec(hosts=hosts, rate_mbit=rate_mbit(rate), loss=loss, ranks_per_host=ranks_per_host, **given)

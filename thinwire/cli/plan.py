@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,9 @@ from thinwire.cli.commands import work
 from thinwire.cli.job_file import JobFileError, read_job_file, read_job_spec
 from thinwire.cli.packing import folder_of
 from thinwire.cli.quantities import bytes_text, rate_mbit, time_ms
-from thinwire.cli.screen import complain, progress
+from thinwire.cli.screen import complain, note, progress
 from thinwire.cli.submit import script_job
+from thinwire.contract.collectives import RING, ROWS, CollectivesError, default_file, read
 from thinwire.contract.plan import Link, MethodPlan, Plan, PlanFailed, Planning, PlanRequest, hours, ms
 from thinwire.contract.spec import MOST_WORKERS, ScriptSpec
 
@@ -43,6 +45,13 @@ def plan(
     doctor: Annotated[
         Path | None,
         typer.Option(help="What `thinwire doctor --peers ... --json` has printed: the slowest link in it."),
+    ] = None,
+    collectives: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `thinwire bench collectives` has kept, for as many workers. "
+            "[default: what it kept of this machine's network, where it has and no link is given]"
+        ),
     ] = None,
     workers: Annotated[
         int | None,
@@ -71,9 +80,9 @@ def plan(
     fp32 and in bf16 and by 1-bit Adam, 1-bit LAMB and 0/1 Adam; of a job of SGD or Muon by that at one bit; and by
     local steps, which are advised only where the job asks for them. The last line says what to do, and why.
 
-    **The link.** Give it with `--rate` and `--latency`, or by what `thinwire doctor` has measured (`--doctor`); then
-    one machine is enough. Or start the command on all machines as torchrun starts a script, and it is measured between
-    them, in about a second.
+    **The link.** Give it with `--rate` and `--latency`, or by what `thinwire doctor` (`--doctor`) or
+    `thinwire bench collectives` (`--collectives`) has measured; then one machine is enough. Or start the command on all
+    machines as torchrun starts a script, and it is measured between them, in about a second.
 
     **What to look at.** "step" is a step after the warm-up, "warm-up" one in it, which sends the gradient in full. A
     gain of 1.8 says that the run takes 1/1.8 of the time of dense training. Below 1.05 the advice is not to compress.
@@ -88,8 +97,13 @@ def plan(
     `torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 --no-python thinwire plan job.yaml` on each of two machines
     """
     spec = read_job_spec(file, _document(file, arguments or (), working_dir, env or ()))
-    request = PlanRequest(spec, link_of(rate, latency, doctor), workers, per_machine, steps)
-    _refuse_what_cannot_be(request)
+    link = link_of(rate, latency, doctor)
+    if collectives is not None and link is not None:
+        raise typer.BadParameter("says what --rate and --doctor say; give one of them", param_hint="--collectives")
+    request = PlanRequest(spec, link, workers, per_machine, steps)
+    planned = _refuse_what_cannot_be(request)
+    if link is None and planned > 1:
+        request = replace(request, link=characterised(collectives, planned, per_machine))
     planning: Planning = work("plan")
     try:
         with progress("reading the job", transient=True) as say:
@@ -180,7 +194,8 @@ def _refuse_no_python(script: Path) -> None:
         raise JobFileError(f"{script}{line} is no Python: {words}") from error
 
 
-def _refuse_what_cannot_be(request: PlanRequest) -> None:
+def _refuse_what_cannot_be(request: PlanRequest) -> int:
+    """How many workers it is for. Raises: typer.BadParameter, JobFileError."""
     ranks = int(os.environ.get("WORLD_SIZE") or 1)
     workers = request.workers or (ranks if ranks > 1 else request.spec.workers.max)
     if workers % request.per_machine:
@@ -196,12 +211,16 @@ def _refuse_what_cannot_be(request: PlanRequest) -> None:
         raise typer.BadParameter(
             f"{workers} for global_batch = {request.spec.global_batch}: each needs a sample", param_hint="--workers"
         )
+    return workers
 
 
 def _link_text(link: Link) -> str:
     if link.bytes_per_s == float("inf"):
         return link.source
-    return f"{bytes_text(link.bytes_per_s)}/s of payload, {ms(link.latency_s)} a round ({link.source})"
+    rows = ""
+    if link.rows is not None:
+        rows = f" in a ring; {bytes_text(link.rows[1])}/s, {ms(link.rows[0])} in all-to-all and all-gather"
+    return f"{bytes_text(link.bytes_per_s)}/s of payload, {ms(link.latency_s)} a round{rows} ({link.source})"
 
 
 def link_of(rate: str | None, latency: str | None, doctor: Path | None) -> Link | None:
@@ -223,6 +242,29 @@ def link_of(rate: str | None, latency: str | None, doctor: Path | None) -> Link 
     if milliseconds > MOST_MS:
         raise typer.BadParameter(f"{latency}: must be at most 60s, one way", param_hint="--latency")
     return Link(1e-3 * milliseconds, GOODPUT * megabits * 1e6 / 8, f"given: {rate}, {latency or DEFAULT_LATENCY}")
+
+
+def characterised(given: Path | None, workers: int, per_machine: int) -> Link | None:
+    """What `thinwire bench collectives` has kept for so many; given: None: where it keeps it, if it has.
+
+    None where that has nothing for these, and where ranks were started, which measure their own. Raises:
+    typer.BadParameter.
+    """
+    file = given or default_file()
+    if given is None and (int(os.environ.get("WORLD_SIZE") or 1) > 1 or not file.exists()):
+        return None
+    try:
+        world = read(file).world(workers, per_machine, file)
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="--collectives") from error
+    except CollectivesError as error:
+        if given is None:
+            note(f"{error}")
+            return None
+        raise typer.BadParameter(str(error), param_hint="--collectives") from error
+    ring, rows = world.algorithms[RING], world.algorithms[ROWS]
+    source = f"lines of {world.ranks} ranks in {file}, {world.measured}"
+    return Link(ring.latency_s, ring.bytes_per_s, source, (rows.latency_s, rows.bytes_per_s))
 
 
 def _examined(file: Path) -> Link:

@@ -31,10 +31,9 @@ from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.quantities import seconds_text
 from thinwire.cli.summary import read_summary, summary_table
 from thinwire.cli.watch import outcome, watch
-from thinwire.contract.files import unusable_home
+from thinwire.contract.files import data_folder, unusable_home
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.run_folder import RunFolder
-from thinwire.service.config import default_home
 from thinwire.service.launch.protocol import LauncherError
 
 READY_S = 240.0
@@ -157,7 +156,7 @@ class _Quickstart:
         self.say("")
         picture = _short(RunFolder(self._results).picture)
         self.say(f"1. Open {picture}: loss and bytes over the steps, with the phases shaded.")
-        where = "" if self._home == default_home() else f"THINWIRE_HOME={_short(self._home)} "
+        where = "" if self._home == data_folder() else f"THINWIRE_HOME={_short(self._home)} "
         submit = f"{where}{_command()} submit {_short(self._file)} --watch"
         self.say(f"2. Keep a service up with `{serve}`; then, in another terminal, `{submit}`.")
         self.say("3. Read README.md and docs/: what the figures mean, and how to train a model of your own.")

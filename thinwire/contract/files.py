@@ -48,6 +48,14 @@ def write_first(path: Path, content: str | bytes) -> bool:
     return True
 
 
+def data_folder() -> Path:
+    """The user's data folder for Thinwire: $XDG_DATA_HOME/thinwire, else ~/.local/share/thinwire."""
+    data = os.environ.get("XDG_DATA_HOME", "")
+    # The XDG rule: a relative path in the variable is to be ignored.
+    base = Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share"
+    return base / "thinwire"
+
+
 class NotPlain(OSError):
     """It is no regular file, or holds more than it may."""
 

@@ -144,4 +144,11 @@ EVERY = Number("every", 32, "local steps from one exchange to the next", at_leas
 OUTER_LR = Number("outer.lr", 1.0, "rate of the outer step: 1 goes to the mean of the ranks", above=0.0)
 OUTER_MOMENTUM = Number("outer.momentum", 0.0, "of the outer step", at_least=0.0, below=1.0)
 OUTER = (OUTER_LR, OUTER_MOMENTUM)
+CADA_LR = Number("lr", 5e-4, LR.about, at_least=0.0)
+CADA_RULES = (1, 2)
+MAX_AGE = Number(
+    "max_age", 50, "steps after which a worker sends its gradient whatever it is; 0: every step", at_least=0, whole=True
+)
+HORIZON = Number("horizon", 10, "last moves of the parameters that a change is compared with", at_least=1, whole=True)
+THRESHOLD = Number("threshold", 1.0, "larger: fewer gradients are sent; 0: all", at_least=0.0)
 MAX_GRAD_NORM = Number("max_grad_norm", None, above=0.0, optional=True)

@@ -199,6 +199,26 @@ class LocalStepsSpec(Frozen):
         return self.inner.lr
 
 
+class CadaSpec(Frozen):
+    """CADA (arXiv 2012.15469): AMSGrad, where a worker sends its gradient only when that has changed enough."""
+
+    name: Literal["cada"]
+    lr: float = _field(declared.CADA_LR, ge=None, gt=0.0)
+    betas: tuple[Annotated[float, _field(declared.BETA1, ...)], Annotated[float, _field(declared.BETA2, ...)]] = (
+        declared.BETAS
+    )
+    eps: float = _field(declared.EPS)
+    weight_decay: float = _field(declared.WEIGHT_DECAY)
+    rule: Literal[1, 2] = Field(
+        2,
+        description="1: gradients are compared with those at a point that all workers renew every max_age steps; 2: "
+        "with those at the point where the worker last sent",
+    )
+    max_age: Whole = _field(declared.MAX_AGE)
+    horizon: Whole = _field(declared.HORIZON)
+    threshold: float = _field(declared.THRESHOLD)
+
+
 Optimizer = Annotated[
     OneBitAdamSpec
     | OneBitLambSpec
@@ -209,6 +229,7 @@ Optimizer = Annotated[
     | LambSpec
     | SgdSpec
     | MuonSpec
-    | LocalStepsSpec,
+    | LocalStepsSpec
+    | CadaSpec,
     Field(discriminator="name"),
 ]

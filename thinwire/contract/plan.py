@@ -18,11 +18,16 @@ class PlanFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One box's link in one direction. latency_s: of one round. bytes_per_s: of payload. source: who says so."""
+    """One box's link in one direction. latency_s: of one round. bytes_per_s: of payload. source: who says so.
+
+    rows: both, of all_to_all and all_gather, where they were measured apart through the transport itself, whose work on
+    the processor is then in all four numbers (comm.wire.network.Network).
+    """
 
     latency_s: float
     bytes_per_s: float
     source: str
+    rows: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from thinwire.contract import script, start, stores
 from thinwire.contract.fields import Fraction, Frozen, Impossible, StepsOrFraction, Whole, refuse
 from thinwire.contract.job_names import LABEL
 from thinwire.contract.optimizers import (
+    CadaSpec,
     Freezing,
     FullExchange,
     LocalStepsSpec,
@@ -492,6 +493,8 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
             found.append(("optimizer.inner.full_exchange", local.inner.full_exchange, words))
         if spec.topology == "node_first":
             found.append(("topology", spec.topology, "flat or auto with optimizer.name = local_steps"))
+    if isinstance(local, CadaSpec) and spec.topology == "node_first":
+        found.append(("topology", spec.topology, "flat or auto with optimizer.name = cada"))
     if spec.lr_warmup_steps > spec.steps:
         found.append(("lr_schedule.warmup", spec.lr_warmup_steps, f"at most steps = {spec.steps}"))
     return found

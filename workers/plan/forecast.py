@@ -127,7 +127,7 @@ def network_of(link: Link, workers: int, per_machine: int) -> Network:
     """The link as a Network. Raises: ValueError where machines are not full."""
     if workers == 1:
         return Network(1, 0.0, inf)
-    return Network(workers, link.latency_s, link.bytes_per_s, per_machine)
+    return Network(workers, link.latency_s, link.bytes_per_s, per_machine, rows=link.rows)
 
 
 def chosen_bucket(job: PlannedJob, network: Network, elements: int, on_gpu: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from thinwire.comm.bucket_size import measure
 from thinwire.comm.groups.distributed import TorchGroup
+from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
 from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.data.corpus import DataError
@@ -42,9 +43,9 @@ def _alone(request: PlanRequest, say: Say) -> Plan:
     link = HERE if workers == 1 else request.link
     if link is None:
         raise PlanFailed(
-            "there is no link to measure from this machine alone: give --rate (and --latency) or --doctor, or start "
-            "the command on each machine as torchrun starts a script: torchrun --nnodes 2 --rdzv-endpoint HEAD:29500 "
-            "--no-python thinwire plan FILE"
+            "there is no link to measure from this machine alone: give --rate (and --latency), --doctor or "
+            "--collectives, or start the command on each machine as torchrun starts a script: torchrun --nnodes 2 "
+            "--rdzv-endpoint HEAD:29500 --no-python thinwire plan FILE"
         )
     network_of(link, workers, request.per_machine)  # before anything is started
     learned = None
@@ -54,6 +55,8 @@ def _alone(request: PlanRequest, say: Say) -> Plan:
         learned = dry_steps(request.spec, workers, request.per_machine, request.steps, devices)
     job, orders = orders_of(request, link, workers, learned)
     found = spawn(orders, say)
+    if link.rows is not None:
+        found = replace(found, transport=Transport())
     say("done", 1.0)
     return forecast(job, link, workers, request.per_machine, found, learned.assumed() if learned else ())
 

@@ -19,9 +19,10 @@ from torch.utils.data import default_collate
 from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
-from thinwire.contract.optimizers import LocalStepsSpec
+from thinwire.contract.optimizers import CadaSpec, LocalStepsSpec
 from thinwire.contract.spec import PythonStdlib, TextFile, TextRecipe, TrainSpec
 from thinwire.optim import (
+    CADA,
     SGD,
     Adam,
     FlatOptimizer,
@@ -54,6 +55,7 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": SGD,
     "muon": Muon,
     "local_steps": LocalSteps,
+    "cada": CADA,
 }
 """By `optimizer.name` of the spec."""
 
@@ -158,11 +160,11 @@ class OfJob(Recipe):
                 group=group,
             )
             return local
+        how = {"overlap": self.spec.overlap, "topology": self.spec.topology}
         optimizer: FlatOptimizer[Any] = made(
             params,
             group=group,
-            overlap=self.spec.overlap,
-            topology=self.spec.topology,
+            **({} if isinstance(given, CadaSpec) else how),  # who sends is known after backward alone
             **hyperparameters(self.spec),
         )
         return optimizer

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
@@ -107,7 +108,8 @@ def train(recipe: Recipe, run: Session) -> nn.Module:
     for batch in batches:
         # Before backward: what 0/1 Adam sends in it has the rate in it.
         set_rate(optimizer, recipe.lr(run.step_number + 1))
-        run.step(recipe.loss(model, moved(batch, run.device)))
+        loss = partial(recipe.loss, model, moved(batch, run.device))
+        run.step(loss if optimizer.takes_closure else loss())
     return model
 
 

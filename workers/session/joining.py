@@ -49,6 +49,7 @@ from thinwire.workers.plan.schedule import RunSteps, full_steps
 from thinwire.workers.ranks import Alone
 from thinwire.workers.replicas import ranks_that_differ
 from thinwire.workers.saving import of_shard, on_all, registered_in, restore, restored
+from thinwire.workers.session.known_network import known_network
 from thinwire.workers.session.registered import State
 from thinwire.workers.session.training import ScriptError, Surroundings, Training
 from thinwire.workers.weights import Given, StartRefused, fill, opened, refuse_misfits
@@ -233,7 +234,7 @@ def kept_bucket(
     group.broadcast_(known)
     if int(known):
         return int(known)
-    size, network = measured_bucket(group, numel, device, full)
+    size, network = measured_bucket(group, numel, device, full, known_network(group, device))
     if group.rank == 0 and network is not None:
         logger.info(
             "buckets_chosen elements=%d of=%d latency_us=%.0f mbyte_per_s=%.1f",
@@ -248,6 +249,7 @@ def kept_bucket(
             "ranks": group.size,
             "latency_s": network.latency_s,
             "bytes_per_s": network.bytes_per_s,
+            "rows": network.rows,
         }
         write_whole(file, json.dumps(chosen, indent=2) + "\n")
     return size

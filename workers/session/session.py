@@ -289,13 +289,26 @@ class Session:
         if course is not None and course.has_made_all and self._batches is not None:
             next(self._batches, None)
 
-    def step(self, loss: Tensor) -> None:
-        """Backward, the optimizer's step, gradients to zero, and the loss reported. loss: the mean over the batch."""
+    def step(self, loss: Tensor | Callable[[], Tensor]) -> None:
+        """Backward, the optimizer's step, gradients to zero, and the loss reported. loss: the mean over the batch.
+
+        Or what computes it, which CADA needs: it may be called twice.
+        """
         optimizer = self._in_loop("step")[0].training.optimizer
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        found: list[Tensor] = []
+
+        def closure() -> float:
+            found[:] = [loss if isinstance(loss, Tensor) else loss()]
+            found[0].backward()  # type: ignore[no-untyped-call]
+            return 0.0
+
+        if isinstance(loss, Tensor):
+            closure()
+            optimizer.step()
+        else:
+            optimizer.step(closure)
         optimizer.zero_grad()
-        self.report(loss=loss)
+        self.report(loss=found[0])
 
     def batches(
         self,

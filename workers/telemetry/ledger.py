@@ -16,6 +16,7 @@ otherwise; the bytes of a ring are the same.
     all_gather      ring, rank r to r + 1: n-1 rounds, each row in two halves
     mean, sum       ring, rank r to r - 1: reduce-scatter and all-gather in segments of 1 MiB or less, 2 a rank or more
     broadcast       binomial tree from the source
+    scatter         one message from the source to each peer
 
 A kind that begins with `box` or `peers` is that collective in every part of the group (comm.groups.nodes): among the
 ranks of each box, or among those of one number in all boxes.
@@ -126,7 +127,7 @@ class HeaderModel:
 
 SEGMENT_BYTES = 1 << 20
 """gloo's limit on one message of an all-reduce."""
-KINDS = ("all_to_all", "all_gather", "mean", "sum", "broadcast")
+KINDS = ("all_to_all", "all_gather", "mean", "sum", "broadcast", "scatter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,9 @@ def sends(call: Call, size: int) -> Iterator[Send]:
         return
     if kind == "broadcast":
         yield from _tree(num_bytes, root, size)
+    elif kind == "scatter":
+        for step in range(1, size):
+            yield Send(root, (root + step) % size, num_bytes // (size - 1), 1)
     elif kind == "all_to_all":
         row = num_bytes // (size - 1)
         for rank in range(size):

@@ -99,10 +99,14 @@ def _sent(sample: Sample, vector_bytes: int | None, buckets: int) -> Sent:
     if not num_bytes:
         return Sent()
     if vector_bytes is None:
-        return Sent(Cost(ranks * buckets, num_bytes), num_bytes, 0.0, buckets)
+        rounds = ranks * buckets
+        return Sent(Cost(rounds, num_bytes, rounds, num_bytes), num_bytes, 0.0, buckets)
     full_bytes = all_reduce(ranks, vector_bytes).num_bytes
-    rounds = 2 * (ranks - 1) * (num_bytes >= 0.99 * full_bytes) + ranks * (not 0.99 <= num_bytes / full_bytes <= 1.01)
-    return Sent(Cost(rounds * buckets, num_bytes), num_bytes, 0.0, buckets)
+    in_ring = num_bytes >= 0.99 * full_bytes
+    rows = ranks * (not 0.99 <= num_bytes / full_bytes <= 1.01)
+    rows_bytes = (num_bytes - full_bytes * in_ring) * bool(rows)
+    rounds = 2 * (ranks - 1) * in_ring + rows
+    return Sent(Cost(rounds * buckets, num_bytes, rows * buckets, rows_bytes), num_bytes, 0.0, buckets)
 
 
 def _network(run_dir: Path, ranks: int) -> Network | None:
@@ -111,7 +115,8 @@ def _network(run_dir: Path, ranks: int) -> Network | None:
         return Network(1, 0.0, inf)
     try:
         found = json.loads(RunFolder(run_dir).buckets.read_text())
-        return Network(ranks, found["latency_s"], found["bytes_per_s"])
+        rows = found.get("rows")
+        return Network(ranks, found["latency_s"], found["bytes_per_s"], rows=rows and (rows[0], rows[1]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

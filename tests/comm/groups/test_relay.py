@@ -4,15 +4,13 @@ from tests.comm import gloo_ranks
 
 RELAY = """
 join()
-import thinwire.comm.groups.distributed as module
-module.PIECE_ELEMENTS = 1000
 group = TorchGroup()
 path = (2, 0, 3)
 for numel in (1, 999, 1000, 4321):
     x = torch.full((numel,), float(rank))
     if rank == 2:
         x = torch.arange(numel, dtype=torch.float32)
-    group.relay_(x, path)
+    group.relay_(x, path, 1000)
     expected = torch.arange(numel, dtype=torch.float32) if rank in path else torch.full((numel,), float(rank))
     assert torch.equal(x, expected), (rank, numel)
 say("sent", group.stats.bytes_by_kind["relay"])

@@ -17,7 +17,7 @@ SCALED = "a GradScaler's gradients are divided by their scale in step()"
 
 @every_value({"name": ["adam", "onebit_adam", "onebit_lamb", "zero_one_adam"]}, only=(1, 3))
 def test_max_grad_norm_waits_in_the_first_step_in_which_a_rank_shortens_its_own(name, caplog):
-    caplog.set_level(logging.INFO, "thinwire.optim.engine.exchanges")
+    caplog.set_level(logging.INFO, "thinwire.optim.engine.overlap")
 
     def work(group):
         net = copy.deepcopy(NETS[0])

@@ -15,9 +15,9 @@ from tests.tools.lab.conftest import namespaces  # noqa: F401 - a fixture
 from thinwire.cli import bench
 from thinwire.tools.gpu import run
 from thinwire.tools.gpu.cases import FIRST, IN_BOXES, NOTHING, RATES_MBIT, THEN, TITLES, passes
-from thinwire.tools.gpu.rank import MARK
 from thinwire.tools.gpu.table import REHEARSAL, table
 from thinwire.tools.lab import Line
+from thinwire.tools.marked_lines import MARK
 
 ROOT = Path(__file__).parents[3]
 ALONE = """

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -41,6 +42,20 @@ def test_a_run_by_hand():
     assert found.compress
     assert found.best in COMPRESSED
     assert found.verdict.startswith("Compress, with ")
+
+
+def test_lines_of_each_kind_of_collective_change_what_is_predicted_and_advised():
+    """Rings as before, all-to-all and all-gather with a round of 20 ms and a tenth of the bandwidth; then of no use."""
+    before, bits = plan(SPEC), 3_125_000 + 4 * 6104
+    slower = plan(SPEC, link=replace(SLOW, rows=(2e-2, SLOW.bytes_per_s / 10)))
+    for name in ("dense_fp32", "dense_bf16"):
+        assert slower.method(name) == replace(before.method(name))
+    assert slower.method("onebit_adam").step_s == pytest.approx(0.23 + bits / 1.25e6 + 2 * 2e-2)
+    assert slower.method("onebit_adam").warmup_step_s == before.method("onebit_adam").warmup_step_s
+    assert slower.compress
+    useless = plan(SPEC, link=replace(SLOW, rows=(2e-2, SLOW.bytes_per_s / 100)))
+    assert (before.compress, useless.compress) == (True, False)
+    assert (before.best in COMPRESSED, useless.best) == (True, "dense_bf16")
 
 
 @pytest.mark.parametrize("kind", ["sgd", "muon"])

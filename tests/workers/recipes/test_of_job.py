@@ -49,7 +49,7 @@ def test_every_optimizer_is_built_from_the_defaults_of_its_spec_and_trains(name,
     assert summary["steps"] == 12
     assert summary["replicas_bit_equal"] is True
     assert samples[-1].loss < samples[1].loss
-    assert samples[-1].phase == ("compressed" if name.startswith(("onebit", "zero_one", "local")) else "dense")
+    assert samples[-1].phase == ("compressed" if name.startswith(("onebit", "zero_one", "local", "cada")) else "dense")
 
 
 def test_the_job_file_and_the_registry_name_the_same_optimizers():

@@ -81,6 +81,7 @@ def some_of_each(group: ThreadGroup) -> None:
     group.mean_(x)
     group.start_sum_(x).wait()
     group.broadcast_(x, src=group.size - 1)
+    group.start_scatters(torch.empty_like(rows[:1]), rows, [group.size - 1]).wait()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -123,8 +124,8 @@ def test_a_rank_never_sends_to_itself_and_a_group_of_one_sends_nothing(kind: str
 
 
 def test_an_unknown_collective_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'scatter'"):
-        list(sends(("scatter", 8, -1), 2))
+    with pytest.raises(ValueError, match="'reduce'"):
+        list(sends(("reduce", 8, -1), 2))
 
 
 def test_messages_of_an_all_reduce_are_those_that_gloo_sent() -> None:

@@ -29,8 +29,8 @@ from thinwire.tools.gpu.methods import LeftOut, Training, checksum, make
 from thinwire.tools.gpu.model import SIZES, Gpt, batch_of
 from thinwire.tools.lab.counters import token_buckets
 from thinwire.tools.lab.network import INTERFACE, tool
+from thinwire.tools.marked_lines import tell
 
-MARK = "@told "
 FEWEST_TURNS, MOST_TURNS, TURNS_S = 3, 10, 6.0
 """So many turns, or as many as fit into so long."""
 COLLECTIVE_S = 120.0
@@ -174,12 +174,6 @@ class Rank:
         asked = [tool("tc"), "-s", "-j", "qdisc", "show"]
         said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
         return int(token_buckets(said)[INTERFACE]["bytes"])
-
-
-def tell(**told: Any) -> None:
-    """One line to whoever started the ranks."""
-    sys.stdout.write(f"{MARK}{json.dumps(told)}\n")
-    sys.stdout.flush()
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

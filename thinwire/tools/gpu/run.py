@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 
 from thinwire.tools.gpu.cases import NOTHING, RATES_MBIT, TITLES, UNSHAPED_MBIT, Pass, passes
-from thinwire.tools.gpu.rank import MARK, Orders, argument
+from thinwire.tools.gpu.rank import Orders, argument
 from thinwire.tools.gpu.table import write
 from thinwire.tools.hardware import hardware
 from thinwire.tools.lab import Lab, LabError, LabSpec, Line
 from thinwire.tools.lab.lab import require_machine
 from thinwire.tools.lab.spec import MAX_HOSTS, MAX_RATE_MBIT, MIN_RATE_MBIT
+from thinwire.tools.marked_lines import told_in
 
 NO_GPU = """\
 torch sees no GPU, so there is nothing to measure here (torch {torch}, its CUDA: {cuda}).
@@ -114,10 +114,9 @@ def _start(
 
     def on_line(line: Line) -> None:
         nonlocal now
-        text = line.text.partition(MARK)[2]
-        if not text:
+        _, told = told_in(line.text)
+        if told is None:
             return
-        told: dict[str, Any] = json.loads(text)
         kind, where = told.pop("kind"), {"where": one.words()}
         if kind == "machine":
             found.machine = told
