@@ -11,7 +11,7 @@ are of one step, and there is no memory of them. With share = 1 it is the dense 
 of one, which sends nothing.
 
 The threshold of a sample is its K-th largest |x|, found anew in every step (comm/codecs/threshold.py says why).
-[Gupta et al. 2020, arXiv 2010.08899, Alg. 2 (DCT-MP), with L = 1]
+[Gupta et al. 2020, arXiv 2010.08899 (DCT, model parallel), with L = 1]
 """
 
 from __future__ import annotations
