@@ -16,8 +16,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from thinwire.comm import run_threads
-from thinwire.comm.groups.blocking import Blocking
-from thinwire.comm.protocol import Group
+from thinwire.comm.groups.blocking import FINISHED, Blocking
+from thinwire.comm.protocol import Group, Pending, Uneven
 
 T = TypeVar("T")
 
@@ -47,10 +47,14 @@ class Turns(Blocking):
         with self._given_away():
             self._group.mean_(x)
 
-    def scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> None:
+    def start_all_to_all_v(
+        self, out_B: Tensor, in_B: Tensor, of: Sequence[int], to: Sequence[int], num_bytes: int
+    ) -> Pending:
         """As the group below."""
+        assert isinstance(self._group, Uneven)
         with self._given_away():
-            self._group.start_scatters(out_uB, in_nB, sources).wait()
+            self._group.start_all_to_all_v(out_B, in_B, of, to, num_bytes).wait()
+        return FINISHED
 
     def sum_(self, x: Tensor) -> None:
         """As the group below."""

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from thinwire.comm.errors import CallMismatch
-from thinwire.comm.groups.texts import in_words, texts_if_they_differ
+from thinwire.comm.groups.texts import TextsCompared, in_words
 from thinwire.comm.protocol import Group
 from thinwire.comm.signals import deferred
 
@@ -59,14 +59,15 @@ class Calls:
     now: the call it is in, "" between calls. remedy: what to do where other ranks are not in it. last: the last call
     that ended well, so that all ranks took part in it. begun: collectives begun on each communicator; recent: the last
     RECENT of them. waits: those that some thread of this rank has waited for longer than a look. mismatch: what was
-    the text about ranks in different calls, once there were some: no collective begins after it.
+    the text about ranks in different calls, once there were some: no collective begins after it. left: why this rank
+    has left the group, once it has.
     """
 
-    __slots__ = ("_turn", "begun", "last", "mismatch", "now", "recent", "remedy", "waits")
+    __slots__ = ("_turn", "begun", "last", "left", "mismatch", "now", "recent", "remedy", "waits")
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
-        self.now = self.remedy = self.last = self.mismatch = ""
+        self.now = self.remedy = self.last = self.mismatch = self.left = ""
         self.begun = [0] * COMMUNICATORS
         self.recent: deque[Place] = deque(maxlen=RECENT)
         self.waits: set[Place] = set()
@@ -149,10 +150,21 @@ def refuse_other_calls(
     where it is not alike; None where it is.
     Raises: CallMismatch, alike on every rank; PeerLost.
     """
-    everyone = texts_if_they_differ(group, f"{call}\n{remedy}\n{more}", device)
-    if everyone is None:
-        return None
-    calls, remedies, mores = zip(*(text.split("\n", 2) for text in everyone), strict=True)
-    if len(set(calls)) > 1:
-        raise mismatch(dict(enumerate(calls)), remedies)
-    return list(mores)
+    return CallsCompared(group, call, device, remedy=remedy, more=more).differing()
+
+
+class CallsCompared:
+    """refuse_other_calls() in two halves: other work may lie between them. Collective, as differing() is."""
+
+    def __init__(self, group: Group, call: str, device: torch.device, *, remedy: str = "", more: str = "") -> None:
+        self._texts = TextsCompared(group, f"{call}\n{remedy}\n{more}", device)
+
+    def differing(self) -> list[str] | None:
+        """What else was compared, of all ranks, where it is not alike. Raises: CallMismatch, alike; PeerLost."""
+        everyone = self._texts.differing()
+        if everyone is None:
+            return None
+        calls, remedies, mores = zip(*(text.split("\n", 2) for text in everyone), strict=True)
+        if len(set(calls)) > 1:
+            raise mismatch(dict(enumerate(calls)), remedies)
+        return list(mores)

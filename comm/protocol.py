@@ -96,12 +96,6 @@ class Group(Protocol):
     def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> Pending:
         """As all_gather, without waiting for it. Bytes are counted here."""
 
-    def start_scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> Pending:
-        """As start_all_to_all where only `sources` give: out[k] <- in[this rank] of the k-th of them; uint8[u, B].
-
-        sources: in order of rank, the same on every rank. in: of another rank it is not read. Bytes are counted here.
-        """
-
     def start_sum_(self, x: Tensor) -> Pending:
         """x <- sum over ranks of x, not divided, without waiting for it. Floating point, contiguous."""
 

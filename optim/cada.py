@@ -35,6 +35,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.exchange.exchange import REFUSED, gather_flags, non_finite
 from thinwire.comm.kernels.peak import witness
+from thinwire.comm.protocol import Uneven
 from thinwire.contract.hyperparameters import BETAS, CADA_LR, CADA_RULES, EPS, HORIZON, MAX_AGE, THRESHOLD, WEIGHT_DECAY
 from thinwire.optim.engine.exchanges import Exchange
 from thinwire.optim.engine.flat import FlatSpace
@@ -100,7 +101,8 @@ class CADA(FlatOptimizer[CadaState]):
     shortens its own gradient, and the rule compares those that are not shortened), non_finite: as in CheckedOptions
     (optim.engine.options). What a rank sends is known after backward alone, and crosses in full: overlap, full_exchange
     and another topology than "flat" are refused.
-    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError; PeerLost, WireMismatch.
+    The constructor is collective: it sends rank 0's parameters to all. Raises: ValueError, TypeError; PeerLost,
+    WireMismatch.
     """
 
     shown: ClassVar[Mapping[str, str]] = {"m_N": "exp_avg", "v_N": "exp_avg_sq", "peak_N": "max_exp_avg_sq"}
@@ -141,6 +143,8 @@ class CADA(FlatOptimizer[CadaState]):
         self._change_N: Tensor | None = None
         self._given: tuple[Tensor, Sequence[int] | None] | None = None
         super().__init__(params, adam_defaults(lr, betas, eps, weight_decay), **options)
+        if self.group.size > 1 and not isinstance(self.group, Uneven):
+            raise TypeError(f"group = {type(self.group).__name__}: must be Uneven (thinwire.comm.protocol)")
         if self.space.box is not None:
             raise ValueError(
                 "params has DTensors, of which uploads are not held by a test: use OneBitAdam or OneBitMuon for "
@@ -356,6 +360,15 @@ class CADA(FlatOptimizer[CadaState]):
             for part in torch.split(step, SERIAL if p_N.device.type == "cpu" else size):
                 moved += part.square().sum()
         return moved
+
+    def divisor(self, at: slice) -> Tensor:
+        """What m is divided by, for optim.engine.health. at: elements of one run."""
+        run = next(run for run in self.runs if run.span.start <= at.start < run.span.stop)
+        h = self.hyper(self.param_groups[run.group], run.span)
+        seen = run.seen(self.num_updates)
+        correction = 1.0 if seen is None else 1 - h.beta2**seen
+        divided: Tensor = torch.sqrt(self.vectors.peak_N[at] / correction).add_(h.eps)
+        return divided
 
     # what is saved, and given to others
 

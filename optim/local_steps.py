@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -109,6 +108,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
 
     results: ClassVar[Results] = "read"
     sends_in_full: ClassVar[bool] = False
+    loses_what_is_behind: ClassVar[bool] = False
     shown: ClassVar[dict[str, str]] = {}
 
     def __init__(
@@ -137,7 +137,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         self.codec = codec_of(codec)
         if not isinstance(overlap, bool):
             raise ValueError(f"overlap = {overlap!r}: must be True or False")
-        self.runs_beside = overlap
+        self._runs_beside = overlap
         self._under_way: int | None = None
         """After which step the exchange that is under way was launched."""
         self._failed: CommError | None = None
@@ -173,7 +173,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def own_settings(self) -> dict[str, Any]:
         """As Algorithm.own_settings."""
         inner = type(self.inner.optimizer).__name__
-        return {"every": self.every, "outer": repr(self.outer), "inner": inner, "overlap": self.runs_beside}
+        return {"every": self.every, "outer": repr(self.outer), "inner": inner, "overlap": self._runs_beside}
 
     def make_space(self) -> FlatSpace:
         """As Algorithm.make_space: that of an inner optimizer of ours."""
@@ -220,6 +220,16 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def next_exchange(self) -> int:
         """As Algorithm.next_exchange."""
         return max(self._began + self.every, self.num_steps + 1)
+
+    @property
+    def steps_beside(self) -> int:
+        """As Algorithm.steps_beside."""
+        return self.every if self._runs_beside else 0
+
+    @property
+    def at_round_end(self) -> bool:
+        """As Algorithm.at_round_end; what was sent there may be under way."""
+        return self.num_steps == self._began
 
     def begin_beside(self, plan: StepPlan) -> None:
         """As FlatOptimizer.begin_beside: after the step that ends a round, with the exchange."""
@@ -285,7 +295,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         """
         s, p_N = self.vectors, self.space.p_N
         self.beside_due = True
-        if self.runs_beside and not whole:
+        if self._runs_beside and not whole:
             self._end_beside(plan)
             return
         try:
@@ -340,7 +350,17 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         self.saved["last_sync"] = after
 
     def _catch_up(self) -> None:
-        """Settle, and put x where it is with what all have moved by in the place of its own. Raises: as _end_round."""
+        """Put x where it is with what all have moved by in the place of its own. Collective. Raises: as _end_round."""
+        failed = self._replace_own_move()
+        if not isinstance(failed, PeerLost):
+            self.end_beside()
+        if isinstance(failed, NonFiniteInput) and not isinstance(failed, Refused):
+            raise self._said(failed) from failed
+        if failed is not None:
+            raise failed
+
+    def _replace_own_move(self) -> CommError | None:
+        """Settle, and move x, in low precision too. Returns how the exchange failed. Local."""
         self.settle()
         s, failed, self._failed = self.vectors, self._failed, None
         if self._has_arrived:
@@ -348,12 +368,10 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
             assert s.base_N is not None
             self.space.p_N.copy_(s.start_N - (s.base_N - self.space.p_N))
             self._has_arrived = False
+            self.space.write_back()
         if s.start_N is not None and self._under_way is None:
             s.base_N = None
-        if isinstance(failed, NonFiniteInput) and not isinstance(failed, Refused):
-            raise self._said(failed) from failed
-        if failed is not None:
-            raise failed
+        return failed
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
         """What this rank has moved by."""
@@ -472,6 +490,18 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
                 equalise_inner(self)
                 self.saved["same_inner"] = self.num_steps
 
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor], holders: int) -> None:
+        """As Algorithm.catch_up_: what this rank has moved by since the exchange that the others have is in R."""
+        base_N, p_N = self.vectors.base_N, self.space.p_N
+        if base_N is not None and torch.isfinite(witness(p_N)):
+            part_N.add_(base_N - p_N, alpha=1 / holders)
+
+    def end_round(self) -> None:
+        """As Algorithm.end_round, at any step; with overlap it waits for what is under way, too."""
+        with self.calling(f"end_round() after step {self.num_steps}", SYNC_EVERYWHERE):
+            self._agree_on_load()
+            self._end_for_all()
+
     def prepare_to_hand_over(self) -> None:
         """As prepare_to_save(), but that inner moments stay each rank's own; one that comes is given those of one."""
         super().prepare_to_save()
@@ -482,10 +512,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         if self.at_sync:
             return
         self.refuse_to_be_alone()
-        try:
-            self._catch_up()
-        finally:
-            self.space.write_back()
+        self._catch_up()
         if self.num_steps > self.common_steps:
             self._end_early(self.num_steps, whole=True)
         else:  # no step since the last exchange
@@ -503,8 +530,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         """As FlatOptimizer.synced_vectors: nothing is sent. What this rank has moved by is in R from here on."""
         s = self.vectors
         if taking_part and s.start_N is not None:
-            with suppress(CommError):  # of a peer that is gone, as all here know
-                self._catch_up()
+            self._replace_own_move()  # how it failed: a peer is gone, as all here know
             broken = ~torch.isfinite(witness(self.space.p_N))  # where the inner optimizer has diverged on this rank
             s.move_error.add_((s.start_N - self.space.p_N).masked_fill_(broken, 0.0))
             self.space.p_N.copy_(s.start_N)

@@ -151,8 +151,9 @@ def hand_over(optimizer: FlatOptimizer[Any]) -> None:
 
     R is then held here, until the next step, in place of the worker errors; the server errors are R too (rule S).
     Gradients are worth nothing afterwards.
-    Raises: PeerLost, and then nothing has changed.
+    Raises: PeerLost, and then nothing has changed; TypeError for an optimizer that is not handed over.
     """
+    _refuse_others(optimizer, "hand_over")
     optimizer.overlap.refuse_between("hand_over")
     with optimizer.calling(f"hand_over() after step {optimizer.num_steps}"):
         if error_memories(optimizer.vectors):
@@ -182,10 +183,22 @@ def regroup(
     given the state, also where that fails on the way.
     Raises: PeerLost, WireMismatch: everything is as before; ValueError for states that cannot belong together. Where
     nobody has a state, a rank may stand in this group by then and have rank 0's parameters: the next regroup() goes on.
+    TypeError for an optimizer that is not handed over, such as SparseAdam.
     """
+    _refuse_others(optimizer, "regroup")
     together = _Together(optimizer.space.box)
     with calls_of(group).within("regroup()"), GradientAsRoom(optimizer) as gradient, together:
         return _regroup(optimizer, group, has_state, bucket_elements, buffers, gradient, together)
+
+
+def _refuse_others(optimizer: object, call: str) -> None:
+    """Raises: TypeError for what cannot be carried over to other ranks, before anything is sent."""
+    if not isinstance(optimizer, FlatOptimizer):
+        raise TypeError(
+            f"{call}() of {type(optimizer).__name__}: those of thinwire.optim but SparseAdam are handed over. "
+            "SparseAdam: before a planned change call state_dict() on every old rank, make it over the new group, and "
+            "load_state_dict() on every rank of that; after a PeerLost go on from what was saved (docs/own-loop.md)"
+        )
 
 
 class _Together:
@@ -202,9 +215,11 @@ class _Together:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._box is not None and isinstance(error, CommError | ValueError):
-            box, self._box = self._box, None
+        box, self._box = self._box, None
+        if box is not None and isinstance(error, CommError | ValueError):
             box.least(LOST)
+        elif box is not None and error is not None:  # such as a signal's, of this rank alone
+            box.leave(f"{type(error).__name__} in regroup()")
 
     def agree(self) -> None:
         """All ranks of the box are through. Collective there, once. Raises: PeerLost where one has lost a peer."""
@@ -305,7 +320,8 @@ def _regroup(
             "error_lost_norm_unrebuilt": loss.unrebuilt_norm,
             "error_norm": loss.residual_norm,
         }
-    lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * (len(behind) + len(gone))
+    losers = len(gone) + (len(behind) if optimizer.loses_what_is_behind else 0)
+    lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * losers
     return Regrouped(now, source, received, behind, lost_steps, **asdict(loss))
 
 
@@ -381,7 +397,7 @@ def _residuals(
                     found[2:4] += optimizer.reduce.left_squares(memory)
                 part_N = optimizer.reduce.share(memory, len(holders), missing, rebuilt_by=rebuilt_by, out_N=spare())
                 if is_behind:
-                    optimizer.catch_up_(part_N, *common)
+                    optimizer.catch_up_(part_N, *common, len(holders))
             else:
                 part_N = torch.zeros_like(optimizer.space.p_N)
             group.start_sum_(part_N).wait()

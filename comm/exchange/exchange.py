@@ -496,7 +496,8 @@ class Mean(Exchange):
         """
         if givers is not None and not self._coder.takes_givers:
             raise ValueError(
-                f"givers = {list(givers)}: must be None but for a mean in full of several ranks, with topology flat"
+                f"givers = {list(givers)}: must be None but for a mean in full of several ranks, with topology flat, "
+                "over a Group that is Uneven (comm/protocol.py)"
             )
         super().begin(memory)
         self._coder.givers = givers

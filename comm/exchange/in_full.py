@@ -26,7 +26,7 @@ from thinwire.comm.groups.nodes import Nodes
 from thinwire.comm.groups.watching import hold
 from thinwire.comm.kernels.peak import peak_
 from thinwire.comm.layout import Buckets, Partition
-from thinwire.comm.protocol import Group, Pending
+from thinwire.comm.protocol import Group, Pending, Uneven
 
 
 class SumCoder(Coder):
@@ -40,7 +40,7 @@ class SumCoder(Coder):
     def __init__(self, group: Group, second: Group, buckets: Buckets, like: Tensor, nodes: Nodes | None = None) -> None:
         super().__init__(buckets, like)
         self._group, self._second, self._nodes = group, second, nodes
-        self.takes_givers = nodes is None
+        self.takes_givers = nodes is None and isinstance(group, Uneven)
         self._peak_K = torch.zeros(len(buckets), dtype=like.dtype, device=like.device)
         self._own_K = torch.zeros_like(self._peak_K)
         self._peaks, self._owns = list(self._peak_K.unbind()), list(self._own_K.unbind())
@@ -87,8 +87,7 @@ class SumCoder(Coder):
             rows_nc = self._sliced(x_b, self._group.size, fill=self._group.rank in self.givers)
             collected_uc = rows_nc.new_empty((len(self.givers), rows_nc.shape[1]))
             self._rows[k] = rows_nc, collected_uc
-            out_uB, in_nB = collected_uc.view(torch.uint8), rows_nc.view(torch.uint8)
-            return (self._group.start_scatters(out_uB, in_nB, self.givers),)
+            return (self._give(collected_uc.view(torch.uint8), rows_nc.view(torch.uint8), self.givers),)
         if self._nodes is None:
             return (self._group.start_sum_(x_b),)
         rows_Lc = self._sliced(x_b, self._nodes.box.size, fill=True)
@@ -147,6 +146,17 @@ class SumCoder(Coder):
     def undo(self, given: Sequence[Given], num_served: int, *, lost: bool) -> None:
         """x is undefined."""
         self.keep()
+
+    def _give(self, out_uB: Tensor, in_nB: Tensor, givers: Sequence[int]) -> Pending:
+        """Start to send each rank its row, from the givers alone."""
+        assert isinstance(self._group, Uneven)
+        size, row_bytes = in_nB.shape
+        of = [row_bytes if rank in givers else 0 for rank in range(size)]
+        own = of[self._group.rank]
+        for giver in givers:  # as the ledger reads it
+            self._group.stats.calls["scatter", row_bytes * (size - 1), giver] += 1
+        in_B = in_nB.view(-1) if own else in_nB.new_empty(0)
+        return self._group.start_all_to_all_v(out_uB.view(-1), in_B, of, [own] * size, row_bytes * size * len(givers))
 
     def _finish(self, k: int, x_b: Tensor) -> None:
         x_b.div_(self._size)

@@ -82,6 +82,8 @@ class SignCoder(Coder):
         self._pieces: list[Pieces | None] = [None] * len(self._rows)
         """Of each bucket, where runs have factors; made when they first have."""
         self._memory: ErrorMemory | None = None
+        self._formed_by: Added | None = None
+        """From form() to encode(): what kernels form a bucket by."""
         self._drawn = 0
         """The draw of the exchange under way, or of the last one."""
         self._counts_again = False
@@ -111,11 +113,13 @@ class SignCoder(Coder):
     def form(self, k: int, given: Given) -> Tensor | None:
         """Bucket k of what is added to the kept sums; None where the kernels form it themselves."""
         in_kernel = given.form is None and given.weight is not None and given.start_N is None
-        return None if in_kernel or self._advanced(k, given) is not None else self.formed(k, given)
+        self._formed_by = None if in_kernel else self._advanced(k, given)
+        return None if in_kernel or self._formed_by is not None else self.formed(k, given)
 
     def encode(self, k: int, given: Given, formed_b: Tensor | None) -> None:
         """Add what was given to the kept sums of bucket k, and write its rows and their flags."""
         rows, kept, z = self._rows[k], self._open.worker[k], self._added(k, given, formed_b)
+        self._formed_by = None
         self._kernels.encode(kept.sum_c, kept.scale_b, z, rows.table, rows.sent, self._worker_noise(rows))
 
     def encode_nothing(self, k: int) -> None:
@@ -251,8 +255,8 @@ class SignCoder(Coder):
     def _added(self, k: int, given: Given, formed_b: Tensor | None) -> Added:
         if formed_b is not None:
             return Vector(formed_b)
-        if (advanced := self._advanced(k, given)) is not None:
-            return advanced
+        if self._formed_by is not None:
+            return self._formed_by
         assert given.weight is not None
         lerp = self.parts_of(k, given), given.weight, self._rows[k].gathered[self.turn]
         if given.factor_r is None:

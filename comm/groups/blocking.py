@@ -42,10 +42,6 @@ class Blocking:
         """x <- sum over ranks of x. The group's own."""
         raise NotImplementedError
 
-    def scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> None:
-        """As start_scatters. The group's own, where it has more than one rank."""
-        raise NotImplementedError
-
     def start_all_to_all(self, out_nB: Tensor, in_nB: Tensor) -> Pending:
         """all_to_all, done when this returns. Raises: PeerLost."""
         self.all_to_all(out_nB, in_nB)
@@ -54,11 +50,6 @@ class Blocking:
     def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> Pending:
         """all_gather, done when this returns. Raises: PeerLost."""
         self.all_gather(out_nB, in_B)
-        return FINISHED
-
-    def start_scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> Pending:
-        """scatters, done when this returns. Raises: PeerLost."""
-        self.scatters(out_uB, in_nB, sources)
         return FINISHED
 
     def start_sum_(self, x: Tensor) -> Pending:

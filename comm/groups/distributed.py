@@ -32,13 +32,7 @@ from thinwire.comm.groups.failure_detector import FailureDetector, Lost, Seen, S
 from thinwire.comm.groups.nccl import Communicators, ends_the_process, has_failed, is_nccl
 from thinwire.comm.groups.nodes import Part, PartStats
 from thinwire.comm.groups.outside import is_outside, more_of
-from thinwire.comm.groups.sent_bytes import (
-    all_gather_bytes,
-    all_reduce_bytes,
-    all_to_all_bytes,
-    broadcast_bytes,
-    count_scatters,
-)
+from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.groups.watching import Gate, poll
 from thinwire.comm.protocol import Stats
 from thinwire.comm.signals import armed
@@ -208,16 +202,6 @@ class TorchGroup:
             "all_gather", in_B, lambda pg: all_gather_single(out_nB.view(-1), in_B.view(-1), group=pg, async_op=True)
         )
 
-    def start_scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> TorchPending:
-        """Rows of these ranks alone, in the background. Over gloo the others' messages are empty. Raises: PeerLost."""
-        row_bytes = in_nB.shape[1]
-        gives = [row_bytes if rank in sources else 0 for rank in range(self.size)]
-        to = [gives[self.rank]] * self.size
-        _check_rows(in_nB, in_nB, self.size)
-        count_scatters(self.stats, in_nB, self.size, self.rank, sources)
-        given = in_nB.view(-1) if gives[self.rank] else in_nB.new_empty(0)
-        return self._start("scatters", in_nB, partial(_pass_on, out_uB.view(-1), given, gives, to))
-
     def start_sum_(self, x: Tensor) -> TorchPending:
         """x <- sum over ranks of x, not divided, in the background. Raises: PeerLost."""
         self.stats.count("sum", all_reduce_bytes(x, self.size))
@@ -266,6 +250,7 @@ class TorchGroup:
         """
         if self._detector.left is not None:
             return
+        self.calls.left = reason
         self._detector.leave(reason)
         self._communicators.abort()
 

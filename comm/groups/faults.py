@@ -80,7 +80,7 @@ class Fault:
             raise ValueError(f"collective = {self.collective!r}: must be one of {', '.join(COLLECTIVES)}")
 
 
-COLLECTIVES = ("all_to_all", "all_to_all_v", "all_gather", "sum", "mean", "broadcast", "scatters")
+COLLECTIVES = ("all_to_all", "all_to_all_v", "all_gather", "sum", "mean", "broadcast")
 
 
 class Armed:
@@ -170,10 +170,6 @@ class FaultyGroup:
     def start_all_gather(self, out_nB: Tensor, in_B: Tensor) -> Pending:
         """As the group below."""
         return self._run("all_gather", out_nB, in_B, self._group.start_all_gather)
-
-    def start_scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> Pending:
-        """As the group below."""
-        return self._run("scatters", out_uB, in_nB, lambda out, given: self._group.start_scatters(out, given, sources))
 
     def start_sum_(self, x: Tensor) -> Pending:
         """As the group below."""

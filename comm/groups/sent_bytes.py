@@ -5,23 +5,12 @@ A ring for sum, mean and gather, pairwise for all-to-all. TCP, IP and transport 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
-
-from thinwire.comm.protocol import Stats
 
 
 def all_to_all_bytes(rows: Tensor, size: int) -> int:
     """Bytes a rank sends: every row but its own."""
     return rows.nbytes // size * (size - 1)
-
-
-def count_scatters(stats: Stats, rows: Tensor, size: int, rank: int, sources: Sequence[int]) -> None:
-    """Count one collective a source, which sends each row to its rank; the others send nothing."""
-    given = all_to_all_bytes(rows, size)
-    for src in sources:
-        stats.count("scatter", given if src == rank else 0, src, given)
 
 
 def all_gather_bytes(row: Tensor, size: int) -> int:

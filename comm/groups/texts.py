@@ -40,12 +40,27 @@ def gather_texts(group: Group, own: bytes, device: torch.device) -> list[bytes]:
 
 def texts_if_they_differ(group: Group, own: str, device: torch.device) -> list[str] | None:
     """The texts of all ranks, by rank; None where all are alike, at 16 bytes a rank. Collective. Raises: PeerLost."""
-    text = own.encode()
-    known = torch.tensor([len(text), zlib.crc32(text)], dtype=torch.int64, device=device)
-    everyone = _gather(group, known.view(torch.uint8)).view(torch.int64).tolist()
-    if all(theirs == everyone[0] for theirs in everyone):
-        return None
-    return [theirs.decode(errors="replace") for theirs in gather_texts(group, text, device)]
+    return TextsCompared(group, own, device).differing()
+
+
+class TextsCompared:
+    """texts_if_they_differ() in two halves: other work may lie between them. Collective, as differing() is."""
+
+    def __init__(self, group: Group, own: str, device: torch.device) -> None:
+        self._group, self._text = group, own.encode()
+        known = torch.tensor([len(self._text), zlib.crc32(self._text)], dtype=torch.int64, device=device)
+        own_B = known.view(torch.uint8)
+        self._all_nB = torch.zeros((group.size, own_B.numel()), dtype=torch.uint8, device=device)
+        self._pending = group.start_all_gather(self._all_nB, own_B)
+
+    def differing(self) -> list[str] | None:
+        """The texts of all ranks, by rank; None where all are alike. Raises: PeerLost."""
+        self._pending.wait()
+        everyone = self._all_nB.view(torch.int64).tolist()
+        if all(theirs == everyone[0] for theirs in everyone):
+            return None
+        found = gather_texts(self._group, self._text, self._all_nB.device)
+        return [theirs.decode(errors="replace") for theirs in found]
 
 
 def _gather(group: Group, own_B: Tensor) -> Tensor:

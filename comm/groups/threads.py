@@ -18,13 +18,7 @@ from thinwire.comm.calls import NOWHERE, Calls, Place, interrupted, mismatch
 from thinwire.comm.errors import PeerLost
 from thinwire.comm.groups.blocking import FINISHED, Blocking
 from thinwire.comm.groups.nodes import Part, PartStats
-from thinwire.comm.groups.sent_bytes import (
-    all_gather_bytes,
-    all_reduce_bytes,
-    all_to_all_bytes,
-    broadcast_bytes,
-    count_scatters,
-)
+from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
 from thinwire.comm.protocol import Pending, Stats
 from thinwire.comm.signals import armed
 from thinwire.comm.wire.link_classes import Box, named_box
@@ -150,14 +144,6 @@ class ThreadGroup(Blocking):
         self._wait()
         self.stats.count_sent("all_to_all_v", in_B.numel() - rows[self.rank].numel())
         return FINISHED
-
-    def scatters(self, out_uB: Tensor, in_nB: Tensor, sources: Sequence[int]) -> None:
-        """out[k] <- in[this rank] of the k-th source. Raises: PeerLost."""
-        theirs = self._show("scatters", in_nB)
-        for row, src in zip(out_uB, sources, strict=True):
-            row.copy_(theirs[src][self.rank])
-        self._wait()
-        count_scatters(self.stats, in_nB, self.size, self.rank, sources)
 
     def mean_(self, x: Tensor) -> None:
         """x <- mean over ranks, summed in order of rank. Raises: PeerLost."""

@@ -162,3 +162,11 @@ def step_seconds(network: Network, work: Work, sent: Sent, cores: float) -> floa
     wire_s = wire_seconds(network, sent)
     spare = min(max(cores / 2, 0.5), 1.0)
     return work.busy_s + wire_s - spare * (1 - 1 / sent.buckets) * min(work.backward_s, wire_s)
+
+
+def seconds_beside(network: Network, busy_s: float, sent: Sent, steps: int) -> float:
+    """Of the step that ends a round of local steps whose exchange runs beside the next `steps`: what they do not hide.
+
+    Left out: what the exchange takes of the cores that the steps are made with.
+    """
+    return busy_s + max(0.0, wire_seconds(network, sent) - steps * busy_s)

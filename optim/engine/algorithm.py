@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -110,6 +110,9 @@ class Algorithm(Generic[State]):
     keeps: Keeps = Keeps.NOTHING
     """From the next regroup() on: what each rank keeps of the others, so that the death of one takes less of the error
     memory away. The same on every rank."""
+
+    loses_what_is_behind: ClassVar[bool] = True
+    """Is lost, where others have an exchange that this rank has not finished, what it has done since?"""
 
     inside: Optimizer | None = None
     """An optimizer whose steps are a part of this one's."""
@@ -332,10 +335,11 @@ class Algorithm(Generic[State]):
         """The same of every element: float[N], 0 where none is."""
         return self.space.spread([self.gradient_weight(group) for group in self.param_groups])
 
-    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor], holders: int) -> None:
         """part <- this rank's part of R in the unit of ranks that have made a step more, which it is given. Local.
 
-        plain, vectors: their plain_state() and replicated vectors. For most algorithms the unit is the same.
+        plain, vectors: their plain_state() and replicated vectors. holders: ranks that hold a part. For most algorithms
+        the unit is the same.
         """
 
     def compute(self, closure: Callable[[], float] | None) -> float | None:
@@ -376,6 +380,9 @@ class Algorithm(Generic[State]):
     def may_overlap(self, plan: StepPlan) -> bool:
         """May hooks of some rank send a part of what this plan exchanges? The same on every rank."""
         return True
+
+    def end_beside(self) -> None:
+        """End what send_beside() has begun and not ended. Collective where it has. Raises: as send_beside()."""
 
     def send_due(self) -> None:
         """send_beside(), where this step has not done so yet. Collective."""
@@ -491,6 +498,22 @@ class Algorithm(Generic[State]):
         """The step in which ranks meet next, where nothing ends the round before."""
         return self.num_steps + 1
 
+    @property
+    def steps_beside(self) -> int:
+        """Steps that are made while an exchange is under way; 0: each is waited for in the step that sends it."""
+        return 0
+
+    @property
+    def at_round_end(self) -> bool:
+        """Has a round ended with the last step, on all ranks, so that end_round() cuts none short?"""
+        return self.at_sync
+
+    def end_round(self) -> None:
+        """End a round of local steps now by its exchange: all ranks hold the same parameters. Collective.
+
+        For most there is none to end so, and nothing is done. Raises: PeerLost, NonFiniteInput.
+        """
+
     def settle(self) -> None:
         """Wait for an exchange that is under way between two steps. What it raises is raised by the next of them."""
 
@@ -506,9 +529,20 @@ class Algorithm(Generic[State]):
         """The last step at which all ranks held the same parameters."""
         return self.num_steps
 
-    def calling(self, call: str, remedy: str = "") -> AbstractContextManager[None]:
-        """Inside, this rank is in `call`, which ranks that wait for it learn. remedy: as in comm.calls."""
-        return self.calls.within(f"{type(self).__name__}.{call}", remedy)
+    @contextmanager
+    def calling(self, call: str, remedy: str = "") -> Iterator[None]:
+        """Inside, this rank is in `call`, which ranks that wait for it learn. remedy: as in comm.calls.
+
+        Where it leaves its group in there, as by Ctrl-C, it leaves its box too, whose ranks would wait for its word.
+        """
+        with self.calls.within(f"{type(self).__name__}.{call}", remedy):
+            try:
+                yield
+            except BaseException:
+                space: FlatSpace | None = getattr(self, "space", None)  # none yet in the constructor
+                if self.calls.left and space is not None and space.box is not None:
+                    space.box.leave(self.calls.left)
+                raise
 
     def synced_vectors(self, group: Group, *, taking_part: bool, num_ranks: int) -> dict[str, Tensor]:
         """Of parameters (parameters_N) and replicated vectors those that a sync in full of the ranks that take part

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.default import over
-from thinwire.comm.protocol import Group
-from thinwire.optim.engine.local import is_dtensor
+from thinwire.comm.protocol import Group, Leavable
+from thinwire.optim.engine.local import is_dtensor, sharders
 from thinwire.optim.engine.parameters import is_trained, labels
 
 LINES = (
@@ -41,8 +41,9 @@ class Box:
         meshes: Sequence[tuple[Tensor, Sequence[Group]]],
         counts_T: Tensor,
         copies: Sequence[tuple[Sequence[int], Group]],
+        sharders: Sequence[Any],
     ) -> None:
-        self._meshes, self._counts_T, self._copies = meshes, counts_T, copies
+        self._meshes, self._counts_T, self._copies, self._sharders = meshes, counts_T, copies, sharders
         self.found: Tensor | None = None
         """Has this rank found something that all of the box are to know with the next least()? A bool, 0-dim."""
         self.found_by_any = False
@@ -66,7 +67,22 @@ class Box:
             for d, group in groups.items():
                 alike = [i for i in inside if params[i].placements[d].is_replicate()]
                 copies += [(alike, group)] if alike else []
-        return cls(meshes, torch.tensor(counts, dtype=torch.float64, device=device), copies)
+        return cls(meshes, torch.tensor(counts, dtype=torch.float64, device=device), copies, sharders(params))
+
+    def held_back(self, is_untouched: bool) -> Tensor | None:
+        """A parameter of whose gradient FSDP has a part that it has not reduced; None: of none, as far as is known.
+
+        That of backwards under set_requires_gradient_sync(False), which the next one without it adds. Looks where that
+        is set now, or where no gradient has come (is_untouched). Local.
+        """
+        for sharder in self._sharders:
+            if is_untouched or not sharder.reduce_grads:
+                for one in sharder.fsdp_params:
+                    own = getattr(one, "_unsharded_param", None)  # none before the first forward
+                    if one.unsharded_accumulated_grad is not None or (own is not None and own.grad is not None):
+                        held: Tensor = one.sharded_param
+                        return held
+        return None
 
     @property
     def num_tensors(self) -> int:
@@ -109,6 +125,13 @@ class Box:
         least, negated = found.tolist()
         self.found_by_any = negated < 0
         return int(least)
+
+    def leave(self, reason: str) -> None:
+        """This rank goes on with nobody: the others of the box raise PeerLost where they wait for it, for good."""
+        for _, groups in self._meshes:
+            for group in groups:
+                if isinstance(group, Leavable):
+                    group.leave(reason)
 
     def _of_tensors(self, values_T: Tensor, together: Together) -> Tensor:
         found_T = values_T.clone()

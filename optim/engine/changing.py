@@ -35,6 +35,8 @@ from thinwire.optim.engine.local import local, named_parameters
 from thinwire.optim.engine.loss_scaling import is_scaled
 from thinwire.optim.engine.orphans import listed
 from thinwire.optim.engine.parameters import (
+    HELD_BACK,
+    REDUCED,
     compute_dtype,
     describe,
     is_trained,
@@ -103,8 +105,10 @@ def refuse_mismatch(optimizer: Algorithm[Any], call: str, more: Sequence[str] = 
     """Compare over all ranks what is trained, and how. Collective. Raises: as parameters.refuse_other_models."""
     sizes = f"codec {codec_text(optimizer.codec)} and buckets of {optimizer.bucket_elements}"
     changed = hasattr(optimizer, "space") and not is_laid_out(optimizer)
+    held = (_held_back(optimizer) or "no parameter") if hasattr(optimizer, "space") else "no parameter"
     lines = [
         f"{type(optimizer).__name__} with {sizes}",
+        f"the gradient of {held} {HELD_BACK}",
         f"{len(optimizer.param_groups)} parameter groups",
         *more,
         *(["model= was given"] if optimizer.model is not None else []),
@@ -208,12 +212,39 @@ def follow_changes(optimizer: Algorithm[Any]) -> None:
     if not is_laid_out(optimizer) and optimizer.overlap.exchange is None:
         optimizer.overlap.abandon()
         optimizer.settle()
-        with optimizer.calling(f"step() {optimizer.next_exchange}"):  # where the others wait that have changed nothing
+        exchange = optimizer.next_exchange
+        with optimizer.calling(f"step() {exchange}"):  # where the others are that have changed nothing
             _refuse_step(optimizer, optimizer.plan(optimizer.num_steps + 1))
+        with optimizer.calling(f"step() {exchange + optimizer.steps_beside}"):  # where they hear of it
             go_on_with_trained(optimizer, "step()")
     if optimizer.is_out_of_phase:
         optimizer.bring_into_phase()
         optimizer.is_out_of_phase = False
+
+
+def refuse_held_back(optimizer: Algorithm[Any]) -> None:
+    """See that FSDP has reduced all of the gradients that this step is given. Collective where it has not.
+
+    Raises: RuntimeError where ranks have gradients held back; WireMismatch where some box has and another has not.
+    """
+    held = _held_back(optimizer)
+    if held is None:
+        return
+    if optimizer.overlap.exchange is None:
+        _refuse_step(optimizer, optimizer.plan(optimizer.num_steps + 1))
+        refuse_mismatch(optimizer, "step()")
+    raise RuntimeError(
+        f"step {optimizer.num_steps + 1}: FSDP holds back the gradient of {held}, whose backward ran under "
+        f"set_requires_gradient_sync(False): {REDUCED}; nothing was changed, and FSDP adds what it holds to the next "
+        "gradient"
+    )
+
+
+def _held_back(optimizer: Algorithm[Any]) -> str | None:
+    """A parameter of whose gradient FSDP has not reduced all."""
+    space = optimizer.space
+    held = None if space.box is None else space.box.held_back(space.is_untouched)
+    return next((tensor.label for tensor in space.tensors if tensor.param is held), None)
 
 
 def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
@@ -234,6 +265,7 @@ def _refuse_step(optimizer: Algorithm[Any], plan: StepPlan) -> None:
     try:
         optimizer.overlap.complete(lambda: optimizer.refuse_exchange(plan), optimizer.send_due)
     except Refused:
+        optimizer.end_beside()
         return
     raise RuntimeError("an exchange that this rank refused was finished: a defect of thinwire; please report it")
 

@@ -21,7 +21,15 @@ from thinwire.optim.engine.state import error_memories
 PIECE = 1 << 22
 """Elements looked at at a time: 16 MB of scratch in fp32, whatever the model."""
 
-FROM_STATS = ("floored_elements", "rounds_skipped", "lamb_coeff_min", "lamb_coeff_median", "lamb_coeff_max")
+FROM_STATS = (
+    "floored_elements",
+    "rounds_skipped",
+    "num_uploads",
+    "possible_uploads",
+    "lamb_coeff_min",
+    "lamb_coeff_median",
+    "lamb_coeff_max",
+)
 """What an optimizer's stats() say that belongs to its health."""
 
 

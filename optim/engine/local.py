@@ -8,6 +8,7 @@ shard's memory is FSDP's, which gathers from it: it stays where it is, and has a
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +38,18 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if kind is not None and isinstance(module, kind):
             module.reshard()  # of this module alone
     return dict(model.named_parameters())
+
+
+def sharders(params: Sequence[Any]) -> list[Any]:
+    """What of FSDP reduces the gradients of these parameters: its FSDPParamGroups, which a parameter does not know."""
+    ours, found = set(map(id, params)), []
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    for state in [reference() for reference in states.values()]:
+        several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 may have one alone
+        for one in several if several is not None else [getattr(state, "_fsdp_param_group", None)]:
+            if one is not None and any(id(each.sharded_param) in ours for each in one.fsdp_params):
+                found.append(one)
+    return found
 
 
 def local(x: Tensor) -> Tensor:

@@ -139,7 +139,13 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             sums, others = digest(self.common_parameters), beside.digests(self)
             all_others = refuse_apart(self.calls, self.group, sums, others, self.space.p_N.device)
             self._replicas.say_beside(self, all_others)
-        self._replicas.compare(self)
+        self._replicas.begin(self)
+        if not self.steps_beside:
+            self.end_beside()
+
+    def end_beside(self) -> None:
+        """As Algorithm.end_beside: the comparison of replicas."""
+        self._replicas.end(self)
 
     def prepare_to_save(self) -> None:
         """As Algorithm.prepare_to_save."""
@@ -259,6 +265,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             changing.follow_changes(self)
         space, overlap = self.space, self.overlap
         try:
+            with self._told_in_box():
+                changing.refuse_held_back(self)
             self._gather_gradients()
             plan = self.plan(self.num_steps + 1)
             self.reduce.draw = self.num_steps

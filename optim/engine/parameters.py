@@ -28,6 +28,8 @@ WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into names: who does so has the same ones as who does not."""
 SHARD = "; shard "
 """How the line of a DTensor goes on."""
+HELD_BACK = "held back by FSDP"
+REDUCED = "call model.set_requires_gradient_sync(True) before the last backward of a step"
 SAME_SHARDS = (
     "The ranks of group= must hold the same shard, each in a box of its own: shard the model alike in each box, as "
     'fully_shard(model, mesh=mesh["shard"]) with boxes of as many ranks, and give group=mesh["replicate"].get_group()'
@@ -305,6 +307,7 @@ def refuse_other_models(group: Group, call: str, lines: list[str], device: torch
             way = "freeze and unfreeze the same parameters at the same step" if frozen else "build the same model"
             todo = f"All ranks must {way}, with the same parameter groups and settings"
             todo = SAME_SHARDS if SHARD in first + theirs else todo
+            todo = f"On every rank {REDUCED}" if HELD_BACK in first else todo
             names = [[line.partition(" '")[2] for line in side] for side in sides]
             if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
                 todo = f"These are the same ones in another order. {SAME_ORDER}"

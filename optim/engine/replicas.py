@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thinwire.comm.calls import refuse_other_calls
+from thinwire.comm.calls import CallsCompared
 from thinwire.optim.engine import beside
 from thinwire.optim.engine.algorithm import Algorithm
 from thinwire.optim.engine.first_step import Beside
@@ -52,10 +52,11 @@ class Replicas:
     def __init__(self) -> None:
         self._since: int | None = None
         self._mark: tuple[object, ...] = ()
+        self._begun: tuple[int, CallsCompared] | None = None
         self._said: set[str] = set()
 
-    def compare(self, optimizer: Algorithm[Any]) -> None:
-        """Where it is time: say once, on rank 0, what differs. Collective. Raises: PeerLost, CallMismatch."""
+    def begin(self, optimizer: Algorithm[Any]) -> None:
+        """Where it is time: send a checksum of all that is compared; end() looks at those of the others. Collective."""
         now = optimizer.common_steps
         begins = self._since is None
         self._since = now if self._since is None else self._since
@@ -67,8 +68,16 @@ class Replicas:
         own = {**settings(optimizer), _PARAMETERS: digest(own_N), _BESIDE: beside.digests(optimizer)}
         calls, text = optimizer.calls, json.dumps(own, default=str)
         # A rank in another call may gather as many bytes there.
-        texts = refuse_other_calls(optimizer.group, calls.now, own_N.device, remedy=calls.remedy, more=text)
+        self._begun = now, CallsCompared(optimizer.group, calls.now, own_N.device, remedy=calls.remedy, more=text)
         self._mark = mark
+
+    def end(self, optimizer: Algorithm[Any]) -> None:
+        """Say once, on rank 0, what differs. Collective where begin() was. Raises: PeerLost, CallMismatch."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        now, compared = begun
+        texts = compared.differing()
         if texts is None or optimizer.group.rank:
             return
         everyone = [json.loads(text) for text in texts]

@@ -309,7 +309,7 @@ class WarmupOptimizer(FlatOptimizer[State]):
         for param, state in self.frozen_states.items():
             state.values[name] = state.values[name] * (exchanged_scale(state) * weight_of(of_param[param]))
 
-    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor]) -> None:
+    def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor], holders: int) -> None:
         """As FlatOptimizer.catch_up_: what the others send is no gradient any more since the step that is missing."""
         if self.gradient_memory is not None and self.errors_of_gradients(plain) is None:
             per_m_T = None if self.exchanged_times is None else vectors[self.exchanged_times]

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm import SoloGroup
 from thinwire.integrations.accelerate import with_thinwire
 from thinwire.integrations.shares import own_state, share_file
-from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam, ZeroOneSchedule
+from thinwire.optim import Adam, LocalSteps, OneBitAdam, ZeroOneAdam, ZeroOneSchedule
 
 gc.freeze()  # modules are no garbage, and are not to be looked through for some
 told = {}
@@ -223,23 +223,27 @@ for name in ("skip", "scaler"):
     told[name] = {"rates": rates, "kept": kept, "replicas": everywhere(weights(model)),
                   "skipped": optimizer.optimizer.stats()["steps_skipped"]}
 
-# 7. 0/1 Adam between two syncs: what is saved is not one rank's
-accelerator = with_thinwire(fresh())
-short = dict(lr=1e-2, var_freeze_step=3, schedule=ZeroOneSchedule(local_step_scaler=1, local_step_clipper=16))
-parts = prepared(accelerator, lambda params: ZeroOneAdam(params, **short), factor=1.0)
-model, optimizer, loader, _ = parts
-for step, (x, y) in enumerate(loader):
-    accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
-    optimizer.step()
-    optimizer.zero_grad()
-    if step > 6 and not optimizer.optimizer.at_sync:
-        break
-apart = not everywhere(weights(model))
-accelerator.save_state(os.path.join(folder, "zero"))
-loaded = net()
+# 7. 0/1 Adam between two syncs, and local steps in a round: what is saved is not one rank's
 from safetensors.torch import load_model
-load_model(loaded, os.path.join(folder, "zero", "model.safetensors"))
-told["zero"] = [apart, everywhere(weights(model)), torch.equal(weights(loaded), weights(model))]
+short = dict(lr=1e-2, var_freeze_step=3, schedule=ZeroOneSchedule(local_step_scaler=1, local_step_clipper=16))
+for name, make in {
+    "zero": lambda params: ZeroOneAdam(params, **short),
+    "local": lambda params: LocalSteps(torch.optim.AdamW(params, lr=1e-2), every=5, overlap=True),
+}.items():
+    accelerator = with_thinwire(fresh())
+    parts = prepared(accelerator, make, factor=1.0)
+    model, optimizer, loader, _ = parts
+    for step, (x, y) in enumerate(loader):
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step > 6 and not optimizer.optimizer.at_sync:
+            break
+    apart = not everywhere(weights(model))
+    accelerator.save_state(os.path.join(folder, name))
+    loaded = net()
+    load_model(loaded, os.path.join(folder, name, "model.safetensors"))
+    told[name] = [apart, everywhere(weights(model)), torch.equal(weights(loaded), weights(model))]
 
 # 8. what is refused, and by what words
 def two_optimizers():
@@ -444,8 +448,8 @@ def test_a_step_that_all_ranks_leave_out_holds_the_schedule_too(told, run):
     assert here["rates"][4] < here["rates"][3] < here["rates"][2]
 
 
-def test_zero_one_adam_is_saved_where_ranks_agree(told):
-    assert told["zero"] == [True, True, True]
+def test_local_steps_and_zero_one_adam_are_saved_where_ranks_agree(told):
+    assert told["zero"] == told["local"] == [True, True, True]
 
 
 def test_every_context_of_an_accelerator_trains_as_without_it(told):

@@ -140,12 +140,15 @@ def zero_one(params):
         params, lr=0.02, var_freeze_step=3, schedule=ours.ZeroOneSchedule(local_step_scaler=2, local_step_clipper=4)
     )
 
+def local_steps(params):
+    return ours.LocalSteps(torch.optim.AdamW(params, lr=0.02), every=5, overlap=True)
+
 away = []
-def goes_on(at):
-    where = os.path.join(folder, "round")
+def goes_on(at, make):
+    where = os.path.join(folder, "round", make.__name__)
     kept = ModelCheckpoint(dirpath=where, every_n_train_steps=at, save_top_k=-1, filename="{step}")
-    one, _ = fit(ThinwireStrategy(), zero_one, callbacks=[Look(), kept], enable_checkpointing=True)
-    two, _ = fit(ThinwireStrategy(), zero_one, ckpt_path=os.path.join(where, f"step={at}.ckpt"))
+    one, _ = fit(ThinwireStrategy(), make, callbacks=[Look(), kept], enable_checkpointing=True)
+    two, _ = fit(ThinwireStrategy(), make, ckpt_path=os.path.join(where, f"step={at}.ckpt"))
     assert away[at - 1], "the checkpoint was not between syncs: nothing was shown"
     return torch.equal(flat(one), flat(two))
 
@@ -156,7 +159,9 @@ class Look(L.Callback):
 model, told = fit(ThinwireStrategy(), zero_one, validate=True, val_check_interval=3, callbacks=[Look()], max_epochs=3)
 assert any(away), "no step was between syncs: nothing was shown"
 away.clear()
-assert goes_on(6)
+assert goes_on(6, zero_one)
+away.clear()
+assert goes_on(6, local_steps)
 say("evaluated", model.evaluated)
 say("left", flat(model).tolist())
 
@@ -191,8 +196,9 @@ for settings in ({"precision": "bf16-true"}, {}):
         assert torch.equal(saved["master"].bfloat16(), torch.cat(
             [t.param.detach().flatten() for t in train.optimizers[0].space.tensors]))
 for callback in (EMAWeightAveraging(), StochasticWeightAveraging(0.01)):
-    refused(lambda: fit(ThinwireStrategy(), lambda params: ours.ZeroOneAdam(params, lr=0.02), callbacks=[callback]),
-            type(callback).__name__, "at_sync", "prepare_to_save")
+    for makes in (lambda params: ours.ZeroOneAdam(params, lr=0.02), local_steps):
+        refused(lambda: fit(ThinwireStrategy(), makes, callbacks=[callback]),
+                type(callback).__name__, "at_sync", "prepare_to_save")
 """
 
 MANUAL = """

@@ -25,7 +25,7 @@ import transformers
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification, GPT2LMHeadModel, Trainer, TrainingArguments
 from thinwire.integrations.transformers import with_thinwire
-from thinwire.optim import Adam, OneBitAdam, ZeroOneAdam, ZeroOneSchedule
+from thinwire.optim import Adam, LocalSteps, OneBitAdam, ZeroOneAdam, ZeroOneSchedule
 
 gc.freeze()  # each train() collects garbage, and would walk through all of these modules
 told = {}
@@ -170,6 +170,21 @@ zero_again = with_thinwire(trainer("zero", seed=7, **given), ZeroOneAdam, **shor
 zero_again.train(resume_from_checkpoint=True)
 told["zero"]["resumed_equal"] = torch.equal(weights(zero), weights(zero_again))
 
+# 6b. local steps, made around AdamW and given to the Trainer
+def local(name, seed=0):
+    made = arguments(name, **given)
+    model = small_gpt(seed)
+    optimizer = LocalSteps(torch.optim.AdamW(model.parameters(), lr=5e-3), every=5, model=model, overlap=True)
+    made = Trainer(model, made, train_dataset=TRAIN, eval_dataset=TRAIN[:8], optimizers=(optimizer, None))
+    return with_thinwire(made)
+
+steps = local("local")
+steps.train()
+steps_again = local("local", seed=7)
+steps_again.train(resume_from_checkpoint=True)
+told["local"] = {"replicas": everywhere(weights(steps)), "losses": history(steps, "loss"),
+                 "resumed_equal": torch.equal(weights(steps), weights(steps_again))}
+
 # 7. frozen parameters and buffers that ranks have each their own of
 class Normed(torch.nn.Module):
     def __init__(self):
@@ -205,6 +220,7 @@ plain = lambda **given: trainer("refused", **given)
 adam = torch.optim.AdamW(small_gpt(0).parameters())
 told["refused"] = {
     "not_a_trainer": refused(lambda: with_thinwire(plain().accelerator, OneBitAdam)),
+    "local_steps": refused(lambda: with_thinwire(plain(), LocalSteps, every=4)),
     "torch_class": refused(lambda: with_thinwire(plain(), torch.optim.AdamW)),
     "no_class": refused(lambda: with_thinwire(plain())),
     "torch_optimizer": refused(lambda: with_thinwire(
@@ -318,6 +334,13 @@ def test_zero_one_adam_is_evaluated_and_saved_where_ranks_agree(told):
     assert here["resumed_equal"]
 
 
+def test_local_steps_are_evaluated_saved_and_gone_on_from(told):
+    here = told["local"]
+    assert here["replicas"]
+    assert here["resumed_equal"]
+    assert here["losses"][-1] < here["losses"][0]
+
+
 def test_what_nobody_trains_is_rank_0s(told):
     here = told["normed"]
     assert here["frozen"]
@@ -330,6 +353,7 @@ def test_what_nobody_trains_is_rank_0s(told):
     ("what", "words"),
     [
         ("not_a_trainer", "TypeError.*thinwire.integrations.accelerate"),
+        ("local_steps", "ValueError.*made around another optimizer.*optimizers=.optimizer, None"),
         ("torch_class", "TypeError.*give a class of thinwire.optim"),
         ("no_class", "ValueError.*say with_thinwire.trainer, OneBitAdam"),
         ("torch_optimizer", "ValueError.*has AdamW already.*make a Trainer without it"),

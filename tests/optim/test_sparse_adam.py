@@ -11,9 +11,10 @@ import torch
 from tests.comm.gloo_ranks import said, start
 from tests.covering import every_value
 from tests.optim.seeded import seeded
-from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, run_threads
+from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, WireMismatch, run_threads
 from thinwire.comm.groups.faults import Fault, FaultyGroup
 from thinwire.optim import Adam, SparseAdam
+from thinwire.optim.regroup import hand_over, regroup
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 
@@ -438,3 +439,39 @@ def test_over_processes_it_is_the_same_bit_for_bit(tmp_path):
     due = run_threads(3, work)[0]
     assert [rank.wait(timeout=120) for rank in ranks] == [0] * 3
     assert all(json.loads(said(tmp_path, rank, "values")) == due for rank in range(3))
+
+
+def test_it_is_not_handed_over_and_the_refusal_says_how_other_ranks_go_on():
+    for optimizer in (SparseAdam(net().tables), torch.optim.AdamW(net().parameters())):
+        with pytest.raises(TypeError, match=rf"hand_over\(\) of {type(optimizer).__name__}: .*call state_dict\(\)"):
+            hand_over(optimizer)
+        with pytest.raises(TypeError, match=rf"regroup\(\) of {type(optimizer).__name__}: .*load_state_dict\(\)"):
+            regroup(optimizer, SoloGroup(), has_state=True)
+
+
+@pytest.mark.law
+def test_what_rows_keep_lives_over_a_planned_change_of_ranks_by_a_save():
+    """As the refusal of hand_over() says: three ranks, then two, then four."""
+    found = []
+
+    def work(group, saved, first):
+        model = net()
+        if saved is not None:
+            torch.nn.utils.vector_to_parameters(saved[0], model.tables)
+        optimizer = SparseAdam(model.tables, lr=0.02, group=group)
+        if saved is not None:
+            optimizer.load_state_dict(saved[1])
+        before = optimizer.residual()
+        train(model, optimizer, range(first, first + 4), group.rank)
+        left = optimizer.residual()
+        return values(model), optimizer.state_dict(), before, left
+
+    saved = None
+    for first, size in enumerate((3, 2, 4)):
+        before_R = None if saved is None else [table["residual"] for table in saved[1]["tables"]]
+        found = run_threads(size, lambda group, saved=saved, first=first: work(group, saved, 4 * first))
+        assert all(torch.equal(found[0][0], other[0]) for other in found[1:])
+        for _, _, before, left in found:
+            assert before_R is None or all(torch.equal(a, b) for a, b in zip(before, before_R, strict=True))
+            assert any(bool(x.any()) for x in left)
+        saved = found[0][:2]

@@ -192,6 +192,9 @@ class LocalStepsSpec(Frozen):
     )
     outer: OuterSpec = Field(default_factory=OuterSpec)
     codec: declared.CodecName = Field("sign", description=_CODEC)
+    overlap: bool = Field(
+        False, description="the exchange of a round runs beside the steps of the next, and counts one round late"
+    )
 
     @property
     def lr(self) -> float:

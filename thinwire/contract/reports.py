@@ -105,6 +105,8 @@ class Health(_Report):
     variance_ratio: float | None = Field(None, description="of the automatic end of warm-up, which asks for 0.96")
     floored_elements: int | None = Field(None, description="elements whose variance the floor raised")
     rounds_skipped: int | None = Field(None, description="steps so far that exchanged nothing")
+    num_uploads: int | None = Field(None, description="gradients that all workers have sent so far, of CADA")
+    possible_uploads: int | None = Field(None, description="those of which they are: steps times workers")
     lamb_coeff_min: float | None = Field(None, description="trust coefficients of LAMB, over tensors")
     lamb_coeff_median: float | None = None
     lamb_coeff_max: float | None = None

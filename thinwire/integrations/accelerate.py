@@ -82,7 +82,8 @@ def _watch_local_sgd() -> None:
             raise ValueError(
                 f"LocalSGD(local_sgd_steps={local.local_sgd_steps}) averages parameters that each rank has moved "
                 "alone, and an optimizer of thinwire.optim moves those of all ranks together: leave it out. "
-                "ZeroOneAdam takes local steps by itself, and brings parameters and momentum together after them"
+                "LocalSteps(torch.optim.AdamW(...), every=N) does what it does, in one bit a value, and ZeroOneAdam "
+                "takes local steps by itself"
             )
         return enter(local)
 
@@ -101,10 +102,13 @@ def mixed(thing: Any, mixin: type) -> Any:
 def bring_together(optimizer: FlatOptimizer[Any]) -> None:
     """Let all ranks hold the same parameters. Collective where they do not, as between syncs of 0/1 Adam.
 
+    A round of local steps is ended by its exchange; inner moments stay each rank's own.
     Raises: PeerLost, and NonFiniteInput as prepare_to_save().
     """
     if not optimizer.at_sync:
         optimizer.space.take_changes()
+        optimizer.end_round()
+    if not optimizer.at_sync:
         optimizer.prepare_to_save()
 
 

@@ -25,7 +25,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from thinwire.integrations.accelerate import bring_together
-from thinwire.optim import ZeroOneAdam
+from thinwire.optim import LocalSteps, ZeroOneAdam
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import reader_of_gradients
 from thinwire.optim.engine.orphans import listed
@@ -201,7 +201,7 @@ class ThinwireStrategy(ClippedInStep, DDPStrategy):  # type: ignore[misc]
         super().load_optimizer_state_dict(checkpoint)
 
     def _settle(self) -> None:
-        """End a round of local steps (0/1 Adam): all ranks hold the same parameters. Sends nothing where they do."""
+        """End a round of local steps: all ranks hold the same parameters. Sends nothing where they do."""
         for optimizer in self.optimizers:
             assert isinstance(optimizer, FlatOptimizer)
             bring_together(optimizer)
@@ -283,8 +283,8 @@ def refuse_clipping(optimizer: Optimizer, trainer: Trainer) -> None:
 
 
 def refuse_averaging(optimizer: Optimizer, trainer: Trainer) -> None:
-    """Raises: ValueError where callbacks average weights that 0/1 Adam lets differ between ranks."""
-    for callback in trainer.callbacks if isinstance(optimizer, ZeroOneAdam) else ():
+    """Raises: ValueError where callbacks average weights that local steps let differ between ranks."""
+    for callback in trainer.callbacks if isinstance(optimizer, LocalSteps | ZeroOneAdam) else ():
         if {"WeightAveraging", "StochasticWeightAveraging"} & {kind.__name__ for kind in type(callback).__mro__}:
             raise ValueError(
                 f"{type(callback).__name__} with {type(optimizer).__name__}: between two syncs each rank has weights "

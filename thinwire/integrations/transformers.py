@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.integrations import accelerate
 from thinwire.integrations.accelerate import bring_together, mixed, own_optimizer
 from thinwire.integrations.shares import write_share
+from thinwire.optim import LocalSteps
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import Wire
 from thinwire.optim.variance.warmup import WarmupOptimizer
@@ -227,6 +228,12 @@ def _refuse_other_optimizers(trainer: Any, optimizer_class: Any, settings: dict[
         isinstance(optimizer_class, type) and issubclass(optimizer_class, FlatOptimizer)
     ):
         raise TypeError(f"optimizer_class = {optimizer_class!r}: give a class of thinwire.optim, as OneBitAdam")
+    if optimizer_class is not None and issubclass(optimizer_class, LocalSteps):
+        raise ValueError(
+            f"with_thinwire(trainer, {optimizer_class.__name__}): it is made around another optimizer: make it, "
+            "optimizer = LocalSteps(torch.optim.AdamW(model.parameters(), lr=...), every=32, model=model), when the "
+            "TrainingArguments are made, and say with_thinwire(Trainer(..., optimizers=(optimizer, None)))"
+        )
     if trainer.optimizer_cls_and_kwargs is not None:
         raise ValueError(
             f"Trainer was given optimizer_cls_and_kwargs = {trainer.optimizer_cls_and_kwargs!r}: leave it out, and say "

@@ -17,6 +17,7 @@ from thinwire.comm.wire.step_time import (
     coded,
     dense_16,
     dense_32,
+    seconds_beside,
     step_seconds,
     wire_seconds,
 )
@@ -196,6 +197,9 @@ class _Way:
             "compressed": (self._kinds.compressed, *self._step(self._busy.compressed, early, bits)),
             "local": (self._kinds.local, *self._step(self._busy.local, 0.0, NOTHING)),
         }
+        if name == LOCAL_STEPS and run.late:
+            late_s = seconds_beside(network, self._busy.compressed, bits, run.every)
+            self._steps["compressed"] = (self._kinds.compressed, late_s, bits)
 
     def plan(self) -> MethodPlan:
         """Without the gains."""

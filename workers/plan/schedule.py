@@ -49,8 +49,8 @@ class RunSteps:
     warmup: steps in full before the freeze, of 1-bit Adam and LAMB; None: they find it, or there is none.
     var_freeze_step, dense_steps, var_update_scaler, local_step_scaler, local_step_clipper: of 0/1 Adam.
     refresh: of all that freeze a variance.
-    inner, every: of local steps; of other methods every is what local steps would have by default. codec: of local
-    steps and 1-bit SGD.
+    inner, every, late: of local steps; of other methods every is what local steps would have by default. late: does
+    the exchange run beside the next round's steps? codec: of local steps and 1-bit SGD.
     lr_warmup_steps: in which the learning rate rises; then it falls as a cosine to `floor` of its peak, 1: stays.
     full_exchange: None: half, flat: low-precision parameters, topology flat, from which it follows.
     Raises: ValueError where these cannot stand together.
@@ -74,6 +74,7 @@ class RunSteps:
     inner: str | None = None
     every: int = EVERY.default
     codec: str = "sign"
+    late: bool = False
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -101,7 +102,7 @@ class RunSteps:
         if isinstance(given, COMPRESSED):
             more["refresh"] = given.refresh
         if isinstance(given, LocalStepsSpec):
-            more |= {"inner": given.inner.name, "every": given.every}
+            more |= {"inner": given.inner.name, "every": given.every, "late": given.overlap}
         more["codec"] = getattr(given, "codec", "sign")
         rule = given.inner if isinstance(given, LocalStepsSpec) else given
         if hasattr(rule, "betas"):
@@ -145,6 +146,7 @@ class RunSteps:
             inner = type(optimizer.inner.optimizer)
             known = names_of(inner) or [kind for kind in ("sgd", "muon") if kind == inner.__name__.lower()]
             more = {"inner": (known or ["adam"])[0], "every": optimizer.every}
+            more["late"] = optimizer.steps_beside > 0
         name = getattr(optimizer.codec, "name", "")
         as_named = name in FEW_BITS and BY_NAME.get(name) == optimizer.codec
         more["codec"] = name if as_named else "sign"  # one of the user's own costs nobody knows what
@@ -230,7 +232,7 @@ def full_steps(run: RunSteps) -> FullSteps:
     Where the rule ends the warm-up it is the latest step that it allows: short runs come to that. Steps in fp32 do not
     count: a ring sends each bucket in pieces anyway.
     """
-    if run.method in ("onebit_sgd", "onebit_muon", "local_steps"):
+    if run.method in ("onebit_sgd", "onebit_muon", "local_steps", "cada"):
         return NO_FULL_STEPS
     freeze = run.warmup
     if run.method == "zero_one_adam":

@@ -156,6 +156,7 @@ class OfJob(Recipe):
                 every=given.every,
                 outer=OuterSGD(given.outer.lr, given.outer.momentum, given.outer.nesterov),
                 codec=given.codec,
+                overlap=given.overlap,
                 total_steps=self.spec.steps,
                 group=group,
             )

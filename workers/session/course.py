@@ -368,6 +368,7 @@ class Course:
 
     def _hand_over(self, stop: Change) -> None:
         """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
+        self.log.end_round(self.step)
         self.log.flush(self.step, {}, None)
         with self._meter.part("control"):
             self._ranks.box.share("handing over")
@@ -512,12 +513,15 @@ class Course:
         self.look()  # others may have gone on while this step was computed; then it must not count
         last = step == self.last
         saving = self._saving if last or self._save_due or _passed(self._save_every, self.attended, step) else None
+        due = self._due or last or _passed(self.evaluate_every, self.attended, step)
         if saving is not None:
             self._ranks.box.share(f"the checkpoint of step {step}")
             self._where.at(f"the checkpoint of step {step}")
+        if saving is not None or last or (due and training.optimizer.at_round_end):
+            self.log.end_round(self.step)
+        if saving is not None:
             with meter.part("checkpoint"):
                 training.optimizer.prepare_to_save()
-        due = self._due or last or _passed(self.evaluate_every, self.attended, step)
         # Between the syncs of 0/1 Adam the ranks hold different parameters: an evaluation waits for the next one.
         evaluating = due and training.optimizer.at_sync
         if evaluating:

@@ -16,7 +16,7 @@ otherwise; the bytes of a ring are the same.
     all_gather      ring, rank r to r + 1: n-1 rounds, each row in two halves
     mean, sum       ring, rank r to r - 1: reduce-scatter and all-gather in segments of 1 MiB or less, 2 a rank or more
     broadcast       binomial tree from the source
-    scatter         one message from the source to each peer
+    scatter         one message from the source to each peer (of an all-to-all in which only some ranks give)
 
 A kind that begins with `box` or `peers` is that collective in every part of the group (comm.groups.nodes): among the
 ranks of each box, or among those of one number in all boxes.

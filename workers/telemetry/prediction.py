@@ -21,7 +21,7 @@ from pathlib import Path
 
 from thinwire.comm.protocol import Group
 from thinwire.comm.wire.network import Cost, Network, all_reduce
-from thinwire.comm.wire.step_time import Sent, Work, step_seconds
+from thinwire.comm.wire.step_time import Sent, Work, seconds_beside, step_seconds
 from thinwire.contract.reports import Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.optim import FlatOptimizer
@@ -76,8 +76,10 @@ class Prediction:
         on_gpu = optimizer.space.p_N.device.type == "cuda"
         # A backward beside which something was sent has in it what that took of its core: one core can hide it.
         cores = inf if on_gpu else 2 * self._cores
-        work = Work(busy_s, BACKWARD * busy_s if overlapped else 0.0)
-        seconds = step_seconds(network, work, sent, cores)
+        if optimizer.steps_beside:
+            seconds = seconds_beside(network, busy_s, sent, optimizer.steps_beside)
+        else:
+            seconds = step_seconds(network, Work(busy_s, BACKWARD * busy_s if overlapped else 0.0), sent, cores)
         logger.info(
             "step_predicted step=%d phase=%s seconds=%.4g busy=%.4g wire=%.4g sent_bytes=%d",
             sample.step,

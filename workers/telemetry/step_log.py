@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,10 +135,10 @@ class StepLog:
         """
         training = self.training
         group, batch = training.group, training.global_batch(step)
-        sent = self._meter.sent_bytes["optimizer"] - self._sent_bytes
-        self._sent_bytes += sent
+        optimizer = training.optimizer
+        # Beside the steps of a round the second half of an exchange goes out: bytes of the round, not of these steps.
+        sent = 0 if optimizer.steps_beside and not optimizer.at_round_end else self._sent_since()
         self._num_windows += len(share(batch, group.rank, group.size))
-        dense_bytes = ring_bytes(training.optimizer.space.layout.num_live, group.size, 4)
         sample = Sample(
             step=step,
             last_step=training.feed.last,
@@ -146,9 +146,7 @@ class StepLog:
             lr=training.lr(step),
             step_seconds=seconds,
             samples_per_second=batch / seconds,
-            payload_bytes=sent,
-            payload_bytes_total=self._sent_bytes,
-            compression_ratio=dense_bytes / sent if sent else None,
+            **self._in_bytes(sent),
             world_size=group.size,
             time=time.time(),
         )
@@ -157,6 +155,33 @@ class StepLog:
             sample = sample.model_copy(update={"predicted_step_seconds": predicted_s})
         waited_s, times = self.waits.of_step(), None if self._clock is None else self._clock.take()
         self._steps[step] = _Part(sample, weight, numbers or {}, self.waits, waited_s, times)
+
+    def end_round(self, step: int) -> None:
+        """End a round of local steps after this one: what that sends is of this step, not reported yet. Collective.
+
+        Raises: PeerLost, NonFiniteInput.
+        """
+        if self.training.optimizer.at_sync:
+            return
+        with self._meter.part("optimizer"):
+            self.training.optimizer.end_round()
+        part = self._steps.get(step)
+        if part is not None:  # else it is a newcomer's, whose next step has it
+            sent = part.sample.payload_bytes + self._sent_since()
+            self._steps[step] = replace(part, sample=part.sample.model_copy(update=self._in_bytes(sent)))
+
+    def _sent_since(self) -> int:
+        """Bytes of the optimizer's since the last time."""
+        sent = self._meter.sent_bytes["optimizer"] - self._sent_bytes
+        self._sent_bytes += sent
+        return sent
+
+    def _in_bytes(self, sent: int) -> dict[str, Any]:
+        """What a sample says of a step that has sent so much."""
+        training = self.training
+        dense_bytes = ring_bytes(training.optimizer.space.layout.num_live, training.group.size, 4)
+        ratio = dense_bytes / sent if sent else None
+        return {"payload_bytes": sent, "payload_bytes_total": self._sent_bytes, "compression_ratio": ratio}
 
     def flush(
         self, step: int, evaluation: Mapping[str, float], health: Health | None, *, asks_to_save: bool = False

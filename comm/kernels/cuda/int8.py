@@ -41,6 +41,8 @@ class CudaInt8:
         if run % FOUR or any(at % FOUR for at in starts) or starts[:-1] != [start for start, _ in bounds]:
             raise ValueError(f"rows of {bounds}, runs of {run}: must adjoin, begin at 0 and be whole fours")
         self._launcher, self._run = launcher, run
+        self._structures: dict[tuple[int, ...], Argument] = {}
+        """Of ROWS, by their numbers: numpy takes some microseconds to make one."""
         self._starts = on_device(torch.tensor(starts, dtype=torch.int64, device="cpu"), device)
         self._count, self._most = len(bounds), max(stop - start for start, stop in bounds)
         self._numel = starts[-1]
@@ -64,7 +66,7 @@ class CudaInt8:
         """
         if self._count != 1:
             raise ValueError(f"the rows of {self._count} chunks: a mean is of one")
-        given = np.array([(len(given_nB), given_nB.shape[1], self._run, self._numel)], ROWS)
+        given = self._structure(len(given_nB), given_nB.shape[1], self._run, self._numel)
         row, error_c = self._rows(row_1B), left_c if (without := error_c is None) else error_c
         vectors = self._vector(error_c), np.uint32(not without), self._vector(left_c)
         self._launch("serve_rows", given_nB, given, *vectors, self._starts, row_1B, row)
@@ -88,7 +90,13 @@ class CudaInt8:
                 f"rows of {rows_nB.dtype}{list(rows_nB.shape)}: must be contiguous torch.uint8[{self._count}, at least "
                 f"{least}], eights of bytes"
             )
-        return np.array([(self._count, rows_nB.shape[1], self._run, self._most)], ROWS)
+        return self._structure(self._count, rows_nB.shape[1], self._run, self._most)
+
+    def _structure(self, *numbers: int) -> Argument:
+        found = self._structures.get(numbers)
+        if found is None:
+            found = self._structures[numbers] = np.array([numbers], ROWS)
+        return found
 
     def _vector(self, x_b: Tensor) -> Tensor:
         fits = x_b.shape == (self._numel,) and x_b.dtype == torch.float32 and x_b.is_contiguous()

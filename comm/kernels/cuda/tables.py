@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,9 +40,6 @@ PARTS: Structure = np.dtype(
 )
 """One less than 4096 bytes of a kernel's arguments leave room for."""
 
-PART, COUNT = struct.Struct("=QII"), struct.Struct("=I")
-"""Of PARTS: numpy takes 40 us to make one and write a part, and each launch has one."""
-
 NOISE: Structure = np.dtype([("key", "u4"), ("start", "u4")])
 ADVANCED: Structure = np.dtype(
     [*((name, "u8") for name in ("m", "u", "lost")), *((name, "f4") for name in ("weight", "rate", "keep", "unused"))]
@@ -67,17 +65,31 @@ class Records:
     blocks: Tensor
     dead: Tensor
     bounds: dict[int, int]
-    last: list[tuple[list[tuple[int, int, torch.dtype]], list[Run]]]
-    """What runs_of() gave last, by where the parts lay and how long they were: mostly they lie there again."""
+    cut: dict[tuple[tuple[int, torch.dtype], ...], list[Run]]
+    """What runs_of() is to write addresses into, by length and type of parts: those of a bucket stay."""
+    last: list[tuple[list[int], list[Run], list[Run]]]
+    """What it gave last, by where the parts lay, and of which cut: mostly they lie there again."""
+    checked: list[Any] = field(default_factory=list)
+    """Of kernels.py: what it has seen to fit, and how it is passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks [first, first + blocks) of a table, for one launch, and where their gradients lie."""
+    """Blocks [first, first + blocks) of a table, for one launch, and where their gradients lie.
+
+    parts: of PARTS, one. begins: what to take off of each address, for that of the table's first element: uint64.
+    """
 
     first: int
     blocks: int
     parts: Array
+    begins: Array
+
+    def at(self, addresses: Sequence[int]) -> Run:
+        """The same with parts there."""
+        words = self.parts.view(np.uint64).copy()
+        words[: 2 * len(addresses) : 2] = np.array(addresses, np.uint64) - self.begins
+        return Run(self.first, self.blocks, words.view(PARTS), self.begins)
 
 
 _known: WeakKeyDictionary[BlockTable, Records] = WeakKeyDictionary()
@@ -97,26 +109,35 @@ def runs_of(parts: Sequence[Tensor], table: BlockTable) -> list[Run]:
     Raises: ValueError for a part that does not end where a block does.
     """
     records = records_of(table)
-    key = [(part.data_ptr(), part.numel(), part.dtype) for part in parts]
-    if not records.last or records.last[0][0] != key:
-        records.last[:] = [(key, list(_runs_of(parts, records.bounds)))]
-    return records.last[0][1]
+    key = tuple([(part.numel(), part.dtype) for part in parts])
+    cut = records.cut.get(key)
+    if cut is None:
+        records.cut.clear()
+        cut = records.cut[key] = list(_cut(parts, records.bounds))
+    addresses = list(map(Tensor.data_ptr, parts))
+    if records.last and records.last[0][0] == addresses and records.last[0][1] is cut:
+        return records.last[0][2]
+    starts = range(0, len(parts), MOST_PARTS)
+    runs = [run.at(addresses[at : at + MOST_PARTS]) for run, at in zip(cut, starts, strict=True)]
+    records.last[:] = [(addresses, cut, runs)]
+    return runs
 
 
-def _runs_of(parts: Sequence[Tensor], bounds: dict[int, int]) -> Iterator[Run]:
+def _cut(parts: Sequence[Tensor], bounds: dict[int, int]) -> Iterator[Run]:
+    """What runs_of() gives, with addresses of 0."""
     begin = first = 0
     for at in range(0, len(parts), MOST_PARTS):
-        filled, some = bytearray(PARTS.itemsize), parts[at : at + MOST_PARTS]
-        stop = first
+        filled, some = np.zeros(1, PARTS), parts[at : at + MOST_PARTS]
+        stop, begins = first, np.zeros(len(some), np.uint64)
         for number, part in enumerate(some):
-            base = part.data_ptr() - begin * part.element_size()
+            begins[number] = begin * part.element_size()
             begin += part.numel()
             if begin not in bounds:
                 raise ValueError(f"a part that ends at {begin} must end where a block does")
             stop = bounds[begin]
-            PART.pack_into(filled, number * PART.size, base % 2**64, stop, part.dtype == NARROW)
-        COUNT.pack_into(filled, MOST_PARTS * PART.size, len(some))
-        yield Run(first, stop - first, np.frombuffer(filled, PARTS))
+            filled["part"][0, number] = 0, stop, part.dtype == NARROW
+        filled["count"] = len(some)
+        yield Run(first, stop - first, filled, begins)
         first = stop
 
 
@@ -129,4 +150,4 @@ def _made(table: BlockTable) -> Records:
     blocks["scale"], blocks["bits"] = host.scale_at.numpy(), host.bits_at.numpy()
     blocks["live"] = host.live.numpy()
     there = on_device(torch.from_numpy(blocks.view(np.uint8)), table.starts.device)
-    return Records(there, table.dead, {end: number for number, end in enumerate(starts.tolist())}, [])
+    return Records(there, table.dead, {end: number for number, end in enumerate(starts.tolist())}, {}, [])

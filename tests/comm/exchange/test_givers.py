@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from tests.comm import gloo_ranks
+from tests.workers.telemetry.test_ledger import boxes_of
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.reducer import flat_reducer, lone_reducer, node_first_reducer
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.groups.nodes import nodes_of
 from thinwire.comm.layout import Partition, VectorLayout
+from thinwire.workers.telemetry.ledger import Ledger
 
 NUMEL = 424
 LAYOUT = VectorLayout(NUMEL, ((0, NUMEL - 3),), ((0, NUMEL),))
@@ -116,7 +118,7 @@ def test_a_rank_that_abandons_it_has_all_go_on_whether_it_gives_or_not(leaver):
     run_threads(5, work)
 
 
-@pytest.mark.parametrize("collective", ["scatters", "all_gather"])
+@pytest.mark.parametrize("collective", ["all_to_all_v", "all_gather"])
 @pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
 def test_a_rank_that_is_lost_in_it_is_reported_and_no_mean_stays_open(collective, when):
     def work(group):
@@ -175,3 +177,16 @@ def test_over_gloo_it_is_what_it_is_among_threads(tmp_path, monkeypatch):
     for rank, (due, sent) in enumerate(run_threads(3, work)):
         assert torch.equal(torch.load(tmp_path / f"found{rank}.pt"), due)
         assert int(gloo_ranks.said(tmp_path, rank, "sent")) == sent
+
+
+def test_the_ledger_knows_who_has_sent_to_whom():
+    def work(group):
+        reducer, ledger = reducer_of(group), Ledger(group.stats, boxes_of(3))
+        mean_of(reducer, given_by(group.rank), (0, 2))
+        by_rank = [sum(e.num_bytes for e in ledger.entries([rank]) if e.kind == "scatter") for rank in range(3)]
+        return by_rank, group.stats.bytes_by_kind["all_to_all_v"]
+
+    found = run_threads(3, work)
+    sent = [num_bytes for _, num_bytes in found]
+    assert sent[0] == sent[2] > sent[1] == 0
+    assert all(by_rank == sent for by_rank, _ in found)

@@ -63,7 +63,7 @@ class Story:
         self.made += 1
         return Rank(f"w{self.made}", self.build, seed=self.made)
 
-    def fault(self, collectives=COLLECTIVES[:5], most=12):
+    def fault(self, collectives=COLLECTIVES, most=12):
         """On one of the ranks."""
         draw = self.draw
         what = draw.choice([What.LOSE, What.LOSE, What.ALONE])

@@ -1,4 +1,4 @@
-"""What users do around a sharded box: evaluate and then save, checkpoint activations, accumulate with overlap."""
+"""What users do around a sharded box: evaluate and then save, checkpoint activations, accumulate, forget a sync."""
 
 from __future__ import annotations
 
@@ -96,6 +96,36 @@ for name, dtype, kind, more in (
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=False)
     found[f"written {name}"] = refused(optimizer.step)
     optimizer.zero_grad()
+
+# FSDP holds the gradients back of all backwards of a step, or of the last one, in all boxes or in one
+def accumulated(kind, more, wrong=None, boxes=(0, 1), reduced=()):
+    model = sharded(mesh["shard"])
+    optimizer = kind(model.parameters(), lr=1e-2, group=boxes_of, **more)
+    for step in range(5):
+        for part in range(2):
+            off = part == 0 if step != wrong or rank // 2 not in boxes else part not in reduced
+            model.set_requires_gradient_sync(not off)
+            x, y = data(2 * step + part)
+            (model(x) - y).square().mean().backward()
+        before = full(model), optimizer.num_steps
+        told = refused(optimizer.step)
+        if told != "nothing":
+            found["held back"] += [[told, torch.equal(before[0], full(model)), before[1] == optimizer.num_steps]]
+        if told.startswith("RuntimeError"):  # what FSDP holds is added by the next backward that it reduces
+            model.set_requires_gradient_sync(True)
+            (model(x) * 0).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return full(model)
+
+found["held back"] = []
+for kind, more in ((Adam, {}), (OneBitAdam, {"warmup": 2})):
+    right = accumulated(kind, more)
+    for wrong in (1, 3):
+        found[f"late {kind.__name__} {wrong}"] = float((accumulated(kind, more, wrong) - right).abs().max())
+        accumulated(kind, more, wrong, reduced=(0,))
+        accumulated(kind, more, wrong, boxes=(1,))
+accumulated(OneBitAdam, {"warmup": 2, "overlap": True}, 3)
 say("found", json.dumps(found))
 dist.destroy_process_group()
 """
@@ -119,3 +149,16 @@ def test_evaluation_checkpointing_and_accumulation_leave_names_values_and_overla
         for name in ("bf16", "compressed"):
             assert found[f"overlap {name}"], name
             assert "gradients were written between backward and step()" in found[f"written {name}"], name
+        told = iter(found["held back"])
+        for wrong in (1, 3, 1, 3):
+            for boxes in (2, 2, 1):
+                text, same, uncounted = next(told)
+                assert same
+                assert uncounted
+                assert "call model.set_requires_gradient_sync(True) before the last backward of a step" in text, text
+                if boxes == 2:
+                    assert f"step {wrong + 1}: FSDP holds back the gradient of parameter 0 of group 0" in text, text
+                else:
+                    assert "rank 0 has the gradient of no parameter held back by FSDP; rank 1 has the gradient" in text
+        assert len(list(told)) == 1
+        assert all(value < 1e-6 for name, value in found.items() if name.startswith("late "))

@@ -32,6 +32,9 @@ class Shards:
         self._group.all_gather(rows, own)
         return int(rows.view(torch.int8).min())
 
+    def held_back(self, is_untouched):
+        """FSDP holds nothing."""
+
     def equalise_(self, values):
         """No tensor is on several of them."""
 

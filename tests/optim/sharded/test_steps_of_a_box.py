@@ -179,6 +179,61 @@ def test_a_process_that_dies_takes_its_box_out_and_the_other_box_goes_on(tmp_pat
         assert (found["steps"], found["then"]) == (5, 8)
 
 
+INTERRUPTED = """
+from thinwire.optim.regroup import regroup
+mesh = grid(2)
+model = sharded(mesh["shard"])
+group = TorchGroup(mesh["replicate"].get_group())
+optimizer = OneBitAdam(model.parameters(), lr=1e-2, group=group, warmup=2, max_grad_norm=1.0)
+train(model, optimizer, range(5))
+before, found["sure"] = full(model), True
+x, y = data(5)
+(model(x) - y).square().mean().backward()
+if rank == 3:
+    def interrupt():
+        raise KeyboardInterrupt
+    optimizer.reduce.finish = interrupt
+began = time.monotonic()
+try:
+    optimizer.step()
+except (PeerLost, KeyboardInterrupt) as error:
+    found["lost"] = f"{type(error).__name__}: {error}"
+found["steps"], found["seconds"] = optimizer.num_steps, time.monotonic() - began
+try:
+    regroup(optimizer, SoloGroup(), has_state=True)
+except PeerLost as error:
+    found["out"] = str(error)
+else:
+    found["as before"] = torch.equal(full(model), before)
+    optimizer.zero_grad()
+    for step in range(5, 8):
+        x, y = data(step)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found["then"] = optimizer.num_steps
+say("found", json.dumps(found))
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.law
+def test_ctrl_c_in_one_process_takes_its_box_out_at_once_and_the_other_box_goes_on(tmp_path):
+    """It lives on, so that no connection of its box is closed: its word is all that the others of the box have."""
+    ranks = start(SETUP + INTERRUPTED, 4, tmp_path, timeout_s=100)
+    assert [rank.wait(timeout=200) for rank in ranks] == [0] * 4
+    of_rank = [json.loads(said(tmp_path, rank, "found")) for rank in range(4)]
+    for rank, found in enumerate(of_rank):
+        assert found["lost"].startswith("KeyboardInterrupt: " if rank == 3 else "PeerLost: "), (rank, found)
+        assert found["steps"] == 5
+        assert found["seconds"] < 50, "it waited for a time-out"
+        assert ("out" in found) == (rank in (2, 3)), (rank, found)
+        assert found.get("then", 8) == 8
+        assert found.get("as before", True)
+    assert "KeyboardInterrupt in OneBitAdam.step() 6" in of_rank[2]["lost"]
+
+
 @pytest.mark.law
 def test_the_ranks_of_a_box_step_together_or_not_at_all(tmp_path):
     ranks = start(SETUP + TOGETHER, 4, tmp_path)

@@ -37,6 +37,8 @@ OPTIMIZERS = {
     "onebit_sgd": {"name": "onebit_sgd", "lr": 0.05},
     "onebit_muon": {"name": "onebit_muon", "lr": 0.02},
     "local_steps": {"name": "local_steps", "every": 4, "inner": {"name": "sgd", "lr": 0.05}},
+    "late_local_steps": {"name": "local_steps", "every": 4, "inner": {"name": "sgd", "lr": 0.05}, "overlap": True},
+    "cada": {"name": "cada", "lr": 4e-3, "max_age": 6, "threshold": 0.02},
 }
 COLLECTIVES = {
     "sgd": ["sum"],
@@ -45,6 +47,8 @@ COLLECTIVES = {
     "onebit_muon": ["all_to_all", "all_gather"],
     "zero_one_adam": ["all_to_all"],
     "local_steps": ["all_to_all"],
+    "late_local_steps": ["all_to_all", "all_gather"],
+    "cada": ["all_gather", "all_to_all_v", "sum"],
 }
 
 
@@ -82,7 +86,7 @@ def spec(tmp_path, name):
     )
 
 
-@parametrize("name", OPTIMIZERS, usual=[1, 3])
+@parametrize("name", OPTIMIZERS, usual=[1, 3, -1])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed):
     made = plan(seed, COLLECTIVES[name])
@@ -99,7 +103,7 @@ def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed
         assert numbers <= whole, f"step {step} used a sample twice, or one of another step"
         missing += whole - numbers
     assert sum(missing.values()) <= lost * BATCH
-    if name not in ("zero_one_adam", "local_steps"):
+    if name not in ("zero_one_adam", "local_steps", "late_local_steps"):
         assert not missing
         assert lost == 0
         order = feed_for(recipe_of(job.spec)).order

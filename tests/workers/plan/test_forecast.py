@@ -91,6 +91,10 @@ def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_th
     assert asked.best == "local_steps"
     assert asked.method("local_steps").run_bytes == pytest.approx(10 * 8 * bits, rel=0.02)
     assert any("muon, 100 to a round" in note and "is not known" in note for note in asked.assumed)
+    late = plan(small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": {**given, "overlap": True}}))
+    busy_s = 990 * 0.24 + 10 * 0.26
+    assert late.method("local_steps").run_s == pytest.approx(busy_s)  # 100 steps hide an exchange of 2 s
+    assert late.method("local_steps").run_bytes == asked.method("local_steps").run_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """From a job file to an optimizer and its learning rate."""
 
 import inspect
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -73,6 +74,25 @@ def test_the_outer_step_that_a_job_file_leaves_out_is_the_constructor_s():
     assert OuterSGD(**OuterSpec().model_dump()) == OuterSGD()
 
 
+@pytest.mark.parametrize("rule", [1, 2])
+def test_a_job_of_cada_counts_its_uploads_and_a_resumed_one_is_the_one_that_went_on(tmp_path, rule):
+    given = {"name": "cada", "lr": 4e-3, "rule": rule, "max_age": 6, "threshold": 0.02}
+    spec = small_spec(optimizer=given, checkpoint={"every_steps": 8, "keep": 10})
+    (summary, samples, _), *_ = run_small(tmp_path, spec, 3)
+    assert summary["replicas_bit_equal"] is True
+    uploads = summary["health"]["num_uploads"]["last"]
+    assert summary["health"]["possible_uploads"]["last"] == 72
+    assert 12 < uploads < 60
+    for later in (16, 24):
+        (folder,) = (tmp_path / "checkpoints").glob(f"step-{later:08}-*")
+        shutil.rmtree(folder)
+    (again, resumed, events), *_ = run_small(tmp_path, spec, 3)
+    assert events[0][1] == 8
+    assert again["health"]["num_uploads"]["last"] == uploads
+    for one in resumed:
+        assert (one.loss, one.payload_bytes_total) == (samples[one.step].loss, samples[one.step].payload_bytes_total)
+
+
 @pytest.mark.parametrize("inner", ["adam", "lamb", "sgd", "muon"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_job_of_local_steps_exchanges_once_a_round_by_the_rates_of_its_schedule(tmp_path, inner, precision):
@@ -88,6 +108,39 @@ def test_a_job_of_local_steps_exchanges_once_a_round_by_the_rates_of_its_schedul
     assert [one.lr for one in steps] == [learning_rate(spec, one.step) for one in steps]
     ratio = summary["compression_ratio"]
     assert ratio["overall"] == ratio["compressed_phase"] == pytest.approx(4 * 4, rel=0.1)  # 8 bits, one step in four
+
+
+def test_what_a_checkpoint_ends_early_is_a_round_s_exchange_in_the_history_and_the_ratio(tmp_path):
+    """Rounds of 4 of 12 steps, a checkpoint every 6: exchanges after 4, 6, 10 and 12, where 3 would have done."""
+    sent = {}
+    for every in (6, 12):
+        given = {"name": "local_steps", "every": 4, "inner": {"name": "sgd", "lr": 4e-3}}
+        spec = small_spec(steps=12, optimizer=given, checkpoint={"every_steps": every})
+        (summary, samples, _), *_ = run_small(tmp_path / str(every), spec, 2)
+        assert summary["replicas_bit_equal"] is True
+        assert [one.step for one in samples if one.payload_bytes] == ([4, 6, 10, 12] if every == 6 else [4, 8, 12])
+        assert summary["payload_bytes"]["sent"] == sum(one.payload_bytes for one in samples)
+        sent[every] = summary["payload_bytes"]["sent"], summary["compression_ratio"]["overall"]
+    assert sent[6][0] / sent[12][0] == pytest.approx(4 / 3, rel=0.05)
+    assert sent[6][1] / sent[12][1] == pytest.approx(3 / 4, rel=0.05)
+
+
+def test_a_job_of_late_local_steps_tells_of_rounds_evaluates_and_ends_with_all_of_it(tmp_path):
+    """Rounds of 4 of 14 steps; the evaluation after 8 and the end wait for what is under way."""
+    told = {}
+    for overlap in (False, True):
+        given = {"name": "local_steps", "every": 4, "inner": {"name": "adam", "lr": 4e-3}, "overlap": overlap}
+        spec = small_spec(
+            steps=14, optimizer=given, checkpoint={"every_steps": 14}, evaluation={"every_steps": 7, "windows": 9}
+        )
+        (summary, samples, _), *_ = run_small(tmp_path / str(overlap), spec, 2)
+        assert summary["replicas_bit_equal"] is True
+        assert summary["rounds"] == {"total": 14, "skipped": 10}
+        assert [one.step for one in samples if one.payload_bytes] == [4, 8, 12, 14]
+        assert [one.step for one in samples if one.validation_loss is not None] == [0, 8, 14]
+        assert summary["payload_bytes"]["sent"] == sum(one.payload_bytes for one in samples)
+        told[overlap] = summary["payload_bytes"]
+    assert told[True]["sent"] == pytest.approx(told[False]["sent"], rel=0.01)  # two small questions to others more
 
 
 def test_a_fraction_is_resolved_to_steps():

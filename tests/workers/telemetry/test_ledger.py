@@ -81,7 +81,6 @@ def some_of_each(group: ThreadGroup) -> None:
     group.mean_(x)
     group.start_sum_(x).wait()
     group.broadcast_(x, src=group.size - 1)
-    group.start_scatters(torch.empty_like(rows[:1]), rows, [group.size - 1]).wait()
 
 
 @pytest.mark.parametrize("size", SIZES)
