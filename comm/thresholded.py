@@ -11,7 +11,7 @@ are of one step, and there is no memory of them. With share = 1 it is the dense 
 of one, which sends nothing.
 
 The threshold of a sample is its K-th largest |x|, found anew in every step (comm/codecs/threshold.py says why).
-[Gupta et al. 2020, arXiv 2010.08899, Alg. 2 (DCT-MP), with L = 1]
+[Gupta et al. 2020, arXiv 2010.08899 (DCT, model parallel), with L = 1]
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ class Thresholded:
 
     share: of the values of each sample that cross, above 0; 1: all. group: the ranks (None: torch.distributed's default
     group, or this process alone). Every rank calls it with as many samples, of the same dtype, in the same order among
-    other calls; a rank without a part gives x of width 0. Each call's backward is collective too: the loss of every
-    rank must depend on y, or the others wait for it. The gradient of x is the sum over the ranks' losses, not their
-    mean: where each loss is a mean over samples of its own, divide the gradients of the part by the number of ranks.
+    other calls; a rank without a part gives x of width 0. A sample may have several rows, as many on every rank, each
+    with a threshold of its own: one for each embedding table, say, or those with small values send nothing.
 
-    stats: what this rank has sent, by the kind "all_to_all_v". Not finite: such values are the largest, and cross.
-    The first call of each shape compares widths and settings. Raises: ValueError for what this rank was given;
+    Each call's backward is collective too: the loss of every rank must depend on y, or the others wait for it. The
+    gradient of x is the sum over the ranks' losses, not their mean: where each loss is a mean over samples of its own,
+    divide the gradients of the part by the number of ranks.
+
+    stats: of the group: what crosses here is of the kind "all_to_all_v". A value that is not finite is the largest, and
+    crosses. The first call of each shape compares widths and settings. Raises: ValueError for what this rank was given;
     WireMismatch, alike on all ranks, where they were given what does not fit together; PeerLost, CallMismatch, in
     backward too.
     """
@@ -90,7 +93,7 @@ class Thresholded:
 
     @property
     def stats(self) -> Stats:
-        """Of the group, which an optimizer over the same ranks counts in too."""
+        """Of the group. An optimizer that was given the same Group counts in it too."""
         return self._group.stats
 
     def __call__(self, x_bd: Tensor) -> Tensor:

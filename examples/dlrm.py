@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/dlrm.py
 
-Of what rank 0 looks up for a sample of another rank the largest eighth crosses, and back go the gradients of just
-that (Thresholded). Of the gradients of the dense part a hundredth crosses, the rest waits in error memory (codec
+Of each row that rank 0 looks up for a sample of another rank the largest eighth crosses, and back go the gradients of
+just that (Thresholded). Of the gradients of the dense part a hundredth crosses, the rest waits in error memory (codec
 "threshold"). Clicks are synthetic: ids by Zipf's law, each with an effect of its own that the tables have to learn.
 [Gupta et al. 2020, arXiv 2010.08899 (DCT); Naumov et al. 2019, arXiv 1906.00091 (DLRM)]
 """
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from thinwire.comm import Group, Thresholded, TorchGroup
 from thinwire.optim import SGD, FlatOptimizer, OneBitSGD
 
-TABLES, IDS, WIDTH, NUMBERS, SAMPLES = 8, 500, 16, 8, 64
-LR, MOMENTUM, LR_OF_TABLES, TESTED = 0.3, 0.0, 0.1, 2000
+TABLES, IDS, WIDTH, NUMBERS, SAMPLES = 8, 500, 32, 8, 64
+LR, MOMENTUM, TESTED = 0.3, 0.0, 2000
 
 
 class Dense(nn.Module):
@@ -78,18 +78,23 @@ def train(
     share: float,
     steps: int = 300,
     seed: int = 0,
+    lr_of_tables: float = 0.1,
+    width: int = WIDTH,
 ) -> float:
-    """AUC of this rank's part of samples that were not trained on. make: the optimizer of the dense part."""
+    """AUC of this rank's part of samples that were not trained on.
+
+    make: the optimizer of the dense part. width: of what has a threshold of its own; a row of a table has.
+    """
     clicks, of_dense = Clicks(seed), make(model)
-    of_tables = torch.optim.Adagrad(tables.parameters(), lr=LR_OF_TABLES) if tables else None
+    of_tables = torch.optim.Adagrad(tables.parameters(), lr=lr_of_tables) if tables else None
     exchange = Thresholded(share=share, group=group)
 
     def logits_and_clicks(samples: int) -> tuple[Tensor, Tensor]:
         numbers, ids, clicked = clicks.draw(samples * group.size)
         found = [table(ids[:, i]) for i, table in enumerate(tables)]
+        rows = torch.cat(found, 1).view(-1, width) if found else torch.zeros(len(ids) * TABLES * WIDTH // width, 0)
         own = slice(group.rank * samples, (group.rank + 1) * samples)
-        embedded = exchange(torch.cat([*found, torch.zeros(len(ids), 0)], 1))
-        return model(numbers[own], embedded), clicked[own]
+        return model(numbers[own], exchange(rows).view(samples, -1)), clicked[own]
 
     for _ in range(steps):
         nn.functional.binary_cross_entropy_with_logits(*logits_and_clicks(SAMPLES)).backward()

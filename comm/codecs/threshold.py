@@ -8,7 +8,7 @@ Dynamic communication thresholding finds the threshold once in thousands of step
 Then a row of fixed length is too short in one step and half empty in the next, and the threshold is state of every
 chunk, to be saved and to be found anew when the number of ranks changes. Here a sample proposes a threshold, and only
 what is above that is sorted: of millions of values on a CPU that takes a tenth or less of sorting all.
-[Gupta et al. 2020, arXiv 2010.08899, Alg. 1 (DCT-DP), with L = 1]
+[Gupta et al. 2020, arXiv 2010.08899 (DCT, data parallel), with L = 1]
 """
 
 from __future__ import annotations

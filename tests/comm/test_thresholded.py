@@ -7,8 +7,11 @@ import torch
 
 from tests.comm.gloo_ranks import said, start
 from tests.covering import every_value
+from tests.optim.seeded import seeded
 from thinwire.comm import CallMismatch, PeerLost, SoloGroup, Thresholded, WireMismatch, run_threads
+from thinwire.comm.codecs import ThresholdCodec
 from thinwire.comm.groups.faults import Fault, FaultyGroup, When
+from thinwire.optim import OneBitSGD
 
 WIDTHS = {
     "one rank": lambda rank, size: 24 if rank == 0 else 0,
@@ -197,11 +200,38 @@ def test_a_peer_that_is_lost_in_mid_exchange_is_told_on_every_rank(call, when):
     assert run_threads(3, work) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_beside_gradients_that_overlap_with_backward_it_is_as_without(size):
+    """Both launch collectives in backward, of graphs that differ from rank to rank."""
+    ways = {}
+    for overlap in (False, True):
+
+        def work(group, overlap=overlap):
+            net = seeded(
+                1, lambda: torch.nn.Sequential(torch.nn.Linear(9, 20), torch.nn.Tanh(), torch.nn.Linear(20, 1))
+            )
+            exchange = Thresholded(share=0.5, group=group)
+            codec = ThresholdCodec(0.2)
+            optimizer = OneBitSGD(net.parameters(), lr=0.1, codec=codec, group=group, overlap=overlap)
+            x, own = part(group.rank, 6 if group.rank == 0 else 0, 4 * size), torch.ones(4, 3, requires_grad=True)
+            for _ in range(5):
+                net(torch.cat([own.sin(), exchange(x)], 1)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return optimizer.space.p_N.clone(), x.grad
+
+        ways[overlap] = run_threads(size, work)
+    for (p, gradient), (due, of_x) in zip(ways[True], ways[False], strict=True):
+        assert torch.equal(p, due)
+        assert torch.equal(p, ways[True][0][0])
+        assert torch.equal(gradient, of_x)
+
+
 def test_over_processes_it_is_the_same_and_a_peer_that_dies_in_backward_is_named(tmp_path):
     ranks = start(
         """
         from thinwire.comm import Thresholded
-        join()
+        join(tcp_store_on_rank_0=True)
         exchange = Thresholded(share=0.25)
         torch.manual_seed(0)
         x = torch.randn(6, 8)[:, : 8 if rank == 0 else 0].requires_grad_()

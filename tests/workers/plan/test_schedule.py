@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from tests.workers.small_job import small_spec
-from thinwire.comm.groups.blocking import MirroredGroup
+from thinwire.comm.codecs import Int8Codec, ThresholdCodec
+from thinwire.comm.groups.blocking import MirroredGroup, SoloGroup
 from thinwire.comm.wire.network import Exchange
+from thinwire.optim import OneBitSGD
 from thinwire.optim.engine.schedule import Wire, is_variance_step
 from thinwire.workers.plan import schedule
 from thinwire.workers.plan.schedule import RunSteps
@@ -146,3 +148,13 @@ def test_a_long_run_is_counted_at_some_of_its_steps(monkeypatch):
 def test_a_run_of_a_billion_steps_takes_no_time_to_count():
     kinds = schedule.zero_one(small_run(steps=10**9, optimizer=ZERO_ONE))
     assert kinds.warmup + kinds.later == pytest.approx(10**9)
+
+
+@pytest.mark.parametrize(
+    ("codec", "due"),
+    [("threshold", "threshold"), (ThresholdCodec(0.1), "sign"), (Int8Codec(), "int8"), (Int8Codec(64), "sign")],
+)
+def test_a_codec_with_settings_of_a_script_s_own_is_not_taken_for_the_one_of_that_name(codec, due):
+    """Its bytes would be another's."""
+    optimizer = OneBitSGD(torch.nn.Linear(2, 2).parameters(), codec=codec, group=SoloGroup())
+    assert RunSteps.of_optimizer(optimizer, 100).codec == due
