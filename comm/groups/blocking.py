@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.groups.sent_bytes import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, broadcast_bytes
@@ -132,6 +133,17 @@ class MirroredGroup(Blocking):
             out_nB[self.rank].copy_(in_B)
         else:
             out_nB.copy_(in_B.expand_as(out_nB))
+
+    def start_all_to_all_v(
+        self, out_B: Tensor, in_B: Tensor, of: Sequence[int], to: Sequence[int], num_bytes: int
+    ) -> Pending:
+        """Each row of out <- the row of in that is for this rank, as far as it goes, then zeros."""
+        own_B = torch.split(in_B, list(to))[self.rank]
+        self.stats.count_sent("all_to_all_v", in_B.numel() - own_B.numel())
+        out_B.zero_()
+        for row_B in torch.split(out_B, list(of)):
+            row_B[: own_B.numel()].copy_(own_B[: row_B.numel()])
+        return FINISHED
 
     def mean_(self, x: Tensor) -> None:
         """X stays: all have the same."""
