@@ -86,7 +86,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, str]] = [
         "must be one of auto, or a whole number at least 1, or a number above 0 and below 1",
     ),
     ("the same, by text", {"lr_schedule": {"warmup": "x"}}, "lr_schedule.warmup", "x", "must be a whole number"),
-    ("no tag", {"optimizer": {}}, "optimizer.name", None, "one of adam, lamb, local_steps, muon, onebit_adam"),
+    ("no tag", {"optimizer": {}}, "optimizer.name", None, "one of adam, cada, lamb, local_steps, muon, onebit_adam"),
     ("unknown source", {"data": {"source": "s3"}}, "data.source", "s3", "one of digits, python-stdlib, text-file"),
     ("missing in a union", {"data": {"source": "text-file"}}, "data.path", None, "required: text that is not empty"),
     ("min above max", {"workers": {"min": 3, "max": 2}}, "workers.min", 3, "at most workers.max = 2"),

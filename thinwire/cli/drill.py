@@ -28,6 +28,8 @@ class OptimizerName(StrEnum):
     SGD = "sgd"
     MUON = "muon"
     LOCAL_STEPS = "local_steps"
+    CADA = "cada"
+    SKETCHED_SGD = "sketched_sgd"
 
 
 class ShadowChoice(StrEnum):
