@@ -103,7 +103,9 @@ class Algorithm(Generic[State]):
     """Does step() need a closure?"""
 
     undone: Callable[[CommError], None] | None = None
-    """Called with the error of a lost step, which step() and zero_grad() then do not raise (workers/session)."""
+    """Called with the error of a lost step, which step() and zero_grad() then do not raise (workers/session).
+
+    num_steps says whether the step stands: it counts one that does by then, as LocalSteps do, and no other."""
 
     error_lost: dict[str, float] | None = None
     """What the last regroup() after a death has lost of the error memory; None before one."""

@@ -1,7 +1,8 @@
 """The body of a script's loop, from the batch to the next one: what is seen of it, and what it must not do.
 
 Gradients are weighed there by this rank's share of the step (hooks on the parameters, for this step only). A step that
-is lost in optimizer.step() is undone there; step() returns, the body ends, and `close` raises what became of it.
+is lost in optimizer.step() is undone there; step() returns, the body ends, and `close` raises what became of it. Where
+the optimizer has counted the step all the same, as local steps do, it stands: a step that was made, with an error.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Made:
     """A step that was made in a body. seconds: of the whole body; of these, optimizer_s: inside of step(), where known.
 
     weight: of this rank's share. numbers: what the body has reported. left_out: the optimizer has not counted it.
+    lost: with what the exchange after it failed, where the step stands all the same.
     """
 
     phase: str
@@ -57,6 +59,7 @@ class Made:
     numbers: dict[str, Tensor]
     optimizer_s: float = 0.0
     left_out: bool = False
+    lost: CommError | None = None
 
 
 class _Body:
@@ -83,7 +86,7 @@ class Bodies:
         self._optimizer, self._registered = optimizer, registered
         self.outside: Callable[[], str | None] = lambda: None
         self._open: _Body | None = None
-        self._undone: CommError | None = None
+        self._lost: CommError | None = None
         self._stepless, self._pid = 0, os.getpid()
         self.numbers: dict[str, Tensor] = {}
         """What is reported of the step that is being made."""
@@ -98,8 +101,8 @@ class Bodies:
 
     @property
     def is_undone(self) -> bool:
-        """Was the step of the open body lost?"""
-        return self._undone is not None
+        """Was the step of the open body lost, and does not stand?"""
+        return self._lost is not None and not self.has_counted
 
     @property
     def has_stepped(self) -> bool:
@@ -110,7 +113,7 @@ class Bodies:
     def has_counted(self) -> bool:
         """Has the optimizer counted the step of the open body?"""
         body = self._open
-        return body is not None and not self.is_undone and self._optimizer.num_steps > body.num_steps
+        return body is not None and self._optimizer.num_steps > body.num_steps
 
     def refuse_fork(self, call: str) -> None:
         """Raises: ScriptError in a process that the script has forked."""
@@ -145,6 +148,7 @@ class Bodies:
     def close(self) -> Made:
         """The body is over: what it has made. Raises: ScriptError; the CommError of a step that was lost."""
         self.refuse_fork("batches()")
+        counted = self.has_counted
         body, self._open = self._open, None
         assert body is not None
         if body.strangers:
@@ -152,13 +156,16 @@ class Bodies:
                 f"{', '.join(sorted(body.strangers))} made a step and is not registered: a worker that comes later "
                 "could not be given its state; there is one optimizer a run: register that, with all parameters"
             )
-        if self._undone is not None:
-            error, self._undone = self._undone, None
+        lost, self._lost = self._lost, None
+        if lost is not None and not counted:
             self._registered.put_back()
-            raise error
+            raise lost
+        if lost is not None:
+            logger.warning("step_stands step=%d reason=%r", body.share.step, str(lost))
         self._note_stepless(body)
-        seconds, left_out = time.perf_counter() - body.began, self._optimizer.num_steps == body.num_steps
-        return Made(body.phase, body.lr, seconds, body.share.weight, self.numbers, body.optimizer_s, left_out)
+        seconds = time.perf_counter() - body.began
+        weight, left_out = body.share.weight, not counted
+        return Made(body.phase, body.lr, seconds, weight, self.numbers, body.optimizer_s, left_out, lost)
 
     def _note_stepless(self, body: _Body) -> None:
         self._stepless = 0 if body.has_stepped else self._stepless + 1
@@ -198,12 +205,13 @@ class Bodies:
             body.optimizer_s += time.perf_counter() - body.step_began
 
     def _note_undone(self, error: CommError) -> None:
-        """A step of this optimizer was undone: the body goes on, and the step is made again."""
+        """An exchange of this optimizer was lost: the body goes on, and a step that does not stand is made again."""
         if self._open is None:
             raise error
-        if self._undone is None:
-            self._undone = error.with_traceback(None)
-            self._registered.keep()
+        if self._lost is None:
+            self._lost = error.with_traceback(None)
+            if not self.has_counted:
+                self._registered.keep()
 
 
 def _watching() -> list[_Body]:

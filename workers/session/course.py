@@ -3,7 +3,7 @@
 The loop is turned inside out: the script that draws a batch computes its step (`batches`, with body.py), or the steps
 of its optimizer are reported when they are made (own_loop.py). A step that is lost in the body's optimizer.step() is
 undone there; step() returns, the body ends, all that was registered is taken back, and the same step is given out
-again, cut for the ranks that there are then.
+again, cut for the ranks that there are then. One that stands, as a local step does, is committed before that.
 
 Knows no Ray and no service.
 """
@@ -143,7 +143,10 @@ class Course:
                 share = weighed(share, self.weigh, samples, training.group, self._around.device)
             with self._meter.part("forward_backward", bytes_on="optimizer"), self.bodies.open(share):
                 yield share.batch
-            self._take(self.bodies.close())
+            made = self.bodies.close()
+            self._take(made)
+            if made.lost is not None:
+                raise made.lost
 
     def leave_early(self) -> Summary | None:
         """The body has left the loop, after the step that it has made, as on all ranks. Collective."""
