@@ -131,6 +131,7 @@ def test_what_ended_another_process_of_a_box_is_told_and_not_what_follows_in_the
     (tmp_path / "breaks").write_text(how)
     with BoxJob(tmp_path, Limits(1, 1), 24, 0, steps=24) as job:
         job.start(0)
+        job.until(lambda: any(one.kind == "failed" for one in list(job.said)), tolerate="RuntimeError")
         job.until(lambda: not job.workers[0].is_alive(), tolerate="RuntimeError")
         told = [one.fields["why"] for one in job.said if one.kind == "failed"]
         assert len(told) == 1
