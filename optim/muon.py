@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from thinwire.comm.errors import NonFiniteInput, Refused
 from thinwire.comm.exchange.alone import Results
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import decoded
@@ -364,15 +363,9 @@ class OneBitMuon(OwnMomentum[OneBitMuonState], Orthogonalising[OneBitMuonState])
     def update(self, plan: StepPlan, groups: Sequence[MuonHyper]) -> None:
         """One step on this rank.
 
-        Raises: NonFiniteInput; RuntimeError, alike on every rank, where it is the momentum of some rank that is not
-        finite, for no later step would be.
+        Raises: as OwnMomentum.exchange_.
         """
-        try:
-            self.exchange_(plan)
-        except NonFiniteInput as error:
-            if not isinstance(error, Refused):
-                self.refuse_broken_momentum(error)
-            raise
+        self.exchange_(plan)
         result, runs = self.reduce.result, () if self._where is None else self._where.runs
         self.reduce.commit()  # first: where it is interrupted, nothing has moved
         for h in groups:

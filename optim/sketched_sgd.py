@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.codecs import CountSketch
-from thinwire.comm.errors import NonFiniteInput, Refused
 from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.protocol import Group
 from thinwire.contract import hyperparameters
@@ -75,9 +74,9 @@ class SketchedSGD(OwnMomentum[SketchedState]):
 
     params: parameters or groups, as torch.optim takes them. lr, momentum, weight_decay (coupled): per group; a schedule
     may move them. The rate is in what waits, so that it may change with any step.
-    k: values that are applied in a step, None: a 25th. rows, columns: of the sketch; None: 12 thousandths of the
-    values a row. second: the exact values of so many times k cross. By default a step sends a tenth of fp32's bytes. A
-    sketch that is larger than the vector is refused.
+    k: values that are applied in a step, None: a 25th. rows, columns: of the sketch; None: so many that all rows have
+    6 sums for 100 values. second: the exact values of so many times k cross. By default a step sends a tenth of fp32's
+    bytes. A sketch that is larger than the vector is refused.
     group, model, max_grad_norm (each rank shortens its own gradient), non_finite, overlap: as in CheckedOptions. The
     sketch is of all values at once, so with overlap it is sent at the end of backward. topology is "flat".
     One rank sends nothing and applies all: torch.optim.SGD, at a constant rate. Save on all ranks: u becomes its mean.
@@ -153,15 +152,9 @@ class SketchedSGD(OwnMomentum[SketchedState]):
     def update(self, plan: StepPlan, groups: Sequence[SketchedHyper]) -> None:
         """Exchange u, apply what was found, and forget it.
 
-        Raises: NonFiniteInput; RuntimeError, alike on every rank, where it is the momentum of some rank that is not
-        finite, for no later step would be.
+        Raises: as OwnMomentum.exchange_.
         """
-        try:
-            self.exchange_(plan)
-        except NonFiniteInput as error:
-            if not isinstance(error, Refused):
-                self.refuse_broken_momentum(error)
-            raise
+        self.exchange_(plan)
         p_N, m_N, result = self.space.p_N, self.vectors.m_N, self.reduce.result
         self.reduce.commit()  # first: where it is interrupted, nothing has moved
         for h, part in self._pieces(self._sent_by, slice(0, p_N.numel())):

@@ -25,20 +25,21 @@ from thinwire.comm.layout import VectorLayout
 PRIME = (1 << 61) - 1
 PIECE = 1 << 18
 """Elements that are hashed, added and estimated at a time: a CPU's cache holds what is made of them."""
-K_PART, COLUMNS_PART = 1 / 25, 12 / 1000
-"""Of the values, where nothing is said: five rows and k are a tenth of them."""
+K_PART, SUMS_PART = 1 / 25, 6 / 100
+"""Of the values, where nothing is said: all rows together and k are a tenth of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountSketch:
     """k: values that are applied of each vector; None: a 25th of them. rows: an odd number of sums for each value.
 
-    columns: sums of a row; None: 12 thousandths of the values. second: of how many times k the exact values cross.
-    seed: of the hashes, the same on every rank. Raises: ValueError.
+    More rows tell fewer large values better; where there are more of these than columns, all estimates are noise.
+    columns: sums of a row; None: all rows together have 6 for 100 values. second: of how many times k the exact values
+    cross. seed: of the hashes, the same on every rank. Raises: ValueError.
     """
 
     k: int | None = None
-    rows: int = 5
+    rows: int = 1
     columns: int | None = None
     second: int = 1
     seed: int = 0
@@ -54,7 +55,7 @@ class CountSketch:
 
     def sizes(self, numel: int) -> tuple[int, int]:
         """k and columns for so many values."""
-        return self.k or max(1, round(numel * K_PART)), self.columns or max(1, round(numel * COLUMNS_PART))
+        return self.k or max(1, round(numel * K_PART)), self.columns or max(1, round(numel * SUMS_PART / self.rows))
 
     def refuse_larger(self, numel: int) -> None:
         """Raises: ValueError where no fewer values would cross than these."""

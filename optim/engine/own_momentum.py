@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.errors import NonFiniteInput
+from thinwire.comm.errors import NonFiniteInput, Refused
 from thinwire.comm.exchange.exchange import gather_flags
 from thinwire.comm.kernels.peak import witness
 from thinwire.comm.protocol import Group
 from thinwire.optim.engine.algorithm import State
 from thinwire.optim.engine.optimizer import SAVE_EVERYWHERE, FlatOptimizer
+from thinwire.optim.engine.schedule import StepPlan
 
 
 class OwnMomentum(FlatOptimizer[State]):
@@ -29,6 +30,19 @@ class OwnMomentum(FlatOptimizer[State]):
     def begin(self) -> None:
         """Set what a fresh run begins with."""
         self.saved["last_sync"] = 0
+
+    def exchange_(self, plan: StepPlan) -> None:
+        """As FlatOptimizer.exchange_.
+
+        Raises: also RuntimeError, alike on every rank, where it is the momentum of some rank that is not finite, for no
+        later step would be.
+        """
+        try:
+            super().exchange_(plan)
+        except NonFiniteInput as error:
+            if not isinstance(error, Refused):
+                self.refuse_broken_momentum(error)
+            raise
 
     @property
     def has_one_momentum(self) -> bool:

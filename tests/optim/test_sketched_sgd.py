@@ -19,7 +19,7 @@ from thinwire.optim import SketchedSGD
 from thinwire.optim.regroup import hand_over
 
 SIZES = (1, 2, 3, 4, 8)
-SKETCH = {"k": 5, "columns": 12, "second": 3}
+SKETCH = {"k": 5, "rows": 5, "columns": 12, "second": 3}
 
 
 def made(net, group=None, **more):
@@ -79,7 +79,7 @@ def test_it_is_the_recursion_of_the_paper_written_out():
     def work(group):
         wide = lambda: torch.nn.Sequential(torch.nn.Linear(7, 200), torch.nn.Tanh(), torch.nn.Linear(200, 1))  # noqa: E731
         net = seeded(2, wide).double()
-        optimizer = made(net, group, lr=lr, momentum=rho, k=k, columns=250, second=100)
+        optimizer = made(net, group, lr=lr, momentum=rho, k=k, rows=5, columns=250, second=100)
         start, path = optimizer.space.p_N.clone(), []
         for step in range(1, steps + 1):
             optimizer.zero_grad()
@@ -252,8 +252,8 @@ def test_by_default_a_step_sends_a_tenth_of_fp32():
         return (group.stats.bytes_by_kind - before)["sum"], optimizer.stats()["sketch"]
 
     sent, sketch = run_threads(2, work)[0]
-    assert sketch == {"rows": 5, "columns": 786, "k": 2621, "exact": 2621}
-    assert sent == 4 * (5 * 786 + 2621)
+    assert sketch == {"rows": 1, "columns": 3932, "k": 2621, "exact": 2621}
+    assert sent == 4 * (3932 + 2621)
     assert sent == pytest.approx(4 * 2**16 / 10, rel=0.01)
 
 
@@ -322,7 +322,7 @@ def test_a_sketch_is_linear_and_finds_what_is_large():
     large = torch.randperm(4000, generator=generator)[:20]
     z[0][large[:10]] += 2
     z[1][large[10:]] -= 2
-    sketch = CountSketch(k=20, columns=200, second=4).over(layout, z[0])
+    sketch = CountSketch(k=20, rows=5, columns=200, second=4).over(layout, z[0])
     mean = (sketch.first(z[0]) + sketch.first(z[1])) / 2
     torch.testing.assert_close(mean, sketch.first((z[0] + z[1]) / 2), rtol=0, atol=1e-12)
     known, one = sketch.second(mean, z[0])

@@ -86,9 +86,9 @@ ONEBIT_SGD = (*SGD, DAMPENING)
 SKETCH_K = Number(
     "k", None, "values that are applied in a step; null: a 25th of all", at_least=1, whole=True, optional=True
 )
-SKETCH_ROWS = Number("rows", 5, "sums for each value, an odd number: the median is taken", at_least=1, whole=True)
+SKETCH_ROWS = Number("rows", 1, "sums for each value, an odd number: the median is taken", at_least=1, whole=True)
 SKETCH_COLUMNS = Number(
-    "columns", None, "sums of a row; null: 12 thousandths of all values", at_least=1, whole=True, optional=True
+    "columns", None, "sums of a row; null: all rows have 6 for 100 values", at_least=1, whole=True, optional=True
 )
 SKETCH_SECOND = Number(
     "second", 1, "of how many times k values the exact ones are sent, the largest by the sketch", at_least=1, whole=True
