@@ -20,14 +20,13 @@ from torch import Tensor
 
 from thinwire.comm.codecs import SignCodec
 from thinwire.comm.exchange.alone import Results
-from thinwire.comm.exchange.linear import LinearCodec
 from thinwire.comm.exchange.reducer import Reducer, flat_reducer, lone_reducer, node_first_reducer
 from thinwire.comm.groups.blocking import SoloGroup
 from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.groups.nodes import Nodes, Topology, nodes_of
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.layout import DEFAULT_BUCKET, VectorLayout
-from thinwire.comm.protocol import Codec, FullWire, Group
+from thinwire.comm.protocol import Codec, FullWire, Group, LinearCodec
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -181,6 +181,41 @@ class Codec(Named, Protocol):
 
     def row(self, layout: VectorLayout, start: int, stop: int, like: Tensor) -> RowCodec:
         """The codec of [start, stop) of vectors with this layout, in the dtype and on the device of `like`."""
+
+
+class Known(Protocol):
+    """What all ranks know of one exchange after its first sum."""
+
+    def decide(self, second: Tensor) -> None:
+        """The mean of what crossed second is there. What is chosen by it is chosen now; nothing, until then."""
+
+    def decode(self, second: Tensor, out_N: Tensor) -> None:
+        """out <- what these second values say: linear in them."""
+
+
+class Sums(Protocol):
+    """A linear code of vectors of one layout, on one rank. Pure but for kept()."""
+
+    @property
+    def numel(self) -> int:
+        """Values that a rank gives to both sums, a + b."""
+
+    def first(self, z_N: Tensor) -> Tensor:
+        """What crosses first, new: float[a]."""
+
+    def second(self, first: Tensor, z_N: Tensor) -> tuple[Known, Tensor]:
+        """What all know by the mean of that, and what crosses second, new: float[b]."""
+
+    def kept(self, known: Any) -> None:
+        """An exchange counts: the next one may begin from what was known in it."""
+
+
+@runtime_checkable
+class LinearCodec(Named, Protocol):
+    """A way to write vectors so that a sum of what is written is written of the sum."""
+
+    def over(self, layout: VectorLayout, like: Tensor) -> Sums:
+        """The code of vectors of this layout. Raises: ValueError where it would send no less than they are."""
 
 
 class Reader(Protocol):

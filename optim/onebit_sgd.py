@@ -25,8 +25,7 @@ from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.codecs import PowerSGD, codec_of
 from thinwire.comm.codecs.low_rank import LowRank
-from thinwire.comm.exchange.linear import LinearCodec
-from thinwire.comm.protocol import Codec
+from thinwire.comm.protocol import Codec, LinearCodec
 from thinwire.contract import hyperparameters
 from thinwire.contract.hyperparameters import DAMPENING, LR, MOMENTUM, RANK, WEIGHT_DECAY, CodecName
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,44 +23,9 @@ from torch import Tensor
 from thinwire.comm.exchange.coder import Coder, Given, Values
 from thinwire.comm.exchange.memory import ErrorMemory, Errors, Place, Served, Whole
 from thinwire.comm.kernels.peak import witness
-from thinwire.comm.layout import Buckets, VectorLayout
-from thinwire.comm.protocol import Group, Named, Pending
+from thinwire.comm.layout import Buckets
+from thinwire.comm.protocol import Group, Known, LinearCodec, Pending
 from thinwire.comm.signals import deferred
-
-
-class Known(Protocol):
-    """What all ranks know of one exchange after its first sum."""
-
-    def decide(self, second: Tensor) -> None:
-        """The mean of what crossed second is there. What is chosen by it is chosen now; nothing, until then."""
-
-    def decode(self, second: Tensor, out_N: Tensor) -> None:
-        """out <- what these second values say: linear in them."""
-
-
-class Sums(Protocol):
-    """A linear code of vectors of one layout, on one rank. Pure but for kept()."""
-
-    @property
-    def numel(self) -> int:
-        """Values that a rank gives to both sums, a + b."""
-
-    def first(self, z_N: Tensor) -> Tensor:
-        """What crosses first, new: float[a]."""
-
-    def second(self, first: Tensor, z_N: Tensor) -> tuple[Known, Tensor]:
-        """What all know by the mean of that, and what crosses second, new: float[b]."""
-
-    def kept(self, known: Any) -> None:
-        """An exchange counts: the next one may begin from what was known in it."""
-
-
-@runtime_checkable
-class LinearCodec(Named, Protocol):
-    """A way to write vectors so that a sum of what is written is written of the sum."""
-
-    def over(self, layout: VectorLayout, like: Tensor) -> Sums:
-        """The code of vectors of this layout. Raises: ValueError where it would send no less than they are."""
 
 
 class LinearCoder(Coder):

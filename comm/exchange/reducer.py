@@ -22,7 +22,7 @@ from thinwire.comm.exchange.coder import Coder
 from thinwire.comm.exchange.exchange import Exchange, Mean
 from thinwire.comm.exchange.fidelity import Fidelity
 from thinwire.comm.exchange.in_full import SumCoder
-from thinwire.comm.exchange.linear import LinearCodec, LinearCoder, Sums
+from thinwire.comm.exchange.linear import LinearCoder
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.node_first import NodeCoder
 from thinwire.comm.exchange.pipeline import Pipeline, pipeline_for, staged
@@ -32,7 +32,7 @@ from thinwire.comm.groups.texts import agree, exchange_facts
 from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.choose import warm_up_int8
 from thinwire.comm.layout import BYTE, DEFAULT_BUCKET, Buckets, VectorLayout
-from thinwire.comm.protocol import Codec, FullWire, Group
+from thinwire.comm.protocol import Codec, FullWire, Group, LinearCodec, Sums
 from thinwire.comm.signals import deferred
 
 CODECS: dict[str, Callable[[], Codec]] = {"bf16": Bf16Codec, "int8": Int8Codec}

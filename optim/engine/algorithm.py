@@ -22,12 +22,11 @@ from thinwire.comm.codecs import SignCodec
 from thinwire.comm.default import default_reducer
 from thinwire.comm.errors import CommError
 from thinwire.comm.exchange.alone import Results
-from thinwire.comm.exchange.linear import LinearCodec
 from thinwire.comm.exchange.memory import ErrorMemory
 from thinwire.comm.exchange.reducer import Reducer
 from thinwire.comm.groups.nodes import Topology
 from thinwire.comm.keeps import Keeps
-from thinwire.comm.protocol import Codec, FullWire, Group
+from thinwire.comm.protocol import Codec, FullWire, Group, LinearCodec
 from thinwire.contract.hyperparameters import ADAM
 from thinwire.optim.engine.ages import Age, Run, runs_of
 from thinwire.optim.engine.buffers import Buffers
