@@ -147,6 +147,8 @@ class LinearCoder(Coder):
         if self._memory is not None and self._gives:
             self._leave(self._taken())
             self._exchange_errors(self._memory)
+            assert self._zero_c is not None
+            self._zero_c.zero_()  # of what was served before, as after restore(), all has been taken into z
         self._memory = self._known = None
 
     def _leave(self, z_N: Tensor) -> None:
