@@ -126,7 +126,7 @@ class OneBitSgdSpec(Frozen):
     dampening: float = _field(declared.DAMPENING)
     weight_decay: float = _field(declared.WEIGHT_DECAY)
     nesterov: bool = Field(False, description="Nesterov's momentum; with momentum above 0 and no dampening")
-    codec: declared.CodecName | Literal["powersgd"] = Field(
+    codec: Literal[declared.CodecName, "powersgd"] = Field(
         "sign", description=f"{_CODEC}; powersgd: matrices as two factors of `rank` columns"
     )
     rank: Whole = _field(declared.RANK)
