@@ -291,7 +291,7 @@ class Algorithm(Generic[State]):
             self.space.p_N,
             codec=self.codec,
             bucket_elements=self.bucket_elements,
-            cuts=self.space.cuts,
+            cuts=self.cuts,
             keeps=self.kept_of_others,
             full=self.full_exchange,
             # Where ranks have come or gone boxes may differ.
@@ -299,6 +299,11 @@ class Algorithm(Generic[State]):
             sums=torch.bfloat16 if "error_memory" in self.narrow else None,
             results=self.results,
         )
+
+    @property
+    def cuts(self) -> list[int]:
+        """Positions that no bucket reaches across, in any order: the ends of parameter groups, for most."""
+        return list(self.space.cuts)
 
     @property
     def kept_of_others(self) -> Keeps:
