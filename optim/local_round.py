@@ -141,6 +141,11 @@ class InRounds(FlatOptimizer[LocalStepsState]):
         return self._next_turn == Turn(0, self.num_steps)
 
     @property
+    def has_sent(self) -> bool:
+        """As Algorithm.has_sent: of one part."""
+        return self.num_steps == self._last_sent
+
+    @property
     def common_steps(self) -> int:
         """The step at which the last round ended that has been applied. In a round ranks hold different parameters."""
         return int(self.saved["last_sync"])

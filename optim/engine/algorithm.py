@@ -515,6 +515,11 @@ class Algorithm(Generic[State]):
         """Has a round ended with the last step, on all ranks, so that end_round() cuts none short?"""
         return self.at_sync
 
+    @property
+    def has_sent(self) -> bool:
+        """Has the last step begun an exchange? What goes out beside others is of that one."""
+        return self.at_round_end
+
     def end_round(self) -> None:
         """End a round of local steps now by its exchange: all ranks hold the same parameters. Collective.
 

@@ -195,7 +195,12 @@ class _Way:
         # What goes into a variance alone is not sent in 8 bits (FlatOptimizer.mean_wire).
         late = full_exchange(network, found.elements, found.transport, bucket, "bf16" if wire == "int8" else wire)
         self._codec = run.codec if name == run.method else "sign"
-        if self._busy.summed:
+        if name == LOCAL_STEPS and run.parts > 1:
+            part = -(-found.elements // run.parts)
+            bits = coded(network, part, found.transport, min(bucket, part), self._codec)
+            encoding_s = (self._busy.compressed - self._busy.local) / run.parts
+            self._busy = replace(self._busy, compressed=self._busy.local + encoding_s)
+        elif self._busy.summed:
             bits = sums(network, self._busy.summed, found.transport)
         else:
             bits = coded(network, found.elements, found.transport, bucket, self._codec)
@@ -208,7 +213,7 @@ class _Way:
             "local": (self._kinds.local, *self._step(self._busy.local, 0.0, NOTHING)),
         }
         if name == LOCAL_STEPS and run.late:
-            late_s = seconds_beside(network, self._busy.compressed, bits, run.every)
+            late_s = seconds_beside(network, self._busy.compressed, bits, run.every // run.parts)
             self._steps["compressed"] = (self._kinds.compressed, late_s, bits)
 
     def plan(self) -> MethodPlan:
@@ -338,10 +343,16 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
     if ONE_BIT_MUON in methods:
         notes.append("the dense ways take torch's AdamW, and not Muon, which every rank would compute for them too")
     words = LOSSES.get((inner_of(methods), run.every), "how much is not known for this one")
+    parts = ""
+    if run.parts > 1:
+        values = -(-found.elements // run.parts)
+        parts = (
+            f", in {run.parts} parts of {values:,} values, of which one crosses every {run.every // run.parts} steps"
+        )
     notes.append(
-        f"local steps are of {inner_of(methods)}, {run.every} to a round; their loss is not that of as many dense "
-        f"steps: {words}. Their gain is in steps, not in time to a loss, and counts for the advice only where the job "
-        "asks for them; rounds that a checkpoint ends early are left out"
+        f"local steps are of {inner_of(methods)}, {run.every} to a round{parts}; their loss is not that of as many "
+        f"dense steps: {words}. Their gain is in steps, not in time to a loss, and counts for the advice only where "
+        "the job asks for them; rounds that a checkpoint ends early are left out"
     )
     if found.cores == inf:
         notes.append("on GPUs the transport costs the processor nothing")

@@ -22,7 +22,7 @@ from thinwire.comm.codecs import BY_NAME, CountSketch, PowerSGD
 from thinwire.comm.protocol import FullWire
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
 from thinwire.comm.wire.step_time import FEW_BITS
-from thinwire.contract.hyperparameters import EVERY, RANK
+from thinwire.contract.hyperparameters import EVERY, PARTS, RANK
 from thinwire.contract.optimizers import LocalStepsSpec, OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, LocalSteps, OneBitSGD, ZeroOneAdam
@@ -49,9 +49,9 @@ class RunSteps:
     warmup: steps in full before the freeze, of 1-bit Adam and LAMB; None: they find it, or there is none.
     var_freeze_step, dense_steps, var_update_scaler, local_step_scaler, local_step_clipper: of 0/1 Adam.
     refresh: of all that freeze a variance.
-    inner, every, late: of local steps; of other methods every is what local steps would have by default. late: does
-    the exchange run beside the next round's steps? codec: of local steps and 1-bit SGD. own: keywords
-    that the method's exchange is made with.
+    inner, every, parts, late: of local steps; of other methods every is what local steps would have by default. late:
+    does the exchange run beside the steps after it? codec: of local steps and 1-bit SGD. own: keywords that the
+    method's exchange is made with.
     lr_warmup_steps: in which the learning rate rises; then it falls as a cosine to `floor` of its peak, 1: stays.
     full_exchange: None: half, flat: low-precision parameters, topology flat, from which it follows.
     Raises: ValueError where these cannot stand together.
@@ -74,6 +74,7 @@ class RunSteps:
     local_step_clipper: int | None = None
     inner: str | None = None
     every: int = EVERY.default
+    parts: int = PARTS.default
     codec: str = "sign"
     late: bool = False
     own: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class RunSteps:
         if isinstance(given, COMPRESSED):
             more["refresh"] = given.refresh
         if isinstance(given, LocalStepsSpec):
-            more |= {"inner": given.inner.name, "every": given.every, "late": given.overlap}
+            more |= {"inner": given.inner.name, "every": given.every, "parts": given.parts, "late": given.overlap}
         more["codec"] = getattr(given, "codec", "sign")
         more["own"] = given.model_dump(include={"codec", "rank", "k", "rows", "columns", "second"})
         rule = given.inner if isinstance(given, LocalStepsSpec) else given
@@ -149,7 +150,7 @@ class RunSteps:
             inner = type(optimizer.inner.optimizer)
             known = names_of(inner) or [kind for kind in ("sgd", "muon") if kind == inner.__name__.lower()]
             more = {"inner": (known or ["adam"])[0], "every": optimizer.every}
-            more["late"] = optimizer.steps_beside > 0
+            more |= {"parts": optimizer.parts, "late": optimizer.steps_beside > 0}
         more |= _codec_of(optimizer)
         if "betas" in optimizer.param_groups[0]:
             more["beta2"] = optimizer.param_groups[0]["betas"][1]
@@ -280,9 +281,12 @@ def one_bit(run: RunSteps, *, lamb: bool = False) -> Kinds:
 
 
 def local_steps(run: RunSteps) -> Kinds:
-    """Local steps. The end of the run ends a round too; those that a checkpoint ends early are not counted."""
-    rounds = -(-run.steps // run.every)
-    return Kinds(full=0, compressed=rounds, local=run.steps - rounds)
+    """Local steps: a compressed one sends one part.
+
+    The end of the run ends a round too; those that a checkpoint ends early are not counted.
+    """
+    sent = min(-(-run.steps // run.every) * run.parts, run.steps)
+    return Kinds(full=0, compressed=sent, local=run.steps - sent)
 
 
 def zero_one(run: RunSteps) -> Kinds:

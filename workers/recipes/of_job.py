@@ -159,6 +159,7 @@ class OfJob(Recipe):
                 outer=OuterSGD(given.outer.lr, given.outer.momentum, given.outer.nesterov),
                 codec=given.codec,
                 overlap=given.overlap,
+                parts=given.parts,
                 total_steps=self.spec.steps,
                 group=group,
             )

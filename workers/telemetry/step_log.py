@@ -137,7 +137,7 @@ class StepLog:
         group, batch = training.group, training.global_batch(step)
         optimizer = training.optimizer
         # Beside the steps of a round the second half of an exchange goes out: bytes of the round, not of these steps.
-        sent = 0 if optimizer.steps_beside and not optimizer.at_round_end else self._sent_since()
+        sent = 0 if optimizer.steps_beside and not optimizer.has_sent else self._sent_since()
         self._num_windows += len(share(batch, group.rank, group.size))
         sample = Sample(
             step=step,

@@ -108,6 +108,11 @@ def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_th
     busy_s = 990 * 0.24 + 10 * 0.26
     assert late.method("local_steps").run_s == pytest.approx(busy_s)  # 100 steps hide an exchange of 2 s
     assert late.method("local_steps").run_bytes == asked.method("local_steps").run_bytes
+    in_parts = plan(small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": {**given, "parts": 4}}))
+    of_parts, whole = in_parts.method("local_steps"), asked.method("local_steps")
+    assert of_parts.run_bytes == pytest.approx(whole.run_bytes, rel=0.01)
+    assert of_parts.run_s == pytest.approx(whole.run_s, rel=0.01)  # as long in all, a quarter of it at a time
+    assert any("in 4 parts of 6,250,000 values, of which one crosses every 25" in note for note in in_parts.assumed)
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,13 @@ def test_an_optimizer_says_of_its_run_what_its_job_file_says(name):
     given = {"name": name, "lr": 1e-3}
     if name == "local_steps":
         given = {"name": name, "every": 8, "codec": "int8", "inner": {"name": "adam", "lr": 1e-3, "betas": (0.8, 0.95)}}
+        given |= {"parts": 3, "overlap": True}
     spec = small_spec(steps=100, optimizer=given, lr_schedule={"warmup": 9, "decay": "constant"})
     param = torch.nn.Parameter(torch.ones(8, 8))
     optimizer = recipe_of(spec).optimizer([param], MirroredGroup(2))
     found, told = RunSteps.of_optimizer(optimizer, 100), RunSteps.of_job(spec)
     assert schedule.full_steps(found) == schedule.full_steps(told)
-    for of_run in ("steps", "method", "beta2", "inner", "every", "codec", "own"):
+    for of_run in ("steps", "method", "beta2", "inner", "every", "parts", "late", "codec", "own"):
         assert getattr(found, of_run) == getattr(told, of_run), of_run
 
 
