@@ -160,6 +160,18 @@ class Coder(ABC):
         """Was it made here?"""
         return True
 
+    def choose(self, at: range | None) -> None:
+        """The next exchange is of these buckets; None: of all. Raises: ValueError where it cannot be."""
+        every = range(len(self.buckets))
+        at = every if at is None else at
+        if not at or at.step != 1 or at.start < 0 or at.stop > every.stop:
+            raise ValueError(f"at = {at}: must be buckets one after another, of {every.stop}, at least one")
+        if at != every and not self.takes_ranges:
+            raise ValueError(
+                f"at = {at}: must be all {every.stop} buckets with topology node_first and in means, which are whole"
+            )
+        self.at = at
+
     @abstractmethod
     def begin(self, memory: ErrorMemory | None, draw: int) -> None:
         """Have memory for an exchange. draw: its number, by which is rounded. Local."""

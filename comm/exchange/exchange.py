@@ -120,15 +120,7 @@ class Exchange:
             if not isinstance(memory, ErrorMemory) or not self._coder.owns(memory):
                 raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
             memory.refuse_torn()
-        every = range(len(self.buckets))
-        at = every if at is None else at
-        if not at or at.step != 1 or at.start < 0 or at.stop > every.stop:
-            raise ValueError(f"at = {at}: must be buckets one after another, of {every.stop}, at least one")
-        if at != every and not self._coder.takes_ranges:
-            raise ValueError(
-                f"at = {at}: must be all {every.stop} buckets with topology node_first and in means, which are whole"
-            )
-        self._coder.at = at
+        self._coder.choose(at)
         self._coder.begin(memory, self.draw)
         self._memory, self._lost, self.is_open = memory, None, True
 
