@@ -74,7 +74,13 @@ def cases(inner: str) -> dict[str, Case]:
             (128, mean, "the mean, 8 bits", lr, "int8"),
         )
     }
-    return {"dense": dense, **one_bit, **local}
+    in_parts = {
+        f"local steps, H = 32, the mean, {said}parts = {parts}": Case(
+            lr, partial(_local, inner, lr, 32, mean, parts=parts, overlap=bool(said))
+        )
+        for said, parts in (("", 1), ("", 2), ("", 4), ("late, ", 1), ("late, ", 4))
+    }
+    return {"dense": dense, **one_bit, **local, **in_parts}
 
 
 def main(
