@@ -133,14 +133,12 @@ def what_if(
 
 def lines(found: Answer) -> list[str]:
     """The answer as people read it."""
-    where = (
-        f"{found.nodes} machines of {found.gpus} x {found.device}"
-        if found.nodes > 1
-        else f"{found.gpus} x {found.device}"
-    )
+    machines = f"{found.nodes} machines of " if found.nodes > 1 else ""
+    run = f"{found.steps} steps of {found.global_batch} samples, {machines}{found.gpus} x {found.device}"
+    link = f"{bytes_text(found.bytes_per_s)}/s of payload, {ms(found.latency_s)} a round"
     return [
-        f"{found.model}: {found.values / 1e6:.4g} M values, {found.steps} steps of {found.global_batch} samples, {where}",
-        f"link: {bytes_text(found.bytes_per_s)}/s of payload, {ms(found.latency_s)} a round; passes: {ms(found.compute_s)}",
+        f"{found.model}: {found.values / 1e6:.4g} M values, {run}",
+        f"link: {link}; forward and backward of a step: {ms(found.compute_s)}",
         "",
         *columns_text(_COLUMNS, [_row(one) for one in found.outcomes]),
         "",

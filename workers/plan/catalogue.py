@@ -84,7 +84,7 @@ class Device:
 DEVICES = {
     "v100": Device(
         "V100",
-        4.17e13,
+        4.16e13,
         8.0e11,
         4.2e10,
         2.0e-3,
@@ -94,14 +94,14 @@ DEVICES = {
     "a100": Device("A100", 1.25e14, 1.4e12, 2.0e11, 1.0e-3, "data sheet, at the shares that the V100 reaches"),
     "h100": Device(
         "H100",
-        1.9e14,
+        2.1e14,
         3.01e12,
         3.0e11,
         1.0e-3,
         "steps of GPT-2 and copies measured on one, benchmarks/results",
         checked=True,
     ),
-    "h200": Device("H200", 1.9e14, 4.23e12, 3.0e11, 1.0e-3, "copies measured on one; its matrices as on the H100"),
+    "h200": Device("H200", 2.1e14, 4.23e12, 3.0e11, 1.0e-3, "copies measured on one; its matrices as on the H100"),
     "cpu": Device(
         "one core",
         4.0e10,

@@ -1,8 +1,8 @@
 """A whole run as events: boxes that are late, links that jitter, boxes that die and others that take their place.
 
 Collectives wait for the last rank, so a step takes as long as its slowest box needs. Of n boxes whose times are drawn
-alike the largest is drawn at once, by u^(1/n), and not one by one: a thousand boxes cost what ten do. Deaths and returns
-are a queue of events between which steps of one kind pass at their mean length.
+alike the largest is drawn at once, by u^(1/n), and not one by one: a thousand boxes cost what ten do. Deaths and
+returns are a queue of events between which steps of one kind pass at their mean length.
 
     death      the others lose the step, regroup and go on without the box; each computes a larger share
     return     all regroup again, after the newcomer has its state over its box's link
@@ -46,10 +46,10 @@ def step_mean_s(step: Step, network: Network, cores: float, disturbed: Disturban
         return step.seconds(network, cores)
     if step.beside:
         # What runs beside other steps waits for no bucket of its own: both parts are late by themselves.
-        slow = [_slowest(network.boxes, disturbed, random) for _ in range(DRAWS)]
+        factors = [_slowest(network.boxes, disturbed, random) for _ in range(DRAWS)]
         return fmean(
             replace(step, work=replace(step.work, busy_s=step.work.busy_s * factor)).seconds(network, cores)
-            for factor in slow
+            for factor in factors
         )
     course = course_of(network, step.work, step.sent)
     found = []

@@ -15,7 +15,8 @@ or both (optim/variance/refresh.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps, FullWire
@@ -60,7 +61,7 @@ class RunSteps:
     every: int = EVERY.default
     codec: str = "sign"
     late: bool = False
-    own: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -181,7 +182,7 @@ def zero_one(run: RunSteps) -> Kinds:
     dense_steps = min(dense_steps, end)
     between = end - dense_steps
     both = variance_steps(between, run.var_update_scaler)
-    syncs, refreshes = _syncs(run, end)
+    syncs, refreshes = _syncs(replace(run, full_exchange=None, half=False, flat=True), end)  # which it does not ask
     compressed = between - both + syncs - refreshes
     local = run.steps - end - syncs
     return Kinds(full=dense_steps, both=both + refreshes, compressed=compressed, local=local, refreshes=refreshes)
@@ -199,6 +200,7 @@ def variance_steps(steps: int, scaler: int) -> int:
     return found
 
 
+@lru_cache(maxsize=16)
 def _syncs(run: RunSteps, frozen_at: int) -> tuple[float, int]:
     """Steps after the freeze at which the sum of the updates is exchanged, and at how many of them v is refreshed."""
     beta2, part = run.beta2, run.refresh or PART

@@ -188,6 +188,7 @@ class Way:
 
 
 def kinds_of(name: str, run: RunSteps) -> Kinds:
+    """Steps of the run by kind, by this method."""
     if name in FROM_THE_FIRST:
         return Kinds(full=0, compressed=run.steps)
     if name == LOCAL_STEPS:
