@@ -100,7 +100,7 @@ def test_every_command_target_and_variable_that_is_named_exists(document):
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     commands |= {group.name for group in app.registered_groups if group.name}
     commands |= {point.name for point in installed_commands()}
-    for command in re.findall(r"(?:^|`|bin/)thinwire ([a-z]+)", text, flags=re.MULTILINE):
+    for command in re.findall(r"(?:^|`|bin/)thinwire ([a-z]+(?:-[a-z]+)*)", text, flags=re.MULTILINE):
         assert command in commands, f"{document.name}: thinwire {command}"
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE):

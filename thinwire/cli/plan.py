@@ -151,6 +151,11 @@ def _table(methods: tuple[MethodPlan, ...]) -> list[str]:
         )
         for one in methods
     ]
+    return columns_text(columns, rows)
+
+
+def columns_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in which the first column stands to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs)).rstrip()

@@ -39,7 +39,8 @@ from thinwire.optim import FlatOptimizer, LocalSteps, ZeroOneAdam, ZeroOneSchedu
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.plan.children import Children, Parent
-from thinwire.workers.plan.forecast import (
+from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
+from thinwire.workers.plan.ways import (
     COMPRESSED,
     FROM_THE_FIRST,
     LOCAL_STEPS,
@@ -49,7 +50,6 @@ from thinwire.workers.plan.forecast import (
     Rehearsed,
     inner_of,
 )
-from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
 from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.recipes.of_job import OPTIMIZERS

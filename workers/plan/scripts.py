@@ -45,9 +45,10 @@ from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
+from thinwire.workers.plan.asked import ASSUMED_STEPS, length_of, run_of_optimizer
 from thinwire.workers.plan.children import Children, Parent
-from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed
-from thinwire.workers.plan.schedule import ASSUMED_STEPS, RunSteps, length_of
+from thinwire.workers.plan.schedule import RunSteps
+from thinwire.workers.plan.ways import Busy, PlannedJob, Rehearsed
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipe import Recipe
 from thinwire.workers.session.body import STEPLESS, Found
@@ -103,7 +104,7 @@ class Learned:
         """By its optimizer, and its scheduler where that says so. last: steps of the whole run, where known."""
         params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
         shapes = [[list(param.shape), str(param.dtype).removeprefix("torch.")] for param in params]
-        run, knows_length = asdict(RunSteps.of_optimizer(optimizer, last)), length_of(optimizer, last) is not None
+        run, knows_length = asdict(run_of_optimizer(optimizer, last)), length_of(optimizer, last) is not None
         return cls(shapes, forward_s, backward_s, timed, global_batch, run, knows_length, optimizer.overlaps)
 
     def as_job(self, spec: ScriptSpec) -> PlannedJob:

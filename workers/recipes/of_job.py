@@ -5,7 +5,6 @@ Hyperparameters are as the constructors of thinwire.optim take them.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -41,6 +40,7 @@ from thinwire.optim import (
 )
 from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.workers.data.corpus import Corpus, Sample, Windows, load_corpus, spread
+from thinwire.workers.rates import risen_and_fallen
 from thinwire.workers.recipe import Recipe, moved
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -69,14 +69,6 @@ def learning_rate(spec: TrainSpec, step: int) -> float:
     """The rate of step `step` (from 1): linear to the peak over the warm-up, then cosine to final_fraction of it."""
     floor = 1.0 if spec.lr_schedule.decay == "constant" else spec.lr_schedule.final_fraction
     return risen_and_fallen(step, spec.steps, spec.lr_warmup_steps, floor, peak=spec.optimizer.lr)
-
-
-def risen_and_fallen(step: int, steps: int, warmup: int, floor: float, *, peak: float = 1.0) -> float:
-    """Linear to the peak over `warmup` steps, then a cosine to `floor` of it at the last; a floor of 1: constant."""
-    if step <= warmup:
-        return peak * step / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def hyperparameters(spec: TrainSpec) -> dict[str, Any]:

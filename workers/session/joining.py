@@ -45,7 +45,8 @@ from thinwire.optim.regroup import Regrouped, regroup
 from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.membership.seats import Seat
-from thinwire.workers.plan.schedule import RunSteps, full_steps
+from thinwire.workers.plan.asked import run_of_job, run_of_optimizer
+from thinwire.workers.plan.schedule import full_steps
 from thinwire.workers.ranks import Alone
 from thinwire.workers.replicas import ranks_that_differ
 from thinwire.workers.saving import of_shard, on_all, registered_in, restore, restored
@@ -207,8 +208,8 @@ def _full_steps(spec: TrainSpec | ScriptSpec | None, training: Training) -> Full
     """Of the run, as `thinwire plan` takes them: buckets are made for those too."""
     try:
         if isinstance(spec, TrainSpec):
-            return full_steps(RunSteps.of_job(spec))
-        return full_steps(RunSteps.of_optimizer(training.optimizer, training.feed.last))
+            return full_steps(run_of_job(spec))
+        return full_steps(run_of_optimizer(training.optimizer, training.feed.last))
     except ValueError as error:
         logger.warning("buckets_for_compressed_steps_alone reason=%r", str(error))
         return NO_FULL_STEPS

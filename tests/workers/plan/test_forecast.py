@@ -13,7 +13,7 @@ from tests.workers.small_job import small_spec
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import Link, PlanRequest
 from thinwire.workers.plan import run
-from thinwire.workers.plan.forecast import COMPRESSED, Busy
+from thinwire.workers.plan.ways import COMPRESSED, Busy
 
 SPEC = small_spec(
     steps=1000,
