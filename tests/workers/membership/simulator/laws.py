@@ -69,9 +69,10 @@ class Laws:
         return {id: self._job.clockwork.now - at for id, at in self._heard_at.items()}
 
     def seated(self, seating: m.Seating, id: str) -> None:
-        """The server seats a worker. By what crosses the wire it has the same seat."""
+        """The server seats a worker. By what crosses the wire it has the same seat: of many, some are tried."""
         seat, state = seating.seat, self._job.workers[id].state
-        if seating.change is not None and (state.seat is None or seat.generation > state.seat.generation):
+        tried = seat.rank % (1 + seat.size // 20) == 0
+        if tried and seating.change is not None and (state.seat is None or seat.generation > state.seat.generation):
             told = m.from_server.validate_json(m.encoded(seating))
             assert isinstance(told, m.Seating)
             if told.seat_after(state.seat) != seat:
