@@ -221,7 +221,7 @@ class MembershipServer:
             if lines not in self._strangers:
                 return None  # it has been closed for another one, and must not count as one that ended its connection
             self._strangers.remove(lines)
-            refusal = self._rules.hello(hello.identity, hello.seat, time.monotonic())
+            refusal = self._rules.hello(hello.identity, hello.seated, time.monotonic())
             if refusal is None:
                 if before := self._outboxes.get(hello.identity.id):
                     before.end()  # it has come back before its last connection was seen to end
