@@ -218,14 +218,35 @@ def in_samples(rows, tokenizer, length, seed):
     return rows.map(made, batched=True, batch_size=500, with_indices=True, remove_columns=["text"])
 
 
+class SamePieces:
+    """What is registered beside a model: a worker, or a run that goes on, with other pieces is refused.
+
+    To the model a piece is a number. One that has learned from another text has other pieces under the same numbers.
+    """
+
+    def __init__(self, tokenizer):
+        in_order = sorted(tokenizer.get_vocab().items(), key=lambda piece: piece[1])
+        self.digest = hashlib.sha256(repr(in_order).encode()).hexdigest()
+
+    def state_dict(self):
+        """A digest of all pieces and their numbers."""
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state):
+        """Raises: ValueError where the run has other pieces."""
+        if state["digest"] != self.digest:
+            raise ValueError(
+                f"the pieces of this run are {state['digest'][:16]}, those that were learned here {self.digest[:16]}: "
+                "give all workers the same --data, or the tokenizer of the run by --tokenizer FOLDER"
+            )
+
+
 class Masked(torch.utils.data.Dataset):
     """Samples whose masks are drawn by transformers' collator, anew at every visit, from the sample's number."""
 
     def __init__(self, rows, tokenizer, seed):
         self.rows, self.seed = rows, seed
         self.collator = DataCollatorForLanguageModeling(tokenizer)
-        words = "\n".join(sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get))
-        self.digest = hashlib.sha256(words.encode()).hexdigest()  # workers with other pieces are refused
 
     def __len__(self):
         return len(self.rows)
@@ -331,7 +352,7 @@ def main():
         rise = max(1, round(rate.rise * stretched))
         optimizer = parts.optimizer_of(given.optimizer, model, run, lr=1.0, steps=steps, rise=rise, warmup=full)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda made: rate((made + 1) / stretched))
-        run.register(model=model, optimizer=optimizer, scheduler=scheduler)
+        run.register(model=model, optimizer=optimizer, scheduler=scheduler, pieces=SamePieces(tokenizer))
         called = parts.prepared(model, given)
 
         def evaluate(part):

@@ -8,7 +8,7 @@ python examples/papers/glue.py --preset paper --task mrpc --weights bert-large -
 --train and --dev: GLUE's TSV, or JSONL, parquet, arrow or CSV with the columns that the hub has. Left out: lines of
 Shakespeare's plays, and the same with their words in another order, which is a task as CoLA is. --preset paper: as BERT
 was tried on GLUE (arXiv 1810.04805, section 4.1): batch 32, 3 epochs, 2e-5. Needs transformers, datasets, tokenizers,
-torchmetrics.
+scikit-learn.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from pathlib import Path
 
 import parts
 import torch
-import torchmetrics.functional as measures
-from bert_pretrain import a_model
+from bert_pretrain import SamePieces, a_model
+from scipy import stats
+from sklearn import metrics as measures
 from transformers import BertForSequenceClassification
 
 from thinwire.train import session
@@ -141,18 +142,23 @@ def lines_in_order(count, seed):
     return found
 
 
+METRICS = {
+    "accuracy": measures.accuracy_score,
+    "f1": measures.f1_score,
+    "matthews": measures.matthews_corrcoef,
+    "pearson": lambda right, found: stats.pearsonr(right, found).statistic,
+    "spearman": lambda right, found: stats.spearmanr(right, found).statistic,
+}
+
+
 def metric(task, found, right):
-    """{name: value} of the task's metrics, F1 of label 1. found, right: labels, or numbers, as lists."""
-    found, right = torch.tensor(found), torch.tensor(right)
-    of = {"task": "multiclass", "num_classes": len(task.labels or ())}
-    how = {
-        "accuracy": lambda: measures.accuracy(found, right, **of, average="micro"),
-        "f1": lambda: measures.f1_score(found, right, task="binary"),
-        "matthews": lambda: measures.matthews_corrcoef(found, right, **of),
-        "pearson": lambda: measures.pearson_corrcoef(found.float(), right.float()),
-        "spearman": lambda: measures.spearman_corrcoef(found.float(), right.float()),
-    }
-    return {name: how[name]().item() for name in task.metrics}
+    """{name: value} of the task's metrics, F1 of label 1. found, right: labels, or numbers, as lists.
+
+    A correlation with what is the same for all rows counts 0.
+    """
+    if task.labels is None and len(set(found)) == 1:
+        return dict.fromkeys(task.metrics, 0.0)
+    return {name: float(METRICS[name](right, found)) for name in task.metrics}
 
 
 class InPieces(torch.utils.data.Dataset):
@@ -212,7 +218,7 @@ def main():
         rise = max(1, round(preset.rise * steps))
         optimizer = parts.optimizer_of(given.optimizer, model, run, lr=given.lr or preset.lr, steps=steps, rise=rise)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, parts.risen_and_fallen(rise, steps))
-        run.register(model=model, optimizer=optimizer, scheduler=scheduler)
+        run.register(model=model, optimizer=optimizer, scheduler=scheduler, pieces=SamePieces(tokenizer))
         called = parts.prepared(model, given)
 
         def evaluate():
