@@ -9,10 +9,10 @@ from benchmarks.papers.volume import by_our_rules
 
 
 def test_the_plans_count_the_bytes_that_the_papers_publish():
-    """Within what a sentence rounds: 5x, 4.6x; 0/1 Adam's 87 % and 54 % are upper ends, which DeepSpeed's file misses."""
+    """As far as a sentence rounds. 87 % and 54 % of 0/1 Adam are upper ends, which DeepSpeed's file does not reach."""
     adam, lamb = volume.volume(volume.ADAM_LARGE), volume.volume(volume.LAMB_LARGE)
     by_formula = 1 / (23 / 152 + (1 - 23 / 152) / 16)  # of DeepSpeed's post, which counts no scales
-    assert by_formula == pytest.approx(4.917, abs=0.001)
+    assert by_formula == pytest.approx(4.893, abs=0.001)
     assert by_formula * 0.99 < adam.over_half < by_formula
     assert lamb.over_half == pytest.approx(4.6, abs=0.05)
     zero_one = volume.volume(volume.ZERO_ONE_LARGE)
