@@ -36,7 +36,7 @@ def dense(params, group):
 
 
 def one_bit(params, group):
-    return OneBitAdam(params, lr=0.01, warmup_steps=3, group=group)
+    return OneBitAdam(params, lr=0.01, warmup=3, group=group)
 
 
 def script(job, worker):
