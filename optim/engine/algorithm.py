@@ -106,6 +106,9 @@ class Algorithm(Generic[State]):
 
     num_steps says whether the step stands: it counts one that does by then, as LocalSteps do, and no other."""
 
+    lost: CommError | None = None
+    """Why each step() is lost at once, unsent: what another optimizer of the same loop has lost with this batch."""
+
     error_lost: dict[str, float] | None = None
     """What the last regroup() after a death has lost of the error memory; None before one."""
 

@@ -245,6 +245,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         """
         loss = self.compute(closure)
         with self._reports_undone():
+            if self.lost is not None:
+                raise self.lost
             try:
                 with self.calling(f"step() {self.num_steps + 1}"):
                     self._step()

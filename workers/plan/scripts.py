@@ -51,7 +51,8 @@ from thinwire.workers.plan.schedule import RunSteps
 from thinwire.workers.plan.ways import Busy, PlannedJob, Rehearsed
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipe import Recipe
-from thinwire.workers.session.body import STEPLESS, Found
+from thinwire.workers.session.body import STEPLESS
+from thinwire.workers.session.evaluation import Found
 from thinwire.workers.session.job import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session, placed
 from thinwire.workers.session.training import Run, ScriptError, SessionFeed, Surroundings
@@ -250,7 +251,12 @@ class DrySession(Session):
         """Nothing is saved."""
 
     def batches(self, dataset: Any, **given: Any) -> Iterator[Any]:
-        """As Session.batches, and each body is timed."""
+        """As Session.batches, and each body is timed. Raises: ScriptError for several optimizers, too."""
+        if len(self._optimizers) > 1:
+            raise ScriptError(
+                f"{len(self._optimizers)} optimizers are registered, and a forecast is of a run with one: rehearse the "
+                "script with one of them, the largest, for the others add their bytes"
+            )
         return self._timed(super().batches(dataset, **given))
 
     def __exit__(self, *error: Any) -> None:
