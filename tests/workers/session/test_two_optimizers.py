@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.covering import parametrize
 from tests.workers.loop.threads_job import Plan, ThreadsJob
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.optim import Adam, OneBitAdam
+from thinwire.optim.engine.state import error_memories
 from thinwire.train import session
 
 STEPS, BATCH, SAMPLES, WIDTH = 14, 12, 44, 6
@@ -74,7 +76,13 @@ def script(job, worker):
         "m": torch.cat([one.state[p]["exp_avg"] for one, p in ((first, critic.values), (second, actor.values))]),
         "counts": torch.tensor([first.num_steps, second.num_steps]),
         "rates": torch.tensor([rate.get_last_lr()[0] for rate in rates]),
+        **{f"R of {name}": _residual(one) for name, one in (("critic", first), ("actor", second))},
     }
+
+
+def _residual(optimizer):
+    """R of its error memory. Collective."""
+    return torch.stack([one.residual() for one in error_memories(optimizer.vectors).values()] or [torch.zeros(1)])
 
 
 def made(tmp_path, monkeypatch, name, size, plan, optimizer=dense, **given):
@@ -123,3 +131,41 @@ def test_and_so_does_one_whose_workers_die_come_and_leave(tmp_path, monkeypatch,
     assert len(disturbed.killed) >= 2
     for found in disturbed.ended.values():
         assert_same(found, expected)
+
+
+@parametrize(("call", "when"), itertools.product((1, 2), When), usual=[1])
+def test_with_one_bit_a_death_after_steps_that_stood_leaves_what_one_in_the_first_exchange_does(
+    tmp_path, monkeypatch, call, when
+):
+    """R of both, moments and parameters: of what stood in the batch nothing is left, and nothing else is lost."""
+    step = STEPS - 2
+
+    def struck(name, *at):
+        return made(tmp_path, monkeypatch, name, 3, Plan(kills={step: (1, Fault((1,), "all_to_all", *at))}), one_bit)
+
+    before, disturbed = struck("first", 0, When.AFTER), struck("later", call, when)
+    assert disturbed.killed == before.killed == [step]
+    expected, *_ = before.ended.values()
+    assert expected["R of critic"].any()
+    assert expected["R of actor"].any()
+    first, *others = disturbed.ended.values()
+    for other in others:
+        assert_same(other, first)
+    for name, value in expected.items():
+        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@parametrize("optimizer", [dense, one_bit], usual=[1])
+def test_a_planned_change_and_a_resume_from_a_checkpoint_go_on_as_a_run_without(tmp_path, monkeypatch, optimizer):
+    """2 workers, 3, 2: R is kept, of both. And what was saved goes on bit-equal to the run that saved it."""
+    plan = Plan(joins={3: 1}, leaves={7: 0})
+    job = made(tmp_path, monkeypatch, "run", 2, plan, optimizer, checkpoint={"every_steps": 10, "keep": 2})
+    first, *others = job.ended.values()
+    for other in others:
+        assert_same(other, first)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"), key=lambda folder: folder.name)
+    shutil.rmtree(newest)
+    again = made(tmp_path, monkeypatch, "run", 2, Plan(), optimizer, checkpoint={"every_steps": 100, "keep": 2})
+    assert {step for step, *_ in again.attempts} == set(range(11, STEPS + 1))
+    for other in again.ended.values():
+        assert_same(other, first)
