@@ -557,7 +557,9 @@ class LocalSteps(InRounds):
         turn = own.get("turn", [1, 0, 0])
         counts = isinstance(turn, list | tuple) and len(turn) == 3 and all(is_count(one) for one in turn)
         if not counts or turn[1] >= turn[0]:
-            raise ValueError(f"state_dict has own['turn'] = {turn!r}: must be parts, one of them and a step")
+            raise ValueError(
+                f"state_dict has own['turn'] = {turn!r}: must be [parts, whose turn it is, step]; it is damaged"
+            )
         for key in ("parameters", "start_N", *(["base_N"] if "base_N" in own else [])) if own else ():
             found, shape = own[key], self.space.p_N.shape
             if not isinstance(found, Tensor) or found.shape != shape:

@@ -418,6 +418,17 @@ def test_parts_that_cannot_be_are_said_in_a_sentence_alike_on_all_ranks(more, sa
     assert first == second
 
 
+@pytest.mark.parametrize("turn", [[3, 3, 0], [3], "x", [3, -1, 0]])
+def test_a_share_whose_turn_is_damaged_is_refused(turn):
+    net = network()
+    optimizer = streamed(net)
+    train(net, optimizer, 4, 0)
+    share = optimizer.rank_state_dict()
+    share["share"]["0 of 1"]["own"]["turn"] = turn
+    with pytest.raises(ValueError, match=r"own\['turn'\] = .*: must be \[parts, whose turn it is, step\]"):
+        optimizer.load_state_dict(share)
+
+
 def test_ranks_of_other_parts_are_refused_when_they_are_made():
     def work(group):
         with pytest.raises(WireMismatch, match=r"rank 0 has .*; rank 1 has ") as found:
