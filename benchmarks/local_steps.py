@@ -33,7 +33,7 @@ STEPS = 1024
 """Whole rounds of all that is run: what ends a round early is not counted."""
 RATES = {"adamw": 2e-3, "muon": 0.024}
 """The dense AdamW's of benchmarks/defaults, and dense Muon's best in results/muon. Of another size: --lr."""
-_DEEP = {"global_batch": 16, "recipe": {"name": "gpt", "layers": 6, "width": 384, "heads": 6, "context": 64}}
+_DEEP = {"global_batch": 8, "recipe": {"name": "gpt", "layers": 6, "width": 384, "heads": 6, "context": 64}}
 SIZES: dict[str, dict[str, Any]] = {
     "small": {},
     "10m": _DEEP,
