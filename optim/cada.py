@@ -160,13 +160,13 @@ class CADA(FlatOptimizer[CadaState]):
         return {name: getattr(self, name) for name in names}
 
     def begin(self) -> None:
-        """Set what a fresh run begins with. lengths: the last squared lengths of G, newest last."""
-        self.saved |= {"lengths": [], "num_uploads": 0, "possible_uploads": 0}
+        """Set what a fresh run begins with. lengths: the last squared lengths of G, newest last; None: none yet."""
+        self.saved |= {"lengths": None, "num_uploads": 0, "possible_uploads": 0}
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse what are no squares of lengths. Raises: ValueError."""
         row = saved["lengths"]
-        if not (isinstance(row, list) and all(isinstance(x, float) and x >= 0 for x in row)):
+        if row is not None and not (isinstance(row, list) and all(isinstance(x, float) and x >= 0 for x in row)):
             raise ValueError(f"state_dict has saved['lengths'] = {row!r}: must be numbers, at least 0")
 
     def make_state(self) -> CadaState:
@@ -265,7 +265,7 @@ class CADA(FlatOptimizer[CadaState]):
     @property
     def _allowed(self) -> float:
         """How large |d|^2 may be, at most, of a rank that does not send."""
-        return float(self.threshold * sum(self.saved["lengths"]) / self.horizon)
+        return float(self.threshold * sum(self.saved["lengths"] or ()) / self.horizon)
 
     def _agreed(self) -> list[int]:
         """The ranks that send in this step, in order. Collective, a byte from each rank.
@@ -311,7 +311,7 @@ class CADA(FlatOptimizer[CadaState]):
         length = p_N.new_zeros(())
         for run, h in zip(self.runs, groups, strict=True):
             length += self._descend(h, plan.bias_of(h.seen))
-        self.saved["lengths"] = [*self.saved["lengths"], float(length)][-self.horizon :]
+        self.saved["lengths"] = [*(self.saved["lengths"] or ()), float(length)][-self.horizon :]
         self.saved["num_uploads"] += len(givers)
         self.saved["possible_uploads"] += self.group.size
 
