@@ -165,7 +165,7 @@ class CADA(FlatOptimizer[CadaState]):
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse what are no squares of lengths. Raises: ValueError."""
-        row = saved["lengths"]
+        row = saved.get("lengths")
         if row is not None and not (isinstance(row, list) and all(isinstance(x, float) and x >= 0 for x in row)):
             raise ValueError(f"state_dict has saved['lengths'] = {row!r}: must be numbers, at least 0")
 
@@ -263,9 +263,14 @@ class CADA(FlatOptimizer[CadaState]):
         return STAYS if found < self._allowed else SENDS  # where it overflows it sends
 
     @property
+    def _lengths(self) -> list[float]:
+        """None of a run that was saved before they were kept: then its ranks send until there are some."""
+        return self.saved.get("lengths") or []
+
+    @property
     def _allowed(self) -> float:
         """How large |d|^2 may be, at most, of a rank that does not send."""
-        return float(self.threshold * sum(self.saved["lengths"] or ()) / self.horizon)
+        return float(self.threshold * sum(self._lengths) / self.horizon)
 
     def _agreed(self) -> list[int]:
         """The ranks that send in this step, in order. Collective, a byte from each rank.
@@ -309,9 +314,9 @@ class CADA(FlatOptimizer[CadaState]):
                 s.mean_N.add_(given_N)
         self._note(mine=mine)
         length = p_N.new_zeros(())
-        for run, h in zip(self.runs, groups, strict=True):
+        for h in groups:
             length += self._descend(h, plan.bias_of(h.seen))
-        self.saved["lengths"] = [*(self.saved["lengths"] or ()), float(length)][-self.horizon :]
+        self.saved["lengths"] = [*self._lengths, float(length)][-self.horizon :]
         self.saved["num_uploads"] += len(givers)
         self.saved["possible_uploads"] += self.group.size
 

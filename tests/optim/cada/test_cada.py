@@ -8,7 +8,6 @@ from tests.optim.cada.problem import SIZES, SOME, closure_of, made, network, sen
 from tests.reference.cada import ReferenceCada
 from thinwire.comm import NonFiniteInput, SoloGroup, run_threads
 from thinwire.comm.errors import WireMismatch
-from thinwire.optim import CADA
 
 STEPS = 40
 
