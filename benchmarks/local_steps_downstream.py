@@ -31,7 +31,7 @@ from thinwire.workers.recipes.gpt import Gpt
 OUT = RESULTS / "downstream"
 PEOPLE, TESTS, LENGTH = 6, 40, 64
 """How many are told apart; speeches of each to test with; bytes of a piece of a speech."""
-STEPS, BATCH, RATE = 40, 16, 3e-4
+STEPS, BATCH, RATE = 24, 16, 5e-4
 
 
 def pieces_of_people() -> tuple[Tensor, Tensor, Tensor, Tensor]:
