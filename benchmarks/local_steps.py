@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -174,7 +175,16 @@ def _train(spec: Any, make: Callable[..., Any], group: Any) -> Any:
 
 
 def _markdown(runs: Sequence[dict[str, Any]]) -> str:
-    ends = {(one["inner"], one["seed"]): one["curve"][-1] for one in runs if one["method"] == "dense"}
+    ends: dict[tuple[str, int], float] = {}
+    for one in runs:
+        if one["method"] == "dense" and not one["diverged"]:
+            key = one["inner"], one["seed"]
+            ends[key] = min(one["curve"][-1], ends.get(key, inf))
+
+    def beside(one: dict[str, Any]) -> str:
+        dense = ends.get((one["inner"], one["seed"]), ends.get(("adamw", one["seed"])))
+        return "-" if dense is None or one["diverged"] else f"{100 * (one['curve'][-1] / dense - 1):+.1f} %"
+
     rows = [
         [
             one["inner"],
@@ -182,24 +192,23 @@ def _markdown(runs: Sequence[dict[str, Any]]) -> str:
             str(one["seed"]),
             f"{one['lr']:g}",
             one["diverged"] or f"{one['curve'][-1]:.4f}",
-            f"{100 * (one['curve'][-1] / ends[one['inner'], one['seed']] - 1):+.1f} %"
-            if (one["inner"], one["seed"]) in ends and not one["diverged"]
-            else "-",
+            beside(one),
             f"{one['fp32_bytes'] / one['sent_bytes']:.0f}",
         ]
         for one in sorted(runs, key=lambda one: (one["inner"], one["seed"], one["method"] != "dense", one["method"]))
     ]
-    head = ["inner", "method", "seed", "rate", "validation loss", "beside the same, dense", "fp32's bytes / its"]
+    head = ["inner", "method", "seed", "rate", "validation loss", "beside dense", "fp32's bytes / its"]
     first = runs[0]
     return "\n".join(
         [
             "# Local steps in one bit",
             "",
-            "Written by `python -m benchmarks.local_steps --inner adamw` and `--inner muon`; do not edit.",
+            "Written by `python -m benchmarks.local_steps`; do not edit.",
             "",
             f"Validation loss, nats, after {first['steps']} steps of a GPT of {first['parameters']:,} parameters on "
-            f"the bytes of a text; {RANKS} ranks of 8 windows of 64 bytes, equal tokens. Rates are the dense methods' "
-            "best unless the method says otherwise; local steps are in signs unless it says 8 bits. "
+            f"the bytes of a text; {RANKS} ranks of {first.get('windows', 8)} windows of {first.get('context', 64)} "
+            "bytes, equal tokens. Local steps are in signs unless the method says otherwise. Beside dense: the same "
+            "inner optimizer's, at its best rate here, or where there is none AdamW's. "
             "fp32's bytes: of a ring all-reduce in every step; its: all that rank 0 "
             "sent in training steps, comparisons of replicas among it; construction and the save at the end are in "
             "neither. One seed a row: differences of a few per cent mean nothing. Rows that lose are printed as they "
