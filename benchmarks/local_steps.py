@@ -34,11 +34,11 @@ STEPS = 1024
 """Whole rounds of all that is run: what ends a round early is not counted."""
 RATES = {"adamw": 2e-3, "muon": 0.024}
 """The dense AdamW's of benchmarks/defaults, and dense Muon's best in results/muon. Of another size: --lr."""
-_DEEP = {"global_batch": 8, "recipe": {"name": "gpt", "layers": 6, "width": 384, "heads": 6, "context": 64}}
+_WIDE = {"name": "gpt", "width": 384, "heads": 6, "context": 64}
 SIZES: dict[str, dict[str, Any]] = {
     "small": {},
-    "10m": _DEEP,
-    "10m-shallow": {**_DEEP, "recipe": {**_DEEP["recipe"], "layers": 2}},
+    "10m": {"global_batch": 8, "recipe": {**_WIDE, "layers": 6}},
+    "10m-shallow": {"global_batch": 8, "recipe": {**_WIDE, "layers": 2}},
 }
 """What differs from the job of benchmarks/defaults' GPT. Shallow: as wide, for rates, which go by width."""
 

@@ -42,7 +42,7 @@ def pieces_of_people() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     train, tests = [], []
     for label, person in enumerate(people):
-        spoken = [torch.tensor(list(said)).split(LENGTH) for who, said in long_enough if who == person]
+        spoken = [torch.split(torch.tensor(list(said)), LENGTH) for who, said in long_enough if who == person]
         order = torch.randperm(len(spoken), generator=generator).tolist()
         tests += [(spoken[i][0], label) for i in order[:TESTS]]
         train += [(piece, label) for i in order[TESTS:] for piece in spoken[i] if len(piece) == LENGTH]
@@ -84,7 +84,7 @@ def score(recipe: GptRecipe, weights: Path, seed: int) -> float:
         F.cross_entropy(model(x_n[chosen]), y_n[chosen]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
-        right = torch.cat([model(part).argmax(1) for part in test_n.split(60)]) == labels_n
+        right = torch.cat([model(part).argmax(1) for part in torch.split(test_n, 60)]) == labels_n
     return round(100 * float(right.float().mean()), 2)
 
 
