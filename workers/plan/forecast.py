@@ -40,6 +40,15 @@ LOSSES = {
 
 On a small GPT at equal tokens, in at most 32 rounds, one seed: benchmarks/results/local-steps.
 """
+SAME_LOSS = {
+    **dict.fromkeys(("dense_fp32", "dense_bf16", "onebit_adam", "zero_one_adam", "onebit_lamb"), 1.0),
+    "onebit_muon": 0.40,
+}
+"""The part of as many steps after which a method comes to the loss at which dense training ends.
+
+Of a small GPT: 1-bit Adam, 0/1 Adam and 1-bit LAMB beside Adam and LAMB, five seeds each, benchmarks/results/defaults;
+1-bit Muon beside AdamW, one seed, benchmarks/results/local-steps. Local steps did not come to it.
+"""
 WORTH = 1.05
 """Less than that is in the noise of a step, and compression is not free: docs/algorithms.md says what it changes."""
 
@@ -106,6 +115,7 @@ def _plan_of(way: Way, network: Network, cores: float) -> MethodPlan:
         run_bytes=warmup_bytes + later_bytes,
         gain_fp32=1.0,
         gain_bf16=1.0,
+        same_loss_s=_same_loss(way.name, warmup_s + later_s),
     )
 
 
@@ -124,7 +134,12 @@ def _dense(name: str, run: RunSteps, network: Network, found: Rehearsed) -> Meth
         run_bytes=run.steps * sent.payload_bytes,
         gain_fp32=1.0,
         gain_bf16=1.0,
+        same_loss_s=_same_loss(name, run.steps * step_s),
     )
+
+
+def _same_loss(name: str, run_s: float) -> float | None:
+    return SAME_LOSS[name] * run_s if name in SAME_LOSS else None
 
 
 def _with_gains(one: MethodPlan, runs: dict[str, float]) -> MethodPlan:
@@ -200,6 +215,11 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
         f"local steps are of {inner_of(methods)}, {run.every} to a round{parts}; their loss is not that of as many "
         f"dense steps: {words}. Their gain is in steps, not in time to a loss, and counts for the advice only where "
         "the job asks for them; rounds that a checkpoint ends early are left out"
+    )
+    fewer = f": {SAME_LOSS[ONE_BIT_MUON]:.2f} of AdamW's with {TITLES[ONE_BIT_MUON]}" if ONE_BIT_MUON in methods else ""
+    notes.append(
+        "same loss: when the loss is that at which dense training ends, by the steps that a small GPT took in our "
+        f"studies{fewer}; another model may differ. -: it did not come to it in as many steps, or is not measured"
     )
     if found.cores == inf:
         notes.append("on GPUs the transport costs the processor nothing")

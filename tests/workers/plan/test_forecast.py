@@ -46,6 +46,16 @@ def test_a_run_by_hand():
     assert found.verdict.startswith("Compress, with ")
 
 
+def test_the_time_to_the_same_loss_is_the_runs_by_the_steps_of_our_studies_or_none():
+    adams = plan(SPEC)
+    for name in ("dense_fp32", "dense_bf16", *COMPRESSED):
+        assert adams.method(name).same_loss_s == adams.method(name).run_s
+    assert adams.method("local_steps").same_loss_s is None
+    muons = plan(small_spec(steps=1000, global_batch=4096, optimizer={"name": "onebit_muon"}))
+    assert muons.method("onebit_muon").same_loss_s == pytest.approx(0.4 * muons.method("onebit_muon").run_s)
+    assert json.loads(json.dumps(muons.as_json()))["methods"][-1]["same_loss_s"] is None
+
+
 def test_lines_of_each_kind_of_collective_change_what_is_predicted_and_advised():
     """Rings as before, all-to-all and all-gather with a round of 20 ms and a tenth of the bandwidth; then of no use."""
     before, bits = plan(SPEC), 3_125_000 + 4 * 6104
