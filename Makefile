@@ -22,13 +22,8 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # Where tests with the mark `law` are: to collect all others takes longer than to run these.
 LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
-# Where those of the one Ray are.
-RAYS := tests/tools/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/tools/drill tests/workers/elastic
-# Where the libraries are imported that take longest, which one process does once: tests/integrations/loaded.py.
-LIBRARIES := tests/integrations tests/test_examples.py
 TEST_JOBS ?= 5
-# Those of the one Ray and those of libraries run one at a time; all others run side by side.
-SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal $(addprefix --ignore=,$(LIBRARIES))
+SIDE_BY_SIDE := -p tests.side_by_side --side-by-side $(TEST_JOBS)
 
 # Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
 # tests rewrites all of them.
@@ -44,24 +39,14 @@ serve: .venv/.worker
 
 test: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
-	@# All at once; the output of the first two comes at the end. A shell has what runs in its background ignore
-	@# SIGINT, which tests send to what they start.
-	@log=$$(mktemp -d); \
-	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(LIBRARIES) > $$log/1 2>&1 & first=$$!; \
-	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log/2 2>&1 & beside=$$!; \
-	trap 'kill $$first $$beside' INT TERM; \
-	$(PYTEST) -m "ray and not slow and not gpu" $(RAYS); of_ray=$$?; \
-	wait $$first; of_libraries=$$?; wait $$beside; others=$$?; cat $$log/1 $$log/2; rm -rf $$log; \
-	[ $$of_libraries = 0 ] && [ $$others = 0 ] && [ $$of_ray = 0 ]
+	$(PYTEST) -m "not slow and not gpu" $(SIDE_BY_SIDE)
 
 test-fast: .venv/.dev .venv/.loops
-	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal $(LAWS)
+	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" $(SIDE_BY_SIDE) $(LAWS)
 
 test-all: .venv/.dev
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
-	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(LIBRARIES)
-	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
-	$(PYTEST) -m "ray and not gpu" --hypothesis-profile=thorough $(RAYS)
+	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
