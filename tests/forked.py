@@ -6,6 +6,7 @@ Processes that run tests side by side have that of the one that they are forked 
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 from multiprocessing import forkserver
@@ -18,6 +19,8 @@ FORKSERVER.set_forkserver_preload(PRELOAD)
 def share() -> None:
     """Start the server now: processes that are forked from this one use it, and start and load none of their own."""
     forkserver.ensure_running()
+    for name in PRELOAD:
+        importlib.import_module(name)  # what these processes would load themselves, such as compiled loops
     os.register_at_fork(after_in_child=_take_for_running)
 
 
