@@ -8,6 +8,7 @@ Tests with the mark `together` or `ray` have one process more for each name.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -236,10 +237,11 @@ def _work(session: pytest.Session, number: int, folder: Path, pipe: Connection, 
             item, before = following, after
     except (EOFError, BrokenPipeError):
         session._setupstate.teardown_exact(None)
-    except BaseException:
-        pipe.send(("raised", traceback.format_exc()))
+    except BaseException:  # noqa: BLE001 - told, and the process ends
+        with contextlib.suppress(OSError):  # who collected is gone or ends, as at Ctrl-C
+            pipe.send(("raised", traceback.format_exc()))
         session._setupstate.teardown_exact(None)
-        raise
+        sys.exit(1)
 
 
 def _next(session: pytest.Session, pipe: Connection) -> pytest.Item | None:
@@ -252,9 +254,8 @@ def _make_its_own(config: pytest.Config, folder: Path, pipe: Connection) -> None
     plugins = config.pluginmanager
     capture = plugins.getplugin("capturemanager")
     capture.stop_global_capturing()
-    if capture.is_globally_capturing():
-        capture.start_global_capturing()
-        capture.suspend_global_capture()
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
     folder.mkdir(mode=0o700)
     config._tmp_path_factory._basetemp = folder
     plugins.unregister(name="terminalreporter")
