@@ -109,7 +109,9 @@ def main(
     name: Annotated[list[str] | None, typer.Option(help="Whole names of what is run.")] = None,
     size: Annotated[str, typer.Option(help=f"{', '.join(SIZES)}.")] = "small",
     lr: Annotated[float | None, typer.Option(help="Peak rate, in place of the small GPT's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results, of one size.")] = RESULTS,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results, of one size. [default: results/local-steps, by size]")
+    ] = None,
     weights: Annotated[Path | None, typer.Option(help="Folder for what each run has trained.")] = None,
 ) -> None:
     """Run all of one inner optimizer, and after each write the table of all that are there. A minute of a core each.
@@ -121,6 +123,8 @@ def main(
     for said, value, known in (("inner", inner, RATES), ("size", size, SIZES)):
         if value not in known:
             raise typer.BadParameter(f"--{said} {value!r}: must be one of {', '.join(known)}")
+    if lr is not None and lr <= 0:
+        raise typer.BadParameter(f"--lr {lr:g}: must be above 0")
     every = cases(inner, lr or RATES[inner])
     if unknown := [one for one in name or () if one not in every]:
         raise typer.BadParameter(f"--name {unknown[0]!r}: must be one of these: {'; '.join(every)}")
@@ -128,6 +132,7 @@ def main(
         raise typer.BadParameter(f"--only {only!r}: must be part of one of these: {'; '.join(every)}")
     torch.set_num_threads(1)
     task, by = task_of(size), provenance()
+    out = out or (RESULTS if size == "small" else RESULTS / size)
     out.mkdir(parents=True, exist_ok=True)
     for method, case in chosen.items():
         path = out / f"{_file(inner, seed, method)}{f'-at-{lr:g}' if lr else ''}.json"

@@ -264,8 +264,8 @@ class CADA(FlatOptimizer[CadaState]):
 
     @property
     def _lengths(self) -> list[float]:
-        """None of a run that was saved before they were kept: then its ranks send until there are some."""
-        return self.saved.get("lengths") or []
+        """Of the last H steps. None of a run that was saved before they were kept: its ranks send until there are some."""
+        return list(self.saved.get("lengths") or ())[-self.horizon :]
 
     @property
     def _allowed(self) -> float:
