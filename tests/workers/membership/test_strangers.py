@@ -113,6 +113,20 @@ def test_strangers_that_only_hang_keep_no_member_out(job: Job, monkeypatch):
         assert a.join(standing(seats[0]), 5.0).generation == 2
 
 
+def test_as_many_as_the_job_may_have_may_come_at_once(job: Job, monkeypatch):
+    monkeypatch.setattr(server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(server, "HELLO_S", 600.0)
+    job.serve(1, 8)
+    with contextlib.ExitStack() as hanging:
+        silent = [hanging.enter_context(socket.create_connection(job.server.address, 5.0)) for _ in range(7)]
+        job.member(0)
+        eventually(lambda: "connected" in job.kinds())
+        for one in silent:
+            one.setblocking(False)
+            with pytest.raises(BlockingIOError):  # open, and nothing was said
+                one.recv(1)
+
+
 def test_a_server_that_has_no_thread_left_for_a_moment_takes_who_comes_again(job: Job, monkeypatch):
     job.serve(1, 1)
     start, refused = threading.Thread.start, []
