@@ -79,7 +79,7 @@ def forecast(
         compress=compress,
         best=best.name,
         verdict=_verdict(run, network, found, choice, best if compress else None),
-        assumed=(*assumed, *_assumed(run, found)),
+        assumed=(*assumed, *_assumed(run, network, found)),
     )
 
 
@@ -170,7 +170,7 @@ def _verdict(
     )
 
 
-def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
+def _assumed(run: RunSteps, network: Network, found: Rehearsed) -> list[str]:
     """What the figures stand on and nobody has measured."""
     notes = []
     methods = compressed_for(run.family)
@@ -195,6 +195,8 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
         f"steps: {words}. Their gain is in steps, not in time to a loss, and counts for the advice only where the job "
         "asks for them; rounds that a checkpoint ends early are left out"
     )
+    if not run.flat and network.ranks_per_box > 1:
+        notes.append("node first: what crosses inside of a machine takes no time")
     if found.cores == inf:
         notes.append("on GPUs the transport costs the processor nothing")
     notes.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")
