@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.what_if import (
     BERT_ROWS,
+    ETHERNET,
     SLOW_ETHERNET,
     SQUAD_ROWS,
     all_checked,
@@ -14,8 +15,9 @@ from benchmarks.what_if import (
     forecast_theirs,
     within,
 )
+from thinwire.contract.what_if import WhatIf
 from thinwire.workers.plan.catalogue import DEVICES
-from thinwire.workers.plan.what_if import DEEPSPEED_CODE_S, DEEPSPEED_UPDATE_S, ERRORS
+from thinwire.workers.plan.what_if import DEEPSPEED_CODE_S, DEEPSPEED_UPDATE_S, ERRORS, answer
 
 checked = cache(all_checked)
 
@@ -88,12 +90,24 @@ def test_whole_runs_beside_the_papers_headlines():
     assert 96 / 27.1 / squad.step_s == pytest.approx(6.2, rel=0.1)
 
 
+def test_our_own_forecast_on_their_machines_is_what_the_document_says():
+    asked = WhatIf(64, 4, ETHERNET, "bert-large", methods=("onebit_adam",))
+    assert answer(asked).outcome("onebit_adam").speedup == pytest.approx(4.0, abs=0.05)
+
+
 def test_0_1_adam_beside_1_bit_adam_at_2_7_gbit():
     both = forecast_theirs(64, bytes_per_s=SLOW_ETHERNET, accumulate=4, methods=("onebit_adam", "zero_one_adam"))
     bits, fewer = both["onebit_adam"], both["zero_one_adam"]
     assert bits.run_s / fewer.run_s == pytest.approx(2.0, rel=0.1)
     assert 1 - fewer.rounds / bits.rounds == pytest.approx(0.54, rel=0.1)
     assert 1 - fewer.run_bytes / bits.run_bytes == pytest.approx(0.87, rel=0.1)
+
+
+@pytest.mark.parametrize(("topology", "counted"), [("flat", 4_175_283), ("node_first", 1_456_916)])
+def test_bytes_over_a_link_of_two_boxes_of_four_are_what_the_lab_counted(topology, counted):
+    """benchmarks/results/node-first: frames that left a host in a step, by its token bucket; 4.6 % are headers."""
+    asked = WhatIf(2, 4, 1.25e7, values=10_850_560, compute_s=0.1, topology=topology, methods=("onebit_adam",))
+    assert 1.046 * answer(asked).outcome("onebit_adam").box_bytes == pytest.approx(counted, rel=0.02)
 
 
 def test_volumes_are_the_papers():

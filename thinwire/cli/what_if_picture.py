@@ -8,7 +8,7 @@ from thinwire.cli.quantities import bytes_text
 from thinwire.contract.plan import hours
 from thinwire.contract.what_if import Answer, Outcome
 
-WIDE, LEFT, RIGHT, TOP, ROW = 860, 150, 640, 66, 34
+WIDE, LEFT, RIGHT, TOP, ROW = 960, 130, 660, 66, 34
 STYLE = """<style>
  .page{fill:#fff}.dense{fill:#d9822b}.bits{fill:#1f4e79}.bar{stroke:#17212b}text{fill:#17212b}.note{fill:#556270}
  @media (prefers-color-scheme: dark){.page{fill:#10161d}.bits{fill:#5b9bd5}.bar{stroke:#e8eef4}text{fill:#e8eef4}
@@ -29,7 +29,7 @@ def picture(found: Answer) -> str:
         STYLE,
         f'<rect class="page" width="{WIDE}" height="{high}"/>',
         f'<text x="10" y="24" font-size="15">{escape(title)}</text>',
-        f'<text class="note" x="10" y="44">{found.steps} steps of {found.global_batch} samples: time of the run; '
+        f'<text class="note" x="10" y="44" font-size="12">{found.steps} steps of {found.global_batch} samples: time of the run; '
         "orange: in full precision; line: from - to, by how far measured steps were from predicted ones</text>",
     ]
     for number, one in enumerate(found.outcomes):

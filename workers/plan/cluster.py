@@ -87,8 +87,7 @@ def run_through(
 ) -> tuple[float, int]:
     """Seconds of the run, and how many boxes have died in it.
 
-    join_s: for which all wait until a newcomer has its state. Raises: WhatIfRefused where boxes die faster than the
-    others can regroup.
+    join_s: for which all wait until a newcomer has its state. Raises: WhatIfRefused after MOST_DEATHS.
     """
     now, deaths, present = 0.0, 0, nodes
     returns: list[float] = []
@@ -108,9 +107,9 @@ def run_through(
                 deaths += 1
                 if deaths > MOST_DEATHS:
                     raise WhatIfRefused(
-                        f"boxes die faster than the run can go on: {deaths - 1} of them in {now:.0f} s, with "
-                        f"{nodes} boxes, a mean time of {disturbed.node_mtbf_s} s between deaths of one and "
-                        f"{disturbed.regroup_s} s to regroup"
+                        f"node_mtbf_s = {disturbed.node_mtbf_s}: of {nodes} machines {MOST_DEATHS:,} have died after "
+                        f"{now / 3600:.4g} h, with {left:.0f} steps of {phase.steps:.0f} left: give a longer mean time "
+                        f"between deaths, fewer steps, or less than {disturbed.regroup_s} s to regroup"
                     )
                 present -= 1
                 now += disturbed.regroup_s

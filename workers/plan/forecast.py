@@ -88,7 +88,7 @@ def forecast(
         compress=compress,
         best=best.name,
         verdict=_verdict(run, network, found, choice, best if compress else None),
-        assumed=(*assumed, *_assumed(run, found)),
+        assumed=(*assumed, *_assumed(run, network, found)),
     )
 
 
@@ -185,7 +185,7 @@ def _verdict(
     )
 
 
-def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
+def _assumed(run: RunSteps, network: Network, found: Rehearsed) -> list[str]:
     """What the figures stand on and nobody has measured."""
     notes = []
     methods = compressed_for(run.family)
@@ -221,6 +221,8 @@ def _assumed(run: RunSteps, found: Rehearsed) -> list[str]:
         "same loss: when the loss is that at which dense training ends, by the steps that a small GPT took in our "
         f"studies{fewer}; another model may differ. -: it did not come to it in as many steps, or is not measured"
     )
+    if not run.flat and network.ranks_per_box > 1:
+        notes.append("node first: what crosses inside of a machine takes no time")
     if found.cores == inf:
         notes.append("on GPUs the transport costs the processor nothing")
     notes.append("evaluations, checkpoints, stragglers and other traffic on the network are left out")

@@ -170,6 +170,8 @@ def _refuse_what_cannot_be(asked: WhatIf) -> None:
         refuse(f"topology = {asked.topology!r}: must be one of {', '.join(TOPOLOGIES)}")
     if asked.software not in SOFTWARE:
         refuse(f"software = {asked.software!r}: must be one of {', '.join(SOFTWARE)}")
+    if asked.software == "deepspeed" and asked.device != "v100":
+        refuse(f"device = {asked.device!r}: the papers' software was measured on the v100 alone")
     for name in asked.methods or ():
         if name not in METHODS:
             refuse(f"methods = {name!r}: must be some of {', '.join(METHODS)}")

@@ -70,6 +70,18 @@ def test_lines_of_each_kind_of_collective_change_what_is_predicted_and_advised()
     assert (before.best in COMPRESSED, useless.best) == (True, "dense_bf16")
 
 
+def test_a_job_that_goes_node_first_is_planned_so_where_machines_have_several_workers():
+    """Two machines of two: one sends 25 MB / 8 and its scales for both, where flat both send to both of the other."""
+    spec = small_spec(**SPEC.model_dump() | {"topology": "node_first", "workers": {"min": 1, "max": 4}})
+    flat, nodes, one_each = plan(SPEC, workers=4, per_machine=2), plan(spec, workers=4, per_machine=2), plan(spec)
+    bits, wire_s = 3_125_000 + 4 * 6104, 12.5e6
+    assert nodes.method("onebit_adam").step_s == pytest.approx(0.23 + bits / wire_s + 2e-4, rel=1e-3)
+    assert flat.method("onebit_adam").step_s == pytest.approx(0.23 + 1.75 * bits / wire_s + 4e-4, rel=1e-3)
+    assert nodes.method("onebit_adam").warmup_step_s < flat.method("onebit_adam").warmup_step_s
+    assert "node first: what crosses inside of a machine takes no time" in nodes.assumed
+    assert one_each.method("onebit_adam") == plan(SPEC).method("onebit_adam")
+
+
 def test_what_sending_costs_the_processor_is_not_added_to_lines_that_were_measured_through_it(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     found = rehearsed(transport=Transport(1e-6, 1e-6, 1e-6))
