@@ -33,6 +33,8 @@ pytestmark = pytest.mark.timeout(1200)
         pytest.param("sft.py", "trl", 60, ("--lora",), 0.9, marks=pytest.mark.slow),
         pytest.param("dpo.py", "trl", 45, (), 0.5, marks=pytest.mark.slow),
         pytest.param("lightning_session.py", "lightning", 147, (), 0.5, marks=pytest.mark.slow),
+        # A discriminator's loss tells little: it has learned something against a generator that has as well.
+        pytest.param("papers/dcgan.py", "torch", 60, ("--steps", 60), 1.0, marks=pytest.mark.slow),
     ],
     usual=[1],
 )
