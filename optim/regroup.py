@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -204,7 +204,7 @@ def regroup(
 
     A newcomer has made the same optimizer over a group of its own (SoloGroup). Where nobody has a state, parameters are
     those of rank 0, as in a constructor, and bucket_elements, where given, is the new size of buckets; else that of the
-    source stays. Gradients are as the failed step has left them; afterwards, also where it fails, they are worth
+    source stays. Gradients may be anything; afterwards, also where it fails, they are worth
     nothing.
     buffers: what else belongs to the state, such as a model's running statistics, of any dtype, the same shapes on
     every rank; None: those of the optimizer's model=. They and frozen parameters are written in place where a rank is
@@ -383,7 +383,7 @@ def _stage(
         if group.rank in received:
             added.replace(optimizer, of_others)
         optimizer.resumed()
-        optimizer.loaded = None  # all of it has come from one rank
+        optimizer.loaded = optimizer.lost_gradient = None  # all of it has come from one rank
         gone = _gone([all_n[rank] for rank in holders])
         if loss.lost:
             optimizer.error_lost = {
@@ -454,7 +454,7 @@ def _residuals(
     # Sums over survivors of ||worker error||^2 and ||server error||^2; what rebuilding leaves of them; who knows that;
     # how many held a worker error.
     found = optimizer.space.p_N.new_zeros(6)
-    with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
+    with _lost_gradient(optimizer), optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
         # Where it has made as many steps it lacks a sync in full alone, of a save or a hand_over(), which writes none.
         if is_behind and not redone and optimizer.num_steps < now and _keeps_errors(optimizer):
             raise ValueError(
@@ -491,6 +491,21 @@ def _residuals(
         lost = (len(missing) * (server_left + worker_left / old_size**2) / knowing) ** 0.5
     rebuilt = missing if rebuilt_by is not None else ()
     return residuals, _Loss(missing, servers_lost, rebuilt, lost, unrebuilt, _norm(residuals))
+
+
+@contextmanager
+def _lost_gradient(optimizer: FlatOptimizer[Any]) -> Iterator[None]:
+    """Inside, the flat gradient is that of the step that was lost, where that may count."""
+    lost_N, g_N = optimizer.lost_gradient, optimizer.space.g_N
+    if lost_N is None or not optimizer.reduce.needs_lost_input:
+        yield
+        return
+    now_N = g_N.clone()
+    g_N.copy_(lost_N)
+    try:
+        yield
+    finally:
+        g_N.copy_(now_N)
 
 
 def _keeps_errors(optimizer: FlatOptimizer[Any]) -> bool:

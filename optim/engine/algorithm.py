@@ -109,6 +109,9 @@ class Algorithm(Generic[State]):
     lost: CommError | None = None
     """Why each step() is lost at once, unsent: what another optimizer of the same loop has lost with this batch."""
 
+    lost_gradient: Tensor | None = None
+    """The flat gradient of the step that lost a peer last, where that may have to be done again (Exchange.redone)."""
+
     error_lost: dict[str, float] | None = None
     """What the last regroup() after a death has lost of the error memory; None before one."""
 

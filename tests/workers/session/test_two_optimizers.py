@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.covering import parametrize
-from tests.workers.loop.threads_job import Plan, ThreadsJob
+from tests.workers.loop.threads_job import Plan, Telling, ThreadsJob
+from thinwire.comm import NonFiniteInput
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.optim import Adam, OneBitAdam
 from thinwire.optim.engine.state import error_memories
@@ -65,6 +66,8 @@ def script(job, worker):
             # sign(): exact, and another gradient where the critic did not move as it should
             (actor(x) + actor.values @ (critic.values - average["of"]).sign()).backward()
             critic.requires_grad_(True)
+            if (step, worker.identity.slot) == job.spoiled:
+                actor.values.grad.fill_(torch.nan)
             second.step()
             rates[1].step()
             run.report(loss=0.0)
@@ -87,7 +90,7 @@ def _residual(optimizer):
 
 def made(tmp_path, monkeypatch, name, size, plan, optimizer=dense, **given):
     job = ThreadsJob(tmp_path / name, script, size, plan, **given)
-    job.optimizer = optimizer
+    job.optimizer, job.spoiled = optimizer, None
     job.run(monkeypatch)
     monkeypatch.undo()
     return job
@@ -169,3 +172,26 @@ def test_a_planned_change_and_a_resume_from_a_checkpoint_go_on_as_a_run_without(
     assert {step for step, *_ in again.attempts} == set(range(11, STEPS + 1))
     for other in again.ended.values():
         assert_same(other, first)
+
+
+def test_a_gradient_that_is_not_finite_takes_the_batch_back_and_its_rank_away(tmp_path, monkeypatch, expected):
+    job = ThreadsJob(tmp_path / "run", script, 3)
+    job.optimizer, job.spoiled = dense, (5, 1)
+    job.run(monkeypatch, tolerate=NonFiniteInput)
+    assert [type(error) for error in job.errors] == [NonFiniteInput]
+    assert len(job.ended) == 2
+    for found in job.ended.values():
+        assert_same(found, expected)
+
+
+def test_bytes_are_counted_over_all_that_has_stepped(tmp_path, monkeypatch):
+    samples = []
+    monkeypatch.setattr(Telling, "steps", lambda self, found, *_: samples.extend(found))
+    made(tmp_path, monkeypatch, "run", 2, Plan())
+    of_step = {sample.step: sample for sample in samples if sample.step}
+    assert sorted(of_step) == list(range(1, STEPS + 1))
+    vectors = {4: 1, 5: 3, 6: 2}
+    for step, count in vectors.items():
+        assert of_step[step].payload_bytes >= count * WIDTH * 4
+        assert of_step[step].payload_bytes == pytest.approx(count * of_step[4].payload_bytes, rel=0.2)
+        assert of_step[step].compression_ratio == pytest.approx(of_step[4].compression_ratio, rel=0.2)
