@@ -29,7 +29,7 @@ from thinwire.contract.spec import GptRecipe
 from thinwire.workers.recipes.gpt import Gpt
 
 OUT = RESULTS / "downstream"
-PEOPLE, SPEECHES, TESTS, LENGTH = 6, 90, 40, 64
+PEOPLE, SPEECHES, TESTS, LENGTH = 6, 80, 30, 64
 """How many are told apart; speeches of each, and how many of them to test with; bytes of each that are read."""
 STEPS, RATE, DECAY = 200, 1e-2, 0.1
 
@@ -123,8 +123,8 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
             "",
             f"Which of {PEOPLE} people says a piece of {LENGTH} bytes: per cent of {PEOPLE * TESTS}, by a linear layer "
             f"on the mean of the last hidden states, learned from {PEOPLE * (SPEECHES - TESTS)} others. The model "
-            f"itself is not trained on. By chance: {100 / PEOPLE:.0f} %. Each score is of other speeches to test with. Beside "
-            "dense: points, with the 95 % interval of the paired difference.",
+            f"itself is not trained on. By chance: {100 / PEOPLE:.0f} %. Each score is of other speeches to test with. "
+            "Beside dense: points, with the 95 % interval of the paired difference.",
             "",
             *pipes(["size", "model", "score, %", "beside dense"], rows),
             "",
