@@ -185,7 +185,7 @@ def test_a_gradient_that_is_not_finite_takes_the_batch_back_and_its_rank_away(tm
 
 
 def together(folder, kinds, steps=3, spoiled=0):
-    """Optimizers of these kinds, each of a model of its own. spoiled: a step in which the last one's gradient is NaN."""
+    """Optimizers of these kinds, each of a model of its own. spoiled: where the last one's gradient is NaN."""
     models = [Exact() for _ in kinds]
     with session(folder, save_every=2) as run:
         optimizers = [kind(model.parameters(), group=run.group) for kind, model in zip(kinds, models, strict=True)]
