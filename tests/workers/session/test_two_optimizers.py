@@ -54,6 +54,7 @@ def script(job, worker):
         for x in run.batches(DATA, global_batch=BATCH, steps=STEPS, seed=3):
             step = run.step_number + 1
             job.attempts.append((step, run.group.generation, [id(one) for one in x]))
+            critic.requires_grad_(True)  # not before: where workers change, it is as the body has left it
             if step % 4:
                 for _ in range(1 + step % 2):
                     first.zero_grad()
@@ -65,7 +66,6 @@ def script(job, worker):
             second.zero_grad()
             # sign(): exact, and another gradient where the critic did not move as it should
             (actor(x) + actor.values @ (critic.values - average["of"]).sign()).backward()
-            critic.requires_grad_(True)
             if (step, worker.identity.slot) == job.spoiled:
                 actor.values.grad.fill_(torch.nan)
             second.step()
