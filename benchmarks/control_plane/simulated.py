@@ -23,7 +23,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -375,7 +375,7 @@ def measure(name: str, n: int, latency_s: float = LATENCY_S, rate_bit: float = R
     }
 
 
-def exponent(sizes: list[int], values: list[float]) -> float:
+def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
     """The slope of a line through the logarithms, by least squares. Raises: ValueError for fewer than two sizes."""
     xs, ys = [math.log(n) for n in sizes], [math.log(max(value, 1e-9)) for value in values]
     return statistics.linear_regression(xs, ys).slope
