@@ -124,7 +124,8 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
             f"Which of {PEOPLE} people says a piece of {LENGTH} bytes: per cent of {PEOPLE * TESTS}, by a linear layer "
             f"on the mean of the last hidden states, learned from {PEOPLE * (SPEECHES - TESTS)} others. The model "
             f"itself is not trained on. By chance: {100 / PEOPLE:.0f} %. Each score is of other speeches to test with. "
-            "Beside dense: points, with the 95 % interval of the paired difference.",
+            "Beside dense: points, with the 95 % interval of the paired difference, too narrow as the speeches "
+            "overlap.",
             "",
             *pipes(["size", "model", "score, %", "beside dense"], rows),
             "",
