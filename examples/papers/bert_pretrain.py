@@ -98,10 +98,10 @@ PRESETS = {
         ),
     ),
     "small": Preset(
-        "onebit_adam", 128, 2, 2, 2048,
+        "onebit_adam", 64, 2, 2, 1024,
         (
-            Phase(128, 16, 600, "auto", Rate(2e-3, 60, decay=0.97, every=10)),
-            Phase(512, 4, 60, "auto", Rate(2e-4, 10, decay=0.97, every=4)),
+            Phase(128, 16, 300, "auto", Rate(3e-3, 30, decay=0.9, every=15)),
+            Phase(512, 4, 30, "auto", Rate(3e-4, 5, decay=0.9, every=4)),
         ),
     ),
 }  # fmt: skip
@@ -277,13 +277,14 @@ class MaskedStream(torch.utils.data.IterableDataset):
     """The same of rows that are streamed; it says where it is, so that a worker who comes need not read them again."""
 
     def __init__(self, rows, tokenizer, seed):
-        self.rows, self.number = rows, 0
+        self.rows, self.number, self.begin = rows, 0, rows.state_dict()
         self.masked = Masked(rows, tokenizer, seed).masked
 
     def __iter__(self):
         for row in self.rows:
             self.number += 1
             yield self.masked(row, self.number - 1)
+        self.rows.load_state_dict(self.begin)  # else the next epoch, too, begins where a run went on
 
     def state_dict(self):
         """The place in the rows, and the number of the next sample."""

@@ -70,7 +70,7 @@ class Preset:
 
 PRESETS = {
     "paper": Preset("onebit_adam", 128, 32, 3.0, 2e-5, 0.1),
-    "small": Preset("onebit_adam", 48, 32, 4.0, 1e-3, 0.1),
+    "small": Preset("onebit_adam", 48, 32, 2.0, 2e-3, 0.1),
 }
 
 

@@ -191,7 +191,7 @@ def backward(loss_of, batch, given, device, count=lambda part: len(next(iter(par
 def prepared(model, given):
     """The model as it is called: with --checkpointing and --compile. What is registered and saved is `model` itself."""
     if given.checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return torch.compile(model) if given.compile else model
 
 

@@ -50,7 +50,7 @@ class Preset:
 PRESETS = {
     # DeepSpeed's tutorial of 1-bit Adam: 32 GPUs with 3 samples each, 400 of 1,848 steps in full, no decay.
     "paper": Preset("onebit_adam", 384, 128, 96, 2.0, 3e-5, 0.1, 400, 0.0),
-    "small": Preset("onebit_adam", 96, 32, 16, 4.0, 1e-3, 0.1, "auto", 0.0),
+    "small": Preset("onebit_adam", 96, 32, 16, 2.0, 2e-3, 0.1, "auto", 0.0),
 }
 
 
