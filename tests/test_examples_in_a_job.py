@@ -33,6 +33,8 @@ pytestmark = pytest.mark.timeout(1200)
         pytest.param("sft.py", "trl", 60, ("--lora",), 0.9, marks=pytest.mark.slow),
         pytest.param("dpo.py", "trl", 45, (), 0.5, marks=pytest.mark.slow),
         pytest.param("lightning_session.py", "lightning", 147, (), 0.5, marks=pytest.mark.slow),
+        pytest.param("papers/gpt2.py", "datasets", 60, ("--steps", 60), 0.9, marks=pytest.mark.slow),
+        pytest.param("papers/resnet.py", "sklearn", 40, ("--steps", 40), 0.7, marks=pytest.mark.slow),
     ],
     usual=[1],
 )
