@@ -15,6 +15,7 @@ from thinwire.optim.engine.schedule import ZeroOneSchedule
 from thinwire.optim.lamb_math import LambBounds
 from thinwire.optim.local_steps import LocalSteps
 from thinwire.optim.muon import Muon, OneBitMuon
+from thinwire.optim.named import OPTIMIZERS, named
 from thinwire.optim.onebit_adam import OneBitAdam
 from thinwire.optim.onebit_lamb import OneBitLamb
 from thinwire.optim.onebit_sgd import OneBitSGD
@@ -25,6 +26,7 @@ from thinwire.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = [
     "CADA",
+    "OPTIMIZERS",
     "SGD",
     "Adam",
     "FlatOptimizer",
@@ -42,4 +44,5 @@ __all__ = [
     "ZeroOneAdam",
     "ZeroOneSchedule",
     "compressed",
+    "named",
 ]

@@ -18,7 +18,7 @@ import hashlib
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -116,6 +116,7 @@ def config_of(preset, pieces, **how):
         num_attention_heads=preset.heads,
         intermediate_size=4 * preset.width,
         max_position_embeddings=512,
+        initializer_range=0.02 * max(1.0, 768 / preset.width) ** 0.5,  # each block adds as much as one of BERT's
         **how,
     )
 
@@ -307,7 +308,6 @@ def split(rows, stream):
 def main():
     """Train, and leave what from_pretrained takes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--phase", type=int, choices=(1, 2), default=1)
     parser.add_argument("--data", nargs="+", help="left out: Shakespeare, as far as the repository has him")
     parser.add_argument("--column", default="text", help="of the documents, in JSONL, parquet, arrow and CSV")
@@ -315,7 +315,7 @@ def main():
     parser.add_argument("--tokenizer", help="a folder of transformers; left out: WordPiece is learned from the data")
     parser.add_argument("--weights", metavar="FOLDER", help="begin with the weights and pieces that --save has left")
     parser.add_argument("--describe", type=Path, metavar="FOLDER", help="write config and pieces, and do not train")
-    parts.add_flags(parser)
+    parts.add_flags(parser, PRESETS)
     given = parser.parse_args()
     preset = PRESETS[given.preset]
     phase = preset.phases[given.phase - 1]
@@ -325,7 +325,7 @@ def main():
     if given.phase == 2 and not given.weights:
         print("phase 2 without --weights: with fresh weights, unless the job starts from another one's", flush=True)
 
-    rows = parts.documents(given.data, given.stream, given.column)
+    rows = parts.documents(given.data, given.column, given.stream)
     folder = given.tokenizer or given.weights
     if folder:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -339,7 +339,8 @@ def main():
         return
 
     steps, batch = given.steps or phase.steps, given.batch or phase.batch
-    rate = phase.rate if given.lr is None else Rate(given.lr, *list(vars(phase.rate).values())[1:])
+    highest = parts.rate_of(given, phase.rate.peak, preset.optimizer)
+    rate = replace(phase.rate, peak=highest, offset=phase.rate.offset * highest / phase.rate.peak)
     stretched = steps / phase.steps  # a run of half the steps goes through the same rates twice as fast
     train, held_out = (in_samples(part, tokenizer, phase.length, given.seed) for part in split(rows, given.stream))
     validation = Masked(list(islice(held_out, 64)), tokenizer, given.seed)
@@ -351,7 +352,7 @@ def main():
         model.to(run.device)
         full = phase.full if phase.full == "auto" else max(1, round(phase.full * stretched))
         rise = max(1, round(rate.rise * stretched))
-        optimizer = parts.optimizer_of(given.optimizer, model, run, lr=1.0, steps=steps, rise=rise, warmup=full)
+        optimizer = parts.bert_optimizer(given, model, run, lr=1.0, steps=steps, rise=rise, warmup=full)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda made: rate((made + 1) / stretched))
         run.register(model=model, optimizer=optimizer, scheduler=scheduler, pieces=SamePieces(tokenizer))
         called = parts.prepared(model, given)

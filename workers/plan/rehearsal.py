@@ -37,6 +37,7 @@ from thinwire.contract.plan import PlanFailed, Say
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, LocalSteps, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.kernels.compiled import compile_all
+from thinwire.optim.named import OPTIMIZERS
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.plan.children import Children, Parent
 from thinwire.workers.plan.forecast import (
@@ -52,7 +53,6 @@ from thinwire.workers.plan.forecast import (
 from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
 from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.recipes.of_job import OPTIMIZERS
 
 RATE = 1e-12
 """Of learning: a step computes what it always does, and the model stays where it is."""

@@ -27,11 +27,12 @@ from thinwire.contract.optimizers import LocalStepsSpec, OneBitAdamSpec, OneBitL
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, LocalSteps, OneBitSGD, ZeroOneAdam
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
+from thinwire.optim.named import OPTIMIZERS
 from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
 from thinwire.optim.variance.warmup import WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART, WARMUP_PART, VarianceFreeze, VarianceStability
-from thinwire.workers.recipes.of_job import OPTIMIZERS, risen_and_fallen
+from thinwire.workers.recipes.of_job import risen_and_fallen
 
 ASSUMED_STEPS = 1000
 """Of a run whose length the script does not tell."""
