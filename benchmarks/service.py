@@ -43,12 +43,16 @@ from typing import Annotated, Any
 
 import httpx
 import typer
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
 
 from benchmarks.control_plane.simulated import exponent
 from benchmarks.provenance import ROOT, provenance
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.postgresql import postgresql
 from thinwire.contract.reports import HEARTBEAT_S
+from thinwire.service.db import Database
+from thinwire.service.jobs.repository import JobRow, LeaseRow
 
 RESULT = ROOT / "benchmarks" / "results" / "service" / "hostile.json"
 CODE = ("service", "thinwire", "benchmarks/service.py", ":!*.md")
@@ -65,8 +69,10 @@ FOR_EVER = (
     f"server.Timeline = lambda: Timeline(1.0, 1e9); {SERVE}"
 )
 """Jobs that never end."""
-WORKERS, POSTS, ASKED = 8, 2, 100
-"""Of a job; posts of each that are measured; lists and pages."""
+SUBMITTED = 20
+"""Jobs that are submitted first, and last, and report."""
+WORKERS, POSTS, ASKED = 8, 5, 20
+"""Of a job; posts of each of those; lists and pages."""
 AT_ONCE = 4
 """Connections of those who report."""
 IDLE_S = 5.0
@@ -233,8 +239,8 @@ def bombs(service: Service) -> dict[str, Any]:
 class Load:
     """So many jobs in one service, and what each kind of request costs it."""
 
-    def __init__(self, service: Service, jobs: int) -> None:
-        self._service, self.jobs = service, jobs
+    def __init__(self, service: Service, jobs: int, url: str) -> None:
+        self._service, self.jobs, self._url = service, jobs, url
         self._idle = 0.0
         self._ids: list[str] = []
         self._tokens: list[str] = []
@@ -269,22 +275,25 @@ class Load:
         }
 
     def run(self) -> dict[str, Any]:
-        """All of it."""
+        """All of it. Some jobs are submitted, and report; the others are put beside them in the database."""
         service, found = self._service, dict[str, Any]()
         body = spec(workers={"min": WORKERS, "max": WORKERS}, steps=10**6)
-        found["submit"] = self.measured([lambda: self._submitted(body)] * self.jobs)
-        self._tokens = [(service.home / "runs" / id / "token").read_text().strip() for id in self._ids]
+        found["submit the first"] = self.measured([lambda: self._submitted(body)] * SUBMITTED)
         began = time.monotonic()
-        wait_until(lambda: self._running() == self.jobs, "all jobs run", timeout_s=300)
+        self._put_beside(self.jobs - 2 * SUBMITTED)
+        found["submit the last"] = self.measured([lambda: self._submitted(body)] * SUBMITTED)
+        wait_until(lambda: self._running() == self.jobs, "all jobs run", timeout_s=600)
         found["all_running_after_s"] = round(time.monotonic() - began, 1)
+        self._tokens = [(service.home / "runs" / id / "token").read_text().strip() for id in self._ids]
+        self._put_leases()
         found["rss_mib"] = service.memory()
         before, began = self.cpu_s(), time.monotonic()
         time.sleep(IDLE_S)
         self._idle = (self.cpu_s() - before) / (time.monotonic() - began)
         found["idle_cores"] = round(self._idle, 3)
-        ranks = [(job, rank) for rank in range(WORKERS) for job in range(self.jobs)]
+        ranks = [(job, rank) for rank in range(WORKERS) for job in range(len(self._ids))]
         found["register"] = self.measured([partial(self._register, *one) for one in ranks], AT_ONCE)
-        steps = [(job, step) for step in range(1, POSTS + 1) for job in range(self.jobs)]
+        steps = [(job, step) for step in range(1, POSTS + 1) for job in range(len(self._ids))]
         found["post"] = self.measured([partial(self._post, *one) for one in steps], AT_ONCE)
         for name, path in (
             ("list", "/v1/jobs?limit=100"),
@@ -299,6 +308,36 @@ class Load:
         each = round(found["post"]["cpu_ms"] + beats * found["register"]["cpu_ms"], 2)
         found |= {"job_cpu_ms_a_second": each, "cores_at_the_real_rate": round(self._idle + self.jobs * each / 1e3, 2)}
         return found
+
+    def _put_beside(self, count: int) -> None:
+        """So many copies of the first job, which the reconciler finds as ones that it has to submit."""
+        table = JobRow.__table__
+        with self._database() as session:
+            row = dict(session.execute(select(table).where(table.c.id == self._ids[0])).mappings().one())
+            row |= {"state": "SUBMITTING", "idempotency_key": None, "kept_bytes": 1000}
+            copies = [row | {"id": f"copy-{n}", "token_hash": f"none-{n}", "arrival": 10**6 + n} for n in range(count)]
+            session.execute(insert(JobRow), copies)
+
+    def _put_leases(self) -> None:
+        """Of the workers of those."""
+        with self._database() as session:
+            ids = session.scalars(select(JobRow.id).where(JobRow.id.startswith("copy-"))).all()
+            lease = {"attempt": 1, "pid": 1, "node": "box", "expires_at": time.time() + 3600}
+            leases = [
+                lease | {"job_id": id, "rank": rank, "address": f"10.0.0.1:{39000 + rank}"}
+                for id in ids
+                for rank in range(WORKERS)
+            ]
+            session.execute(insert(LeaseRow), leases)
+
+    @contextmanager
+    def _database(self) -> Iterator[Session]:
+        database = Database(self._url)
+        try:
+            with database.unfenced() as session:
+                yield session
+        finally:
+            database.close()
 
     def _client(self) -> httpx.Client:
         client = getattr(self._local, "client", None)
@@ -339,10 +378,10 @@ def many_jobs(sizes: Sequence[int], database: Callable[[], str] | None) -> dict[
     found: dict[str, Any] = {}
     for jobs in sizes:
         with TemporaryDirectory(ignore_cleanup_errors=True) as home:
-            settings = {"THINWIRE_DATABASE_URL": database()} if database else {}
-            service = Service(Path(home), 4096, FOR_EVER, **settings)
+            url = database() if database else f"sqlite:///{home}/thinwire.db"
+            service = Service(Path(home), 4096, FOR_EVER, THINWIRE_DATABASE_URL=url)
             try:
-                found[str(jobs)] = Load(service, jobs).run()
+                found[str(jobs)] = Load(service, jobs, url).run()
             finally:
                 service.process.terminate()
                 service.process.wait(60)

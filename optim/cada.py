@@ -264,7 +264,7 @@ class CADA(FlatOptimizer[CadaState]):
 
     @property
     def _lengths(self) -> list[float]:
-        """Of the last H steps. None of a run that was saved before they were kept: its ranks send until there are some."""
+        """Of the last H steps; none where a run was saved before they were kept, whose ranks then send at first."""
         return list(self.saved.get("lengths") or ())[-self.horizon :]
 
     @property

@@ -437,12 +437,11 @@ def registered_in(content: Content) -> Any:
 def restore(content: Content, training: Training) -> None:
     """Load all of it but the meter. Raises: ValueError where it is of another model, optimizer or script."""
     states = restored(content)["optimizers"]
-    if len(states) != len(training.optimizers):
-        mine = ", ".join(type(one).__name__ for one in training.optimizers)
-        theirs = ", ".join(one["optimizer"] for one in states)
+    theirs, mine = [one["optimizer"] for one in states], [type(one).__name__ for one in training.optimizers]
+    if theirs != mine and max(len(theirs), len(mine)) > 1:  # before the first of them is loaded
         raise ValueError(
-            f"the checkpoint has {len(states)} optimizers ({theirs}), and this script has registered "
-            f"{len(training.optimizers)} ({mine}): register as many, in the same order, or begin a new run"
+            f"the checkpoint has {len(theirs)} optimizers ({', '.join(theirs)}), and this script has registered "
+            f"{len(mine)} ({', '.join(mine)}): register the same in the same order, or begin a new run"
         )
     for at, (optimizer, state) in enumerate(zip(training.optimizers, states, strict=True)):
         optimizer.load_state_dict({**state, "parameters": content.flat[f"{_prefix(at)}parameters"]})

@@ -29,8 +29,8 @@ def picture(found: Answer) -> str:
         STYLE,
         f'<rect class="page" width="{WIDE}" height="{high}"/>',
         f'<text x="10" y="24" font-size="15">{escape(title)}</text>',
-        f'<text class="note" x="10" y="44" font-size="12">{found.steps} steps of {found.global_batch} samples: time of the run; '
-        "orange: in full precision; line: from - to, by how far measured steps were from predicted ones</text>",
+        f'<text class="note" x="10" y="44" font-size="12">{found.steps} steps of {found.global_batch} samples: time of '
+        "the run; orange: in full precision; line: from - to, by how far steps were from predicted ones</text>",
     ]
     for number, one in enumerate(found.outcomes):
         lines += _row(one, TOP + ROW * number, (RIGHT - LEFT) / longest_s)

@@ -76,8 +76,9 @@ class Outcome:
     warmup: steps of it.
     step_s: of a step after the warm-up, dense_step_s of one in it. box_bytes: that cross one box's link in a step
     after the warm-up, one direction. samples_per_s: of the cluster over the whole run. low_s, high_s: run_s as the
-    checks allow, by how far measured steps were from predicted ones. cost: of the run, None without a price.
-    speedup: how many times as fast the whole run is as that of dense_bf16; step_speedup: the same of a later step.
+    checks allow, by how far measured steps, dense and compressed, were from predicted ones. cost: of the run, None
+    without a price. speedup: how many times as fast the whole run is as that of dense_bf16; step_speedup: the same of
+    a later step.
     """
 
     name: str

@@ -315,7 +315,9 @@ def _outcome(case: _Case, name: str) -> Outcome:
     join_s = STATE_BYTES * case.model.values / asked.bytes_per_s
     run_s, deaths = run_through(phases, asked.nodes, join_s, disturbed, random)
     everything = WARMUP_KINDS + LATER_KINDS
-    least, largest = ERRORS["dense" if name in DENSE else "bits"]
+    warmup_s = warmup * phases[0].mean_s(asked.nodes) if warmup else 0.0
+    whole_s = warmup_s + (later * phases[-1].mean_s(asked.nodes) if later else 0.0)
+    in_full = 1.0 if name in DENSE else warmup_s / whole_s
     gpus, later_kinds = asked.nodes * asked.gpus, LATER_KINDS if later else WARMUP_KINDS
     return Outcome(
         name=name,
@@ -330,8 +332,8 @@ def _outcome(case: _Case, name: str) -> Outcome:
         box_bytes=total(later_kinds, lambda step: step.sent.cost.num_bytes) / (later or warmup),
         run_bytes=total(everything, lambda step: step.sent.payload_bytes),
         run_s=run_s,
-        low_s=run_s / (1 + largest),
-        high_s=run_s / (1 + least),
+        low_s=_may_be(run_s, in_full, 1),
+        high_s=_may_be(run_s, in_full, 0),
         samples_per_s=gpus * asked.batch * asked.accumulate * case.steps / run_s,
         rounds=total(everything, lambda step: float(step.sent.buckets > 0 and step.sent.payload_bytes > 0)),
         deaths=deaths,
@@ -339,6 +341,11 @@ def _outcome(case: _Case, name: str) -> Outcome:
         speedup=1.0,
         step_speedup=1.0,
     )
+
+
+def _may_be(run_s: float, in_full: float, extreme: int) -> float:
+    """What the run may take, that part of it in full precision, by the least (0) or the largest (1) error."""
+    return run_s * (in_full / (1 + ERRORS["dense"][extreme]) + (1 - in_full) / (1 + ERRORS["bits"][extreme]))
 
 
 def _assumed(case: _Case) -> tuple[str, ...]:

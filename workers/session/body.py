@@ -190,6 +190,11 @@ class Bodies:
                 kept.put_back()
         self.let_go()
 
+    def end(self) -> None:
+        """There is no further batch: one that was lost is not made again. Local."""
+        if self._open is None:
+            self.take_back()
+
     def let_go(self) -> None:
         """What the last batch has moved stands, or is gone. Local."""
         self._kept = []

@@ -90,6 +90,8 @@ class Session:
         finally:
             if course is not None:
                 course.is_over = True
+                if course.bodies is not None:
+                    course.bodies.end()
             for optimizer in self._optimizers:
                 optimizer.undone = optimizer.lost = None
             if self._own is not None:

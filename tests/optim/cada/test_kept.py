@@ -210,11 +210,12 @@ def test_the_mean_of_what_ranks_sent_goes_over_3_4_2_and_1_ranks(rule):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("rule", [1, 2])
-@pytest.mark.parametrize(
-    ("collective", "call"), [("all_gather", 0), ("all_to_all_v", 1), ("sum", 1), ("all_gather", 3)]
+@every_value(
+    {
+        "rule, when": [(rule, when) for rule in (1, 2) for when in When],
+        "collective, call": [("all_gather", 0), ("all_to_all_v", 1), ("sum", 1), ("all_gather", 3)],
+    }
 )
-@pytest.mark.parametrize("when", list(When))
 def test_after_a_death_in_a_step_all_hold_the_same_and_send(rule, collective, call, when):
     """Some survivors may have made the step, and some not."""
     ranks = new_ranks(4, rule)

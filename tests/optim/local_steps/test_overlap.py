@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.local_steps.test_local_steps import EVERY, left, made, moments, same
 from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.regroup.ranks import new_ranks, together
@@ -119,9 +120,7 @@ def test_in_low_precision_a_round_that_was_refused_has_moved_parameters_and_mast
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("inner", ["adamw", "muon"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("steps", [EVERY, EVERY + 2, 2 * EVERY, 2 * EVERY + 3])
+@every_value({"steps": (EVERY, EVERY + 2, 2 * EVERY + 3, 2 * EVERY), "size": (2, 3, 1), "inner": ("adamw", "muon")})
 def test_a_save_waits_for_all_and_the_loaded_run_is_the_one_that_went_on(size, inner, steps):
     def work(group):
         net, again = network(), network(seed=9)

@@ -14,7 +14,7 @@ from thinwire.comm.wire.network import Exchange, Network, exchange_cost
 from thinwire.contract.what_if import Disturbances, WhatIf, WhatIfRefused
 from thinwire.workers.plan.catalogue import MODELS
 from thinwire.workers.plan.cluster import Phase, run_through
-from thinwire.workers.plan.what_if import METHODS, answer
+from thinwire.workers.plan.what_if import ERRORS, METHODS, answer
 
 SLOW = WhatIf(nodes=8, gpus=4, bytes_per_s=1.25e8, model="bert-base", steps=1000)
 BITS = replace(SLOW, methods=("onebit_adam",))
@@ -50,6 +50,13 @@ def test_a_run_is_its_warm_up_and_the_rest():
     assert found.warmup == 250
     assert found.run_s == pytest.approx(250 * found.dense_step_s + 750 * found.step_s)
     assert one(replace(BITS, warmup=0.0)).run_s == pytest.approx(1000 * found.step_s)
+
+
+def test_what_a_run_may_take_is_by_the_errors_of_each_of_its_parts():
+    found, errors = one(replace(BITS, warmup=0.25)), ERRORS
+    full_s, later_s = 250 * found.dense_step_s, 750 * found.step_s
+    assert found.low_s == pytest.approx(full_s / (1 + errors["dense"][1]) + later_s / (1 + errors["bits"][1]))
+    assert found.high_s == pytest.approx(full_s / (1 + errors["dense"][0]) + later_s / (1 + errors["bits"][0]))
 
 
 def test_auto_takes_the_faster_topology():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from tests.covering import every_value
 from tests.workers.by_hand import build
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup
@@ -95,8 +96,7 @@ def test_a_job_of_cada_counts_its_uploads_and_a_resumed_one_is_the_one_that_went
         assert (one.loss, one.payload_bytes_total) == (samples[one.step].loss, samples[one.step].payload_bytes_total)
 
 
-@pytest.mark.parametrize("inner", ["adam", "lamb", "sgd", "muon"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@every_value({"inner": ("adam", "lamb", "sgd", "muon"), "precision": ("float32", "bfloat16")})
 def test_a_job_of_local_steps_exchanges_once_a_round_by_the_rates_of_its_schedule(tmp_path, inner, precision):
     """Rounds of 4 of 12 steps; the save at 8 ends none early."""
     given = {"name": "local_steps", "every": 4, "inner": {"name": inner, "lr": 4e-3}, "codec": "int8"}

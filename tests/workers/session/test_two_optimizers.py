@@ -54,6 +54,7 @@ def script(job, worker):
         for x in run.batches(DATA, global_batch=BATCH, steps=STEPS, seed=3):
             step = run.step_number + 1
             job.attempts.append((step, run.group.generation, [id(one) for one in x]))
+            critic.requires_grad_(True)  # not before: where workers change, it is as the body has left it
             if step % 4:
                 for _ in range(1 + step % 2):
                     first.zero_grad()
@@ -65,7 +66,6 @@ def script(job, worker):
             second.zero_grad()
             # sign(): exact, and another gradient where the critic did not move as it should
             (actor(x) + actor.values @ (critic.values - average["of"]).sign()).backward()
-            critic.requires_grad_(True)
             if (step, worker.identity.slot) == job.spoiled:
                 actor.values.grad.fill_(torch.nan)
             second.step()
@@ -182,6 +182,37 @@ def test_a_gradient_that_is_not_finite_takes_the_batch_back_and_its_rank_away(tm
     assert len(job.ended) == 2
     for found in job.ended.values():
         assert_same(found, expected)
+
+
+def together(folder, kinds, steps=3, spoiled=0):
+    """Optimizers of these kinds, each of a model of its own. spoiled: where the last one's gradient is NaN."""
+    models = [Exact() for _ in kinds]
+    with session(folder, save_every=2) as run:
+        optimizers = [kind(model.parameters(), group=run.group) for kind, model in zip(kinds, models, strict=True)]
+        run.register(**{f"o{at}": one for at, one in enumerate(optimizers)})
+        for x in run.batches(DATA, global_batch=BATCH, steps=steps):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(x).backward()
+                if model is models[-1] and run.step_number + 1 == spoiled:
+                    model.values.grad.fill_(torch.nan)
+                optimizer.step()
+    return models, optimizers
+
+
+@pytest.mark.parametrize("kinds", [(Adam, OneBitAdam), (OneBitAdam,), (Adam, OneBitAdam, Adam)])
+def test_a_checkpoint_of_other_optimizers_is_refused_before_anything_is_loaded(tmp_path, kinds):
+    together(tmp_path, (OneBitAdam, Adam))
+    with pytest.raises(ValueError, match=r"2 optimizers \(OneBitAdam, Adam\).*in the same order"):
+        together(tmp_path, kinds, steps=6)
+
+
+def test_where_no_batch_follows_one_that_was_lost_is_taken_back_all_the_same(monkeypatch):
+    made_here = []
+    monkeypatch.setattr(Adam, "resumed", lambda self, plain=Adam.resumed: made_here.append(self) or plain(self))
+    with pytest.raises(NonFiniteInput, match="after step 1"):
+        together(None, (Adam, Adam), spoiled=2)
+    assert [one.num_steps for one in made_here] == [1]
 
 
 def test_bytes_are_counted_over_all_that_has_stepped(tmp_path, monkeypatch):
