@@ -211,7 +211,7 @@ def prepared(model, given):
 def tell(given, workload, run, optimizers, score, unit, *, higher_is_better, began, **other):
     """Print what the run has come to, and write it to --out: on rank 0, at the end. began: of time.monotonic().
 
-    optimizers: one or several, whose bytes are of the same workers. bytes: what this worker has sent; dense_bytes: what
+    optimizers: one, or several over the run's group. bytes: what this worker has sent; dense_bytes: what
     it would have sent for the mean of all gradients in float32, by a ring. Both 0 with one worker.
     """
     optimizers = optimizers if isinstance(optimizers, tuple) else (optimizers,)
@@ -228,7 +228,7 @@ def tell(given, workload, run, optimizers, score, unit, *, higher_is_better, beg
         "other": {**other, "workers": workers},
         "steps": steps,
         "seconds": round(time.monotonic() - began, 1),
-        "bytes": sum(optimizer.stats()["sent_bytes"] for optimizer in optimizers),
+        "bytes": optimizers[0].stats()["sent_bytes"],  # of the group: all optimizers over it count together
         "dense_bytes": round(2 * (workers - 1) / workers * 4 * elements) * steps,
     }
     print(f"{workload}, {given.optimizer}: {score:.4g} {unit} after {steps} steps, {workers} workers", flush=True)

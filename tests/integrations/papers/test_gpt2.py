@@ -176,7 +176,7 @@ def test_weights_of_a_file_are_taken_and_those_of_another_model_refused(tmp_path
     [
         (["--data", "{}/none.jsonl"], "there is no such file"),
         (["--data", "{}/rows.jsonl", "{}/rows.parquet"], "give files of one kind"),
-        (["--data", "{}/rows.csv"], "give files whose ending is one of .txt"),
+        (["--data", "{}/rows.pdf"], "give files whose ending is one of .txt"),
         (["--data", "{}/rows.jsonl", "--column", "body"], "--column body: .*has text, other"),
         (["--data", "{}/short.txt"], "the text to train on has 0 tokens|tokens, a window 17"),
     ],
