@@ -1,6 +1,6 @@
 """BERT pre-training (arXiv 1810.04805): masked words and next sentence, on the schedules of 1-bit Adam and 1-bit LAMB.
 
-python examples/papers/bert_pretrain.py --save bert                             small, on one worker, 3 minutes
+python examples/papers/bert_pretrain.py --save bert                             small: a minute of one core
 torchrun --nproc-per-node 2 examples/papers/bert_pretrain.py --save bert        two workers on this machine
 thinwire submit examples/papers/bert_pretrain.py --working-dir . --max 4        a job, whose workers may come and go
 thinwire fetch JOB --to bert                                                    its weights, and beside them by
