@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire.optim.by_name import OPTIMIZERS, named
     from thinwire.optim.cada import CADA
     from thinwire.optim.dense import SGD, Adam, Lamb
     from thinwire.optim.engine.optimizer import FlatOptimizer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CADA",
+    "OPTIMIZERS",
     "SGD",
     "Adam",
     "FlatOptimizer",
@@ -50,9 +52,11 @@ __all__ = [
     "ZeroOneAdam",
     "ZeroOneSchedule",
     "compressed",
+    "named",
 ]
 
 _MODULES = {
+    "by_name": ("OPTIMIZERS", "named"),
     "cada": ("CADA",),
     "dense": (
         "SGD",

@@ -1,6 +1,6 @@
 """BERT pre-training (arXiv 1810.04805): masked words and next sentence, on the schedules of 1-bit Adam and 1-bit LAMB.
 
-python examples/papers/bert_pretrain.py --save bert                             small, on one worker, 3 minutes
+python examples/papers/bert_pretrain.py --save bert                             small: a minute of one core
 torchrun --nproc-per-node 2 examples/papers/bert_pretrain.py --save bert        two workers on this machine
 thinwire submit examples/papers/bert_pretrain.py --working-dir . --max 4        a job, whose workers may come and go
 thinwire fetch JOB --to bert                                                    its weights, and beside them by
@@ -18,7 +18,7 @@ import hashlib
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -98,10 +98,10 @@ PRESETS = {
         ),
     ),
     "small": Preset(
-        "onebit_adam", 128, 2, 2, 2048,
+        "onebit_adam", 64, 2, 2, 1024,
         (
-            Phase(128, 16, 600, "auto", Rate(2e-3, 60, decay=0.97, every=10)),
-            Phase(512, 4, 60, "auto", Rate(2e-4, 10, decay=0.97, every=4)),
+            Phase(128, 16, 300, "auto", Rate(3e-3, 30, decay=0.9, every=15)),
+            Phase(512, 4, 30, "auto", Rate(3e-4, 5, decay=0.9, every=4)),
         ),
     ),
 }  # fmt: skip
@@ -116,6 +116,7 @@ def config_of(preset, pieces, **how):
         num_attention_heads=preset.heads,
         intermediate_size=4 * preset.width,
         max_position_embeddings=512,
+        initializer_range=0.02 * max(1.0, 768 / preset.width) ** 0.5,  # each block adds as much as one of BERT's
         **how,
     )
 
@@ -277,13 +278,14 @@ class MaskedStream(torch.utils.data.IterableDataset):
     """The same of rows that are streamed; it says where it is, so that a worker who comes need not read them again."""
 
     def __init__(self, rows, tokenizer, seed):
-        self.rows, self.number = rows, 0
+        self.rows, self.number, self.begin = rows, 0, rows.state_dict()
         self.masked = Masked(rows, tokenizer, seed).masked
 
     def __iter__(self):
         for row in self.rows:
             self.number += 1
             yield self.masked(row, self.number - 1)
+        self.rows.load_state_dict(self.begin)  # else the next epoch, too, begins where a run went on
 
     def state_dict(self):
         """The place in the rows, and the number of the next sample."""
@@ -306,7 +308,6 @@ def split(rows, stream):
 def main():
     """Train, and leave what from_pretrained takes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--phase", type=int, choices=(1, 2), default=1)
     parser.add_argument("--data", nargs="+", help="left out: Shakespeare, as far as the repository has him")
     parser.add_argument("--column", default="text", help="of the documents, in JSONL, parquet, arrow and CSV")
@@ -314,7 +315,7 @@ def main():
     parser.add_argument("--tokenizer", help="a folder of transformers; left out: WordPiece is learned from the data")
     parser.add_argument("--weights", metavar="FOLDER", help="begin with the weights and pieces that --save has left")
     parser.add_argument("--describe", type=Path, metavar="FOLDER", help="write config and pieces, and do not train")
-    parts.add_flags(parser)
+    parts.add_flags(parser, PRESETS)
     given = parser.parse_args()
     preset = PRESETS[given.preset]
     phase = preset.phases[given.phase - 1]
@@ -324,7 +325,7 @@ def main():
     if given.phase == 2 and not given.weights:
         print("phase 2 without --weights: with fresh weights, unless the job starts from another one's", flush=True)
 
-    rows = parts.documents(given.data, given.stream, given.column)
+    rows = parts.documents(given.data, given.column, given.stream)
     folder = given.tokenizer or given.weights
     if folder:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -338,7 +339,8 @@ def main():
         return
 
     steps, batch = given.steps or phase.steps, given.batch or phase.batch
-    rate = phase.rate if given.lr is None else Rate(given.lr, *list(vars(phase.rate).values())[1:])
+    highest = parts.rate_of(given, phase.rate.peak, preset.optimizer)
+    rate = replace(phase.rate, peak=highest, offset=phase.rate.offset * highest / phase.rate.peak)
     stretched = steps / phase.steps  # a run of half the steps goes through the same rates twice as fast
     train, held_out = (in_samples(part, tokenizer, phase.length, given.seed) for part in split(rows, given.stream))
     validation = Masked(list(islice(held_out, 64)), tokenizer, given.seed)
@@ -350,7 +352,7 @@ def main():
         model.to(run.device)
         full = phase.full if phase.full == "auto" else max(1, round(phase.full * stretched))
         rise = max(1, round(rate.rise * stretched))
-        optimizer = parts.optimizer_of(given.optimizer, model, run, lr=1.0, steps=steps, rise=rise, warmup=full)
+        optimizer = parts.bert_optimizer(given, model, run, lr=1.0, steps=steps, rise=rise, warmup=full)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda made: rate((made + 1) / stretched))
         run.register(model=model, optimizer=optimizer, scheduler=scheduler, pieces=SamePieces(tokenizer))
         called = parts.prepared(model, given)

@@ -14,11 +14,11 @@ read with Pillow: pip install pillow.
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import parts
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -62,7 +62,7 @@ def arguments():
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="onebit_adam", help="of both networks")
     parser.add_argument("--lr", type=float, help="left out: the preset's")
     parser.add_argument("--steps", type=int, help="left out: the preset's epochs")
-    parser.add_argument("--global-batch", type=int, help="images of a step over all workers; left out: the preset's")
+    parser.add_argument("--batch", type=int, help="images of a step over all workers; left out: the preset's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="a folder of images, at any depth; left out: shapes")
     parser.add_argument("--loaders", type=int, default=0, help="processes that read images ahead, on each worker")
@@ -70,9 +70,9 @@ def arguments():
     parser.add_argument("--grid", type=Path, help="a PNG of 64 generated images, at the end")
     parser.add_argument("--out", type=Path, help="a file for the score, in JSON")
     given = parser.parse_args()
-    for name in ("steps", "global_batch"):
+    for name in ("steps", "batch"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give a number from 1")
+            parser.error(f"--{name} {getattr(given, name)}: give a number from 1")
     return given
 
 
@@ -215,7 +215,7 @@ def main():
     """Train both, and say how far what is generated is from what is real."""
     given = arguments()
     preset = PRESETS[given.preset]
-    batch, lr = given.global_batch or preset.global_batch, given.lr or preset.lr
+    batch, lr = given.batch or preset.global_batch, given.lr or preset.lr
     training, held_out = read(given.data, preset.side)
     steps = given.steps or preset.epochs * len(training) // batch
 
@@ -229,7 +229,7 @@ def main():
         )
         run.register(generator=g, discriminator=d, g_optimizer=g_optimizer, d_optimizer=d_optimizer)
 
-        began, sent_before = time.perf_counter(), run.group.stats.sent_bytes
+        began = time.monotonic()
         batches = run.batches(
             training, global_batch=batch, steps=steps, seed=given.seed, loader={"num_workers": given.loaders}
         )
@@ -260,29 +260,14 @@ def main():
                 )
 
         if run.rank == 0:
-            seconds, size = time.perf_counter() - began, run.world_size
-            sent = run.group.stats.sent_bytes - sent_before
-            elements = sum(param.numel() for net in (g, d) for param in net.parameters())
             images = generated(g, len(held_out), preset, run.device)
             score = distance(images, torch.stack([image for image, _ in held_out]))
-            print(f"at the end: {score:.4f} from the images that were held out, after {steps} steps")
             if given.grid:
                 draw(images, given.grid)
-            if given.out:
-                found = {
-                    "workload": "dcgan",
-                    "optimizer": given.optimizer,
-                    "seed": given.seed,
-                    "score": score,
-                    "unit": "sliced Wasserstein distance",
-                    "higher_is_better": False,
-                    "other": {"discriminator_loss": d_loss.item(), "generator_loss": g_loss.item()},
-                    "steps": steps,
-                    "seconds": seconds,
-                    "bytes": sent if size > 1 else 0,
-                    "dense_bytes": round(steps * elements * 4 * 2 * (size - 1) / size),
-                }
-                given.out.write_text(json.dumps(found) + "\n")
+            losses = {"discriminator_loss": d_loss.item(), "generator_loss": g_loss.item()}
+            how = {"higher_is_better": False, "began": began}
+            both = (g_optimizer, d_optimizer)
+            parts.tell(given, "dcgan", run, both, score, "sliced Wasserstein distance", **how, **losses)
 
 
 if __name__ == "__main__":

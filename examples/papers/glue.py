@@ -70,14 +70,14 @@ class Preset:
 
 PRESETS = {
     "paper": Preset("onebit_adam", 128, 32, 3.0, 2e-5, 0.1),
-    "small": Preset("onebit_adam", 48, 32, 4.0, 1e-3, 0.1),
+    "small": Preset("onebit_adam", 48, 32, 2.0, 2e-3, 0.1),
 }
 
 
 def rows_of(file, task):
     """[(texts, label)] of a file: a tuple of one or two texts, and the label's place among the task's, or its number.
 
-    Raises: SystemExit, in a sentence, for columns or labels that the task does not have.
+    Raises: ValueError for columns or labels that the task does not have.
     """
     ending = Path(file).suffixes
     how = {}
@@ -92,12 +92,12 @@ def rows_of(file, task):
         for name in names:
             if name in rows.column_names:
                 return rows[name]
-        raise SystemExit(f"{file}: it has {', '.join(rows.column_names)}, but no column {' or '.join(names)}")
+        raise ValueError(f"{file}: it has {', '.join(rows.column_names)}, but no column {' or '.join(names)}")
 
     texts = list(zip(*(column(names) for names in task.texts), strict=True))
     empty = next((i for i, row in enumerate(texts) if not all(isinstance(text, str) for text in row)), None)
     if empty is not None:
-        raise SystemExit(f"{file}: row {empty + 1} has no text, but {texts[empty]!r}")
+        raise ValueError(f"{file}: row {empty + 1} has no text, but {texts[empty]!r}")
     return [
         (row, _label(file, task, i, one)) for i, (row, one) in enumerate(zip(texts, column(task.label), strict=True))
     ]
@@ -110,7 +110,7 @@ def _label(file, task, row, found):
         except (TypeError, ValueError):
             number = float("nan")
         if number != number:
-            raise SystemExit(f"{file}: the label of row {row + 1} is {found!r}, and not a number")
+            raise ValueError(f"{file}: the label of row {row + 1} is {found!r}, and not a number")
         return number
     if isinstance(found, str) and found in task.labels:
         return task.labels.index(found)
@@ -119,7 +119,7 @@ def _label(file, task, row, found):
     except (TypeError, ValueError):
         place = -1
     if not 0 <= place < len(task.labels):
-        raise SystemExit(
+        raise ValueError(
             f"{file}: the label of row {row + 1} is {found!r}: this task has {', '.join(task.labels)}, or 0 to "
             f"{len(task.labels) - 1}. (GLUE's test files have no labels: give dev files)"
         )
@@ -184,7 +184,6 @@ class InPieces(torch.utils.data.Dataset):
 def main():
     """Train, and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--task", choices=TASKS, default="cola")
     parser.add_argument(
         "--weights", metavar="FOLDER", help="as bert_pretrain.py --save leaves it; left out: fresh ones"
@@ -192,7 +191,7 @@ def main():
     parser.add_argument("--train", help="left out: lines of Shakespeare's plays, in order or not")
     parser.add_argument("--dev", help="what is evaluated; left out: a tenth of --train")
     parser.add_argument("--rows", type=int, default=4000, help="how many are made, where there is no --train")
-    parts.add_flags(parser)
+    parts.add_flags(parser, PRESETS)
     given = parser.parse_args()
     preset, task = PRESETS[given.preset], TASKS[given.task]
     given.optimizer = given.optimizer or preset.optimizer
@@ -216,7 +215,7 @@ def main():
         batch = given.batch or preset.batch
         steps = given.steps or max(1, round(preset.epochs * len(cut) / batch))
         rise = max(1, round(preset.rise * steps))
-        optimizer = parts.optimizer_of(given.optimizer, model, run, lr=given.lr or preset.lr, steps=steps, rise=rise)
+        optimizer = parts.bert_optimizer(given, model, run, lr=parts.rate_of(given, preset.lr), steps=steps, rise=rise)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, parts.risen_and_fallen(rise, steps))
         run.register(model=model, optimizer=optimizer, scheduler=scheduler, pieces=SamePieces(tokenizer))
         called = parts.prepared(model, given)

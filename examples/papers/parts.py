@@ -1,5 +1,7 @@
 """What the scripts here share: optimizers by name, texts in files, a step in parts, numbers drawn by the sample."""
 
+import argparse
+import csv
 import json
 import re
 import time
@@ -8,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, load_dataset
 
-from thinwire.optim import Adam, Lamb, LambBounds, Muon, OneBitAdam, OneBitLamb, OneBitMuon, ZeroOneAdam
+from thinwire.optim import OPTIMIZERS, LambBounds, named
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 KINDS |= {".csv": "csv", ".tsv": "csv"}
@@ -18,66 +19,66 @@ KINDS |= {".csv": "csv", ".tsv": "csv"}
 
 SHAKESPEARE = Path(__file__).parents[2] / "tests" / "data" / "tinyshakespeare.txt"
 
-OPTIMIZERS = {
-    "adam": Adam,
-    "lamb": Lamb,
-    "muon": Muon,
-    "onebit_adam": OneBitAdam,
-    "onebit_lamb": OneBitLamb,
-    "onebit_muon": OneBitMuon,
-    "zero_one_adam": ZeroOneAdam,
-}
+RATES = {"lamb": 3, "onebit_lamb": 3, "muon": 3, "onebit_muon": 3, "sgd": 100, "onebit_sgd": 100, "sketched_sgd": 100}
+"""Times a preset's rate, which is that of Adam, for steps of another size; nobody has searched them."""
 BERT_BOUNDS = LambBounds(max_coeff=0.3, min_coeff=0.01)
 """Of LAMB's trust ratio, in the settings that 1-bit LAMB was published with (arXiv 2104.06069)."""
 
 
-def add_flags(parser, *, learning_rate="the preset's"):
-    """Say in `parser` what all scripts here take alike."""
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="left out: the preset's; adam, lamb and muon are dense")
-    parser.add_argument("--lr", type=float, help=f"the highest learning rate; left out: {learning_rate}")
-    parser.add_argument("--steps", type=_natural)
-    parser.add_argument("--batch", type=_natural, help="samples of a step, over all workers")
+def add_flags(parser, presets, *, preset="small", optimizer=None):
+    """Say in `parser` what all scripts here take alike. preset, optimizer: what they are if left out."""
+    told = "left out: the preset's"
+    parser.add_argument("--preset", choices=presets, default=preset)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help="as in job files")
+    parser.add_argument("--lr", type=float, help=f"the highest; {told}")
+    parser.add_argument("--steps", type=_natural, help=told)
+    parser.add_argument("--batch", type=_natural, help=f"samples of a step, over all workers; {told}")
+    parser.add_argument("--micro", type=_natural, help="samples that a worker computes at once; left out: all it has")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where torch's autocast does")
     parser.add_argument(
-        "--micro", type=_natural, help="samples that a worker computes at once; left out: all of its own"
-    )
-    parser.add_argument("--bf16", action="store_true", help="forward and backward in bfloat16, by torch.autocast")
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="compute activations again in backward: less memory"
+        "--checkpointing", action="store_true", help="compute activations again: less memory, more time"
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile")
-    parser.add_argument("--loaders", type=int, default=0, help="processes that prepare samples ahead, on each worker")
+    parser.add_argument("--loaders", type=int, default=0, help="processes that prepare samples, on each worker")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="what the run has come to, as JSON")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="the weights at the end, for from_pretrained")
     parser.add_argument("--folder", help="where checkpoints are kept; left out: nowhere. A job says it itself")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="leave there what from_pretrained takes")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="what the run has come to, as JSON")
 
 
 def _natural(text):
     number = int(text)
     if number < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{number}: give a number from 1")
     return number
 
 
-def optimizer_of(name, model, run, *, lr, steps, rise, warmup="auto", weight_decay=0.01, eps=1e-8):
-    """The optimizer of that name over the run's workers, for `steps` steps whose rate rises over the first `rise`.
+def rate_of(given, lr, own="adam"):
+    """The highest rate: --lr, or else `lr`, which is for the optimizer `own`, times what that of --optimizer takes."""
+    return lr * RATES.get(given.optimizer, 1) / RATES.get(own, 1) if given.lr is None else given.lr
 
-    warmup: steps in full before one bit; "auto": until the variance stands still. weight_decay: not of biases and
-    norms, as in BERT (arXiv 1810.04805). The gradient is clipped to a norm of 1.
+
+def in_groups(model, weight_decay):
+    """Matrices decay, biases and norms do not: as BERT (arXiv 1810.04805) and Megatron-LM have it."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def bert_optimizer(given, model, run, *, lr, steps, rise, warmup="auto", weight_decay=0.01):
+    """The optimizer of --optimizer over the run's workers, for `steps` steps whose rate rises over the first `rise`.
+
+    warmup: steps in full before one bit; "auto": the optimizer finds out. The gradient is clipped to a norm of 1.
     """
-    decayed = [(n, p) for n, p in model.named_parameters() if p.ndim > 1]
-    others = [(n, p) for n, p in model.named_parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    given = {"lr": lr, "group": run.group, "model": model, "max_grad_norm": 1.0}
-    if name not in ("muon", "onebit_muon"):
-        given["eps"] = eps
-    if "lamb" in name:
-        given["bounds"] = BERT_BOUNDS
-    if name in ("onebit_adam", "onebit_lamb"):
-        given |= {"warmup": warmup, "total_steps": steps, "lr_warmup_steps": rise}
-    if name == "zero_one_adam":
-        given |= {"var_freeze_step": None if warmup == "auto" else rise, "total_steps": steps, "lr_warmup_steps": rise}
-    return OPTIMIZERS[name](groups, **given)
+    options = {"model": model, "max_grad_norm": 1.0, "group": run.group}
+    if given.optimizer in ("lamb", "onebit_lamb"):
+        options["bounds"] = BERT_BOUNDS
+    if warmup != "auto" and given.optimizer in ("onebit_adam", "onebit_lamb"):
+        options["warmup"] = warmup
+    if warmup != "auto" and given.optimizer == "zero_one_adam":
+        options["var_freeze_step"] = rise
+    groups = in_groups(model, weight_decay)
+    return named(given.optimizer, groups, lr, total_steps=steps, lr_warmup_steps=rise, **options)
 
 
 def risen_and_fallen(rise, steps):
@@ -89,49 +90,61 @@ def rows_of(files, stream=False, **how):
     """The rows of local files of one kind: text, JSONL, parquet, arrow, CSV or TSV, as `datasets` reads them.
 
     stream: they are read as they are needed, and never all there at once. how: arguments of `load_dataset`.
-    Raises: SystemExit, in a sentence, for files that are not there or of a kind that is not known.
+    Raises: ValueError for files that are not there or of a kind that is not known.
     """
-    kinds = set()
+    from datasets import load_dataset
+
     for file in map(Path, files):
+        if ending(file) is None:
+            raise ValueError(f"{file}: give files whose ending is one of {', '.join(KINDS)}, also with .gz or .zst")
         if not file.is_file():
-            raise SystemExit(f"{file}: there is no such file")
-        endings = [ending for ending in file.suffixes if ending not in (".gz", ".zst", ".bz2", ".xz")]
-        ending = endings[-1].lower() if endings else ""
-        if ending not in KINDS:
-            raise SystemExit(
-                f"{file}: the ending says what a file is: one of {', '.join(KINDS)}, also with .gz or .zst"
-            )
-        kinds.add(ending)
-    if len({KINDS[ending] for ending in kinds}) > 1:
-        raise SystemExit(f"{', '.join(map(str, files))}: {' and '.join(sorted(kinds))} files: give files of one kind")
-    if ".tsv" in kinds:
-        how = {"sep": "\t", "quoting": 3, **how}  # as GLUE's files are written: a quotation mark is a letter
-    kind = KINDS[kinds.pop()]
-    return load_dataset(kind, data_files=[str(file) for file in files], split="train", streaming=stream, **how)
+            raise ValueError(f"{file}: there is no such file")
+    endings = sorted({ending(file) for file in files})
+    if len({KINDS[one] for one in endings}) != 1:
+        raise ValueError(f"{', '.join(map(str, files))}: give files of one kind, not {' and '.join(endings)}")
+    if ".tsv" in endings:
+        how = {"sep": "\t", "quoting": csv.QUOTE_NONE, **how}  # as GLUE writes them: a quotation mark is a letter
+    files = sorted(map(str, files))
+    return load_dataset(KINDS[endings[0]], data_files=files, split="train", streaming=stream, **how)
 
 
-def documents(files, stream=False, column="text"):
-    """Rows with a `text` each: of text files what stands between empty lines, of others the column of that name."""
-    if not files:
-        return Dataset.from_dict({"text": scenes()})
-    rows = rows_of(files, stream, **({"sample_by": "paragraph"} if KINDS.get(_ending(files[0])) == "text" else {}))
-    names = rows.column_names or list(next(iter(rows)))
+def ending(file):
+    """Which of KINDS a file is, by its name; None: none of them."""
+    names = [one.lower() for one in Path(file).suffixes]
+    return next((one for one in reversed(names) if one in KINDS), None)
+
+
+def texts_of(files, column="text", stream=False, **how):
+    """Rows with a `text` each: of the column of that name, or of text files. how: of text files, for `load_dataset`.
+
+    Raises: ValueError for files that have no such column, or no row.
+    """
+    is_text = KINDS.get(ending(files[0])) == "text"
+    rows = rows_of(files, stream, **(how if is_text else {}))
+    column = "text" if is_text else column
+    names = rows.column_names or list(next(iter(rows), {}))
     if column not in names:
-        raise SystemExit(f"{files[0]}: it has {', '.join(names)}, but no column {column!r}: say --column NAME")
-    return rows.select_columns([column]).rename_column(column, "text") if names != ["text"] else rows
+        raise ValueError(f"--column {column}: {files[0]} has {', '.join(names) or 'no row'}")
+    rows = rows.select_columns(column)
+    return rows if column == "text" else rows.rename_column(column, "text")
 
 
-def _ending(file):
-    return next((ending for ending in reversed(Path(file).suffixes) if ending in KINDS), "")
+def documents(files, column="text", stream=False):
+    """The same, or Shakespeare where there are no files. Of text files a row is what stands between empty lines."""
+    if files:
+        return texts_of(files, column, stream, sample_by="paragraph")
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": scenes()})
 
 
 def speeches():
     """(speaker, text) of Shakespeare's plays, as far as the repository has them, in order.
 
-    Raises: SystemExit where the script was copied out of the repository.
+    Raises: ValueError where the script was copied out of the repository.
     """
     if not SHAKESPEARE.is_file():
-        raise SystemExit(
+        raise ValueError(
             f"without --data this script takes {SHAKESPEARE.name} of its repository, which is not there: give --data "
             "FILE, or submit it with `--working-dir .` in the repository's folder"
         )
@@ -191,17 +204,19 @@ def backward(loss_of, batch, given, device, count=lambda part: len(next(iter(par
 def prepared(model, given):
     """The model as it is called: with --checkpointing and --compile. What is registered and saved is `model` itself."""
     if given.checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return torch.compile(model) if given.compile else model
 
 
-def tell(given, workload, run, optimizer, score, unit, *, higher_is_better, began, **other):
+def tell(given, workload, run, optimizers, score, unit, *, higher_is_better, began, **other):
     """Print what the run has come to, and write it to --out: on rank 0, at the end. began: of time.monotonic().
 
-    bytes: what this worker has sent; dense_bytes: what it would have sent for the mean of all gradients in float32, by
-    a ring. 0 with one worker.
+    optimizers: one, or several over the run's group. bytes: what this worker has sent; dense_bytes: what
+    it would have sent for the mean of all gradients in float32, by a ring. Both 0 with one worker.
     """
-    elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    optimizers = optimizers if isinstance(optimizers, tuple) else (optimizers,)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    elements = sum(p.numel() for group in groups for p in group["params"])
     workers, steps = run.world_size, run.step_number
     found = {
         "workload": workload,
@@ -213,7 +228,7 @@ def tell(given, workload, run, optimizer, score, unit, *, higher_is_better, bega
         "other": {**other, "workers": workers},
         "steps": steps,
         "seconds": round(time.monotonic() - began, 1),
-        "bytes": optimizer.stats()["sent_bytes"],
+        "bytes": optimizers[0].stats()["sent_bytes"],  # of the group: all optimizers over it count together
         "dense_bytes": round(2 * (workers - 1) / workers * 4 * elements) * steps,
     }
     print(f"{workload}, {given.optimizer}: {score:.4g} {unit} after {steps} steps, {workers} workers", flush=True)

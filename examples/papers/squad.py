@@ -50,14 +50,14 @@ class Preset:
 PRESETS = {
     # DeepSpeed's tutorial of 1-bit Adam: 32 GPUs with 3 samples each, 400 of 1,848 steps in full, no decay.
     "paper": Preset("onebit_adam", 384, 128, 96, 2.0, 3e-5, 0.1, 400, 0.0),
-    "small": Preset("onebit_adam", 96, 32, 16, 4.0, 1e-3, 0.1, "auto", 0.0),
+    "small": Preset("onebit_adam", 96, 32, 16, 2.0, 2e-3, 0.1, "auto", 0.0),
 }
 
 
 def questions(file):
-    """Questions of a file: id, context, question, answers {text: [...], answer_start: [...]}. Raises: SystemExit."""
+    """Questions of a file: id, context, question, answers {text: [...], answer_start: [...]}. Raises: ValueError."""
     if not Path(file).is_file():
-        raise SystemExit(f"{file}: there is no such file")
+        raise ValueError(f"{file}: there is no such file")
     if Path(file).suffix == ".json":
         with open(file, encoding="utf-8") as opened:
             try:
@@ -69,7 +69,7 @@ def questions(file):
     rows = parts.rows_of([file])
     missing = {"id", "context", "question", "answers"} - set(rows.column_names)
     if missing:
-        raise SystemExit(f"{file}: neither SQuAD's JSON, nor rows with {', '.join(sorted(missing))}")
+        raise ValueError(f"{file}: neither SQuAD's JSON, nor rows with {', '.join(sorted(missing))}")
     return _answered(file, list(rows))
 
 
@@ -78,12 +78,12 @@ def _answered(file, asked):
     for one in asked:
         answers = one["answers"]
         if not answers["text"]:
-            raise SystemExit(f"{file}: question {one['id']} has no answer: this is for SQuAD 1.1, where each has one")
+            raise ValueError(f"{file}: question {one['id']} has no answer: this is for SQuAD 1.1, where each has one")
         for text, begin in zip(answers["text"], answers["answer_start"], strict=True):
             if one["context"][begin : begin + len(text)] != text:
-                raise SystemExit(f"{file}: the answer {text!r} of question {one['id']} does not stand at {begin}")
+                raise ValueError(f"{file}: the answer {text!r} of question {one['id']} does not stand at {begin}")
     if not asked:
-        raise SystemExit(f"{file}: it has no question")
+        raise ValueError(f"{file}: it has no question")
     return asked
 
 
@@ -238,14 +238,13 @@ def stacked(some):
 def main():
     """Train, and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument(
         "--weights", metavar="FOLDER", help="as bert_pretrain.py --save leaves it; left out: fresh ones"
     )
     parser.add_argument("--train", help="left out: questions made of Shakespeare's plays")
     parser.add_argument("--dev", help="what is evaluated; left out: a twentieth of the questions of --train")
     parser.add_argument("--questions", type=int, default=2000, help="how many are made, where there is no --train")
-    parts.add_flags(parser)
+    parts.add_flags(parser, PRESETS)
     given = parser.parse_args()
     preset = PRESETS[given.preset]
     given.optimizer = given.optimizer or preset.optimizer
@@ -266,11 +265,11 @@ def main():
         batch = given.batch or preset.batch
         steps = given.steps or max(1, round(preset.epochs * len(cut) / batch))
         rise = max(1, round(preset.rise * steps))
-        optimizer = parts.optimizer_of(
-            given.optimizer,
+        optimizer = parts.bert_optimizer(
+            given,
             model,
             run,
-            lr=given.lr or preset.lr,
+            lr=parts.rate_of(given, preset.lr),
             steps=steps,
             rise=rise,
             warmup=preset.full if preset.full == "auto" else min(preset.full, steps),

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from thinwire.cli import commands
 from thinwire.cli.drill import OptimizerName, app
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.tools.drill.asked import Account, Chaos, Drill, DrillFailed, Found, Spread
-from thinwire.workers.recipes.of_job import OPTIMIZERS
 
 
 @pytest.mark.parametrize(

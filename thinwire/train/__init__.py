@@ -9,22 +9,24 @@
             run.step(loss_of(model, batch))
 
 Or with a Recipe, a class that says what the model, the data and the loss are: train(recipe).
-Importing it imports no torch; calling session() or train() does.
+A dataset with random transforms: seeded(dataset).
+Importing it imports no torch; calling any of the three does.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thinwire.workers.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from thinwire.workers.data.seeded import Seeded
     from thinwire.workers.session.session import Session
 
-__all__ = ["Recipe", "session", "train"]
+__all__ = ["Recipe", "seeded", "session", "train"]
 
 
 def session(folder: str | os.PathLike[str] | None = None, *, save_every: int = 500, keep: int = 2) -> Session:
@@ -46,3 +48,15 @@ def train(recipe: Recipe, folder: str | os.PathLike[str] | None = None) -> nn.Mo
 
     with session(folder) as run:
         return job.train(recipe, run)
+
+
+def seeded(dataset: Any, seed: int = 0) -> Seeded:
+    """The dataset, whose [i] draws at random, so that what it draws follows from the sample's number in the run.
+
+    For transforms that draw from torch, random or numpy, as torchvision's do. Each epoch draws anew, and a run that is
+    resumed or has lost a worker gives each sample as it would have been. seed: of the drawing alone.
+    Raises: TypeError for a dataset that has no len() or no [i].
+    """
+    from thinwire.workers.data.seeded import Seeded
+
+    return Seeded(dataset, seed)

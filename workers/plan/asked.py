@@ -11,11 +11,11 @@ from thinwire.contract.hyperparameters import RANK
 from thinwire.contract.optimizers import LocalStepsSpec, OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, LocalSteps, OneBitSGD, ZeroOneAdam
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.optim.variance.warmup import WarmupOptimizer
 from thinwire.workers.plan.schedule import RunSteps
 from thinwire.workers.plan.ways import PlannedJob
-from thinwire.workers.recipes.of_job import OPTIMIZERS
 
 ASSUMED_STEPS = 1000
 """Of a run whose length the script does not tell."""

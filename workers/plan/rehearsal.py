@@ -36,6 +36,7 @@ from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import PlanFailed, Say
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, LocalSteps, ZeroOneAdam, ZeroOneSchedule
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.kernels.compiled import compile_all
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.plan.children import Children, Parent
@@ -52,7 +53,6 @@ from thinwire.workers.plan.ways import (
 )
 from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.recipes.of_job import OPTIMIZERS
 
 RATE = 1e-12
 """Of learning: a step computes what it always does, and the model stays where it is."""

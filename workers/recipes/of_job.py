@@ -20,46 +20,14 @@ from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.contract.optimizers import CadaSpec, LocalStepsSpec
 from thinwire.contract.spec import PythonStdlib, TextFile, TextRecipe, TrainSpec
-from thinwire.optim import (
-    CADA,
-    SGD,
-    Adam,
-    FlatOptimizer,
-    Lamb,
-    LambBounds,
-    LocalSteps,
-    Muon,
-    OneBitAdam,
-    OneBitLamb,
-    OneBitMuon,
-    OneBitSGD,
-    OuterSGD,
-    SketchedSGD,
-    ZeroOneAdam,
-    ZeroOneSchedule,
-)
+from thinwire.optim import FlatOptimizer, LambBounds, OuterSGD, ZeroOneSchedule
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.workers.data.corpus import Corpus, Sample, Windows, load_corpus, spread
 from thinwire.workers.rates import risen_and_fallen
 from thinwire.workers.recipe import Recipe, moved
 
 Model = TypeVar("Model", bound=nn.Module)
-
-OPTIMIZERS: dict[str, Any] = {
-    "onebit_adam": OneBitAdam,
-    "onebit_lamb": OneBitLamb,
-    "zero_one_adam": ZeroOneAdam,
-    "onebit_sgd": OneBitSGD,
-    "onebit_muon": OneBitMuon,
-    "adam": Adam,
-    "lamb": Lamb,
-    "sgd": SGD,
-    "muon": Muon,
-    "local_steps": LocalSteps,
-    "cada": CADA,
-    "sketched_sgd": SketchedSGD,
-}
-"""By `optimizer.name` of the spec."""
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What parameters are made of, by `precision` of the spec."""

@@ -8,12 +8,13 @@ from thinwire.comm.codecs import Int8Codec, ThresholdCodec
 from thinwire.comm.groups.blocking import MirroredGroup, SoloGroup
 from thinwire.comm.wire.network import Exchange
 from thinwire.optim import OneBitSGD
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.engine.schedule import Wire, is_variance_step
 from thinwire.workers.plan import schedule
 from thinwire.workers.plan.asked import run_of_job, run_of_optimizer
 from thinwire.workers.plan.schedule import RunSteps
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.recipes.of_job import OPTIMIZERS, hyperparameters, learning_rate
+from thinwire.workers.recipes.of_job import hyperparameters, learning_rate
 
 ZERO_ONE = {"name": "zero_one_adam", "lr": 1e-3, "betas": [0.9, 0.99]}
 

@@ -16,9 +16,10 @@ from thinwire.comm import SoloGroup
 from thinwire.contract.optimizers import Optimizer, OuterSpec
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import LambBounds, OuterSGD, ZeroOneSchedule
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.engine.options import CheckedOptions
 from thinwire.workers.recipes import recipe_of
-from thinwire.workers.recipes.of_job import OPTIMIZERS, learning_rate
+from thinwire.workers.recipes.of_job import learning_rate
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 AUTO = {"name": "onebit_adam", "lr": 4e-3, "betas": [0.9, 0.99]}

@@ -1,4 +1,4 @@
-"""BERT, SQuAD and GLUE of examples/papers: metrics as published, formats of files, samples, the papers' schedules."""
+"""BERT's scripts: metrics as published, formats of files, samples and streams that go on, the papers' schedules."""
 
 import importlib.util
 import json
@@ -6,15 +6,14 @@ import random
 import re
 from argparse import Namespace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import missing
+from tests.integrations.papers.script import script
 from thinwire.comm import SoloGroup
 
-PAPERS = Path(__file__).parent.parent / "examples" / "papers"
 ONE = Namespace(group=SoloGroup(), world_size=1, rank=0, step_number=3)
 
 
@@ -24,17 +23,12 @@ def papers(tmp_path_factory):
     for needed in ("transformers", "datasets", "tokenizers", "sklearn"):
         if importlib.util.find_spec(needed) is None:
             missing(f"{needed} is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.syspath_prepend(str(PAPERS))
-        import bert_pretrain
-        import datasets
-        import glue
-        import parts
-        import squad
+    import datasets
 
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-        yield Namespace(parts=parts, bert=bert_pretrain, squad=squad, glue=glue)
+        names = {"parts": "parts", "bert": "bert_pretrain", "squad": "squad", "glue": "glue"}
+        yield Namespace(**{short: script(name) for short, name in names.items()})
 
 
 TEXT = """To be, or not to be, that is the question:
@@ -112,12 +106,12 @@ def test_squads_json_and_the_hubs_rows_are_the_same_questions(papers, tmp_path):
 
 
 def test_other_files_are_refused_in_a_sentence(papers, tmp_path):
-    with pytest.raises(SystemExit, match="there is no such file"):
+    with pytest.raises(ValueError, match="there is no such file"):
         papers.squad.questions(tmp_path / "none.json")
     (tmp_path / "others.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(SystemExit, match="neither SQuAD's JSON, nor rows with answers, context, id, question"):
+    with pytest.raises(ValueError, match="neither SQuAD's JSON, nor rows with answers, context, id, question"):
         papers.squad.questions(tmp_path / "others.jsonl")
-    with pytest.raises(SystemExit, match=r"question q1 has no answer: .*SQuAD 1\.1"):
+    with pytest.raises(ValueError, match=r"question q1 has no answer: .*SQuAD 1\.1"):
         papers.squad.questions(squad_json(tmp_path, answers=()))
 
 
@@ -206,7 +200,7 @@ def test_tsv_files_are_read_as_glue_writes_them(papers, tmp_path):
 def test_rows_of_another_task_are_refused_in_a_sentence(papers, tmp_path, task, row, said):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(ValueError, match=said):
         papers.glue.rows_of(file, papers.glue.TASKS[task])
 
 
@@ -304,7 +298,7 @@ def test_every_format_gives_the_same_samples_streamed_or_not(papers, pieces, tmp
     from datasets import Dataset
 
     direct = papers.bert.in_samples(Dataset.from_dict({"text": TEXT.split("\n\n") * 4}), pieces, 32, 0)
-    rows = papers.bert.in_samples(papers.parts.documents([written(tmp_path, kind)], stream), pieces, 32, 0)
+    rows = papers.bert.in_samples(papers.parts.documents([written(tmp_path, kind)], stream=stream), pieces, 32, 0)
     assert list(rows) == list(direct)
     assert len(direct) >= 12
 
@@ -340,6 +334,7 @@ def test_a_stream_that_goes_on_equals_one_that_went_on(papers, pieces, tmp_path,
     second = stream()
     second.load_state_dict(state)
     rest = list(second)
+    assert len(list(second)) == len(whole)  # the next epoch
     assert len(taken) + len(rest) == len(whole)
     for one, other in zip(taken + rest, whole, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -352,16 +347,16 @@ def test_a_stream_that_goes_on_equals_one_that_went_on(papers, pieces, tmp_path,
     ("files", "said"),
     [
         (["none.txt"], "none.txt: there is no such file"),
-        (["a.pdf"], "a.pdf: the ending says what a file is: one of .txt, .json"),
-        (["a.txt", "a.jsonl"], ".jsonl and .txt files: give files of one kind"),
-        (["a.jsonl"], "it has words, but no column 'text': say --column NAME"),
+        (["a.pdf"], "a.pdf: give files whose ending is one of .txt, .json"),
+        (["a.txt", "a.jsonl"], "give files of one kind, not .jsonl and .txt"),
+        (["a.jsonl"], "a.jsonl has words"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused_in_a_sentence(papers, tmp_path, files, said):
     for name in ("a.pdf", "a.txt"):
         (tmp_path / name).write_text("x")
     (tmp_path / "a.jsonl").write_text('{"words": "x"}\n')
-    with pytest.raises(SystemExit, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(said)):
         papers.parts.documents([tmp_path / name for name in files])
 
 
@@ -391,9 +386,10 @@ def test_every_optimizer_trains_bert_and_decays_neither_biases_nor_norms(papers)
     config = papers.bert.config_of(papers.bert.Preset("adam", 16, 1, 2, 64, ()), 64)
     ids = torch.randint(5, 64, (2, 8))
     batch = {"input_ids": ids, "labels": ids, "next_sentence_label": torch.tensor([0, 1])}
-    for name in papers.parts.OPTIMIZERS:
+    for name in ("adam", "onebit_adam", "onebit_lamb", "zero_one_adam", "onebit_muon"):
         model = papers.bert.BertForPreTraining(config)
-        optimizer = papers.parts.optimizer_of(name, model, ONE, lr=1e-2, steps=40, rise=2)
+        given = Namespace(optimizer=name)
+        optimizer = papers.parts.bert_optimizer(given, model, ONE, lr=1e-2, steps=40, rise=2, warmup=4)
         plain = {p for group in optimizer.param_groups if group["weight_decay"] == 0 for p in group["params"]}
         expected = {p for n, p in model.named_parameters() if n.endswith("bias") or "LayerNorm" in n}
         assert plain == expected
@@ -405,6 +401,14 @@ def test_every_optimizer_trains_bert_and_decays_neither_biases_nor_norms(papers)
             optimizer.step()
             losses.append(loss.item())
         assert losses[-1] < losses[0], name
+
+
+def test_a_preset_has_the_rate_of_its_own_optimizer(papers):
+    def rate(optimizer, lr=None, own="adam"):
+        return papers.parts.rate_of(Namespace(optimizer=optimizer, lr=lr), 6.0, own)
+
+    assert (rate("onebit_adam"), rate("onebit_lamb"), rate("onebit_lamb", own="onebit_lamb")) == (6, 18, 6)
+    assert (rate("adam", own="onebit_lamb"), rate("onebit_lamb", lr=1.0)) == (2, 1)
 
 
 def test_dropout_follows_from_the_step_and_the_rank(papers):
