@@ -2,7 +2,7 @@
 
 python examples/papers/gpt2.py                                          small, on the source of Python's own modules
 torchrun --nproc-per-node 2 examples/papers/gpt2.py --optimizer adam    two workers on this machine, uncompressed
-thinwire submit examples/papers/gpt2.py --min 2 --max 8 -- --preset paper --data /data/*.jsonl --bf16 --accumulate 8
+thinwire submit examples/papers/gpt2.py --min 2 --max 8 -- --preset paper --data /data/*.jsonl --bf16 --micro 8
 
 Text: .txt, .jsonl, .parquet or .arrow, read by `datasets`. Byte pairs are learned from it, unless --tokenizer has some.
 Rows are joined, with <|endoftext|> between those that are texts of their own, and cut into windows of one
@@ -16,7 +16,6 @@ Needs pip install "thinwire[papers]".
 
 import argparse
 import hashlib
-import json
 import math
 import sysconfig
 import time
@@ -24,13 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+import parts
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from thinwire.optim import OPTIMIZERS, named
+from thinwire.optim import named
 from thinwire.train import session
 
 
@@ -69,9 +69,6 @@ PRESETS = {
         max_grad_norm=1.0, evaluate_every=100, rates={},
     ),
 }  # fmt: skip
-RATES = {"lamb": 3, "onebit_lamb": 3, "muon": 3, "onebit_muon": 3, "sgd": 100, "onebit_sgd": 100, "sketched_sgd": 100}
-"""Where a preset has no rate of its own: times that of Adam."""
-KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 END = "<|endoftext|>"
 OWN_BYTES = 1_500_000
 """Of Python's own modules, about."""
@@ -82,12 +79,7 @@ TAUGHT_ROWS = 200_000
 def arguments(words=None):
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="small")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="zero_one_adam", help="left out: the paper's own")
-    parser.add_argument("--lr", type=float, help="the highest; left out: the preset's")
-    parser.add_argument("--steps", type=int, help="left out: the preset's")
-    parser.add_argument("--global-batch", type=int, help="windows of a step over all workers; left out: the preset's")
-    parser.add_argument("--seed", type=int, default=0)
+    parts.add_flags(parser, PRESETS, optimizer="zero_one_adam")
     parser.add_argument("--data", nargs="+", type=Path, help="files of one kind; left out: Python's own modules")
     parser.add_argument("--held-out", nargs="+", type=Path, help="left out: the last twentieth; of a stream, its begin")
     parser.add_argument("--held-out-rows", type=int, default=1000, help="of a stream, where no file is held out")
@@ -96,15 +88,8 @@ def arguments(words=None):
     parser.add_argument("--stream-above", type=float, default=2e9, help="bytes of all files")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; left out: byte pairs of the text")
     parser.add_argument("--weights", type=Path, help="a model.safetensors to begin with, such as GPT-2's own")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where torch's autocast does")
-    parser.add_argument("--accumulate", type=int, default=1, help="parts of a worker's share, one after the other")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="less memory, a third more time")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--folder", help="where checkpoints are kept; left out: nowhere. A job says it itself")
-    parser.add_argument("--save", type=Path, help="a folder for what GPT2LMHeadModel.from_pretrained takes")
-    parser.add_argument("--out", type=Path, help="a file for the score, in JSON")
     given = parser.parse_args(words)
-    for name in ("steps", "global_batch", "held_out_rows", "held_out_windows", "accumulate"):
+    for name in ("held_out_rows", "held_out_windows"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give a number from 1")
     return given
@@ -115,22 +100,8 @@ def read(files, column, stream):
 
     Lines of a text file are no texts of their own. Raises: ValueError for files of several kinds or of an unknown one.
     """
-    kinds = {KINDS.get(file.suffix) for file in files}
-    if len(kinds) != 1 or None in kinds:
-        raise ValueError(f"--data {' '.join(map(str, files))}: give files of one kind, out of {', '.join(KINDS)}")
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"--data {file}: there is no such file")
-    (kind,) = kinds
-    how = {"keep_linebreaks": True} if kind == "text" else {}
-    rows = datasets.load_dataset(kind, data_files=sorted(map(str, files)), split="train", streaming=stream, **how)
-    column = "text" if kind == "text" else column
-    names = rows.column_names or list(next(iter(rows), {}))
-    if column not in names:
-        raise ValueError(f"--column {column}: {files[0]} has {', '.join(names) or 'no row'}")
-    if column != "text":
-        rows = rows.rename_column(column, "text")
-    return rows.select_columns("text"), kind != "text"
+    is_text = parts.KINDS.get(parts.ending(files[0])) == "text"
+    return parts.texts_of(files, column, stream, keep_linebreaks=True), not is_text
 
 
 def own_modules():
@@ -283,13 +254,6 @@ def make_model(preset, vocabulary, weights):
     return model
 
 
-def groups(model, decay):
-    """Matrices decay, biases and norms do not, as Megatron-LM has it."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-
-
 def factor(preset, steps):
     """Of the highest rate, by how many steps are made: linear up, then a cosine down to the last rate."""
     warmup, floor = min(preset.lr_warmup_steps, steps // 10), preset.final_lr / preset.lr
@@ -349,16 +313,14 @@ def main(words=None):
     trained, validation, bytes_a_token, tokenizer = prepare(given, preset)
     looked_at = torch.utils.data.Subset(validation, range(min(len(validation), given.held_out_windows)))
     at, lr_warmup = factor(preset, steps)
-    lr = given.lr or preset.rates.get(given.optimizer) or preset.lr * RATES.get(given.optimizer, 1)
+    lr = parts.rate_of(given, preset.lr)
 
     with session(given.folder, save_every=max(1, steps // 10)) as run:
         torch.manual_seed(given.seed)
         model = make_model(preset, tokenizer.get_vocab_size(), given.weights).to(run.device)
-        if given.checkpoint_activations:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = named(
             given.optimizer,
-            groups(model, preset.weight_decay),
+            parts.in_groups(model, preset.weight_decay),
             lr,
             total_steps=steps,
             lr_warmup_steps=lr_warmup,
@@ -368,25 +330,26 @@ def main(words=None):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, at)
         run.register(model=model, optimizer=optimizer, scheduler=scheduler)
         run.evaluate_every(preset.evaluate_every, lambda part: mean_loss(model, part, run.device), data=looked_at)
-        computed = torch.compile(model) if given.compile else model
+        computed = parts.prepared(model, given)
         precision = torch.autocast(run.device.type, torch.bfloat16, enabled=given.bf16)
 
         def backward(inputs, targets):
             """The gradient of the mean over the share, part by part; returns that mean."""
             optimizer.zero_grad()
             total = torch.zeros((), device=run.device)
-            parts = zip(inputs.chunk(given.accumulate), targets.chunk(given.accumulate), strict=True)
-            for own, wanted in parts:
+            micro = given.micro or len(inputs)
+            for own, wanted in zip(inputs.split(micro), targets.split(micro), strict=True):
                 with precision:
                     loss = loss_of(computed, own, wanted) * (len(own) / len(inputs))
                 loss.backward()
                 total += loss.detach()
             return total
 
-        began, batch = time.monotonic(), given.global_batch or preset.global_batch
+        began, batch = time.monotonic(), given.batch or preset.global_batch
         model.train()
-        for inputs, targets in run.batches(trained, global_batch=batch, steps=steps, seed=given.seed):
-            torch.manual_seed(hash((given.seed, run.step_number, run.rank)))  # dropout, when resumed too
+        loader = {"num_workers": given.loaders}
+        for inputs, targets in run.batches(trained, global_batch=batch, steps=steps, seed=given.seed, loader=loader):
+            parts.seed_step(run, given.seed)
             inputs, targets = inputs.to(run.device), targets.to(run.device)
             loss = optimizer.step(lambda share=(inputs, targets): backward(*share))
             scheduler.step()
@@ -395,39 +358,18 @@ def main(words=None):
             if run.rank == 0 and step % max(1, steps // 20) == 0:
                 print(f"step {step}: {loss.item():.3f} nats a token, {run.world_size} workers", flush=True)
 
-        seconds = time.monotonic() - began
         if run.rank == 0:
-            tell(given, model, optimizer, looked_at, bytes_a_token, run, steps, seconds)
+            context, nats = preset.context, mean_loss(model, looked_at, run.device)
+            tokens = looked_at.dataset.tokens[: len(looked_at) * context + 1]
+            other = {
+                "strided": math.exp(strided_loss(model, tokens, context, run.device)),
+                "bits_a_byte": nats / bytes_a_token / math.log(2),
+            }
+            how = {"higher_is_better": False, "began": began}
+            parts.tell(given, "gpt2", run, optimizer, math.exp(nats), "perplexity of a token", **how, **other)
             if given.save:
-                model.save_pretrained(given.save)
+                parts.save(given, model)
                 tokenizer.save(str(given.save / "tokenizer.json"))
-
-
-def tell(given, model, optimizer, looked_at, bytes_a_token, run, steps, seconds):
-    """The score, printed, and written to --out."""
-    context = looked_at.dataset.context
-    nats = mean_loss(model, looked_at, run.device)
-    strided = strided_loss(model, looked_at.dataset.tokens[: len(looked_at) * context + 1], context, run.device)
-    found = {
-        "workload": "gpt2",
-        "optimizer": given.optimizer,
-        "seed": given.seed,
-        "score": math.exp(nats),
-        "unit": "perplexity of a token",
-        "higher_is_better": False,
-        "other": {"strided": math.exp(strided), "bits_a_byte": nats / bytes_a_token / math.log(2)},
-        "steps": steps,
-        "seconds": seconds,
-        "bytes": optimizer.stats()["sent_bytes"],
-        "dense_bytes": round(8 * sum(p.numel() for p in model.parameters()) * (1 - 1 / run.world_size)) * steps,
-    }
-    print(
-        f"at the end: perplexity {found['score']:.2f}, strided {found['other']['strided']:.2f}, "
-        f"{found['other']['bits_a_byte']:.3f} bits a byte after {steps} steps, {seconds:.0f} s; "
-        f"sent {found['bytes']:,} bytes, {found['dense_bytes']:,} in fp32"
-    )
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ The score is top-1 accuracy on what is held out; top-5 is beside it. The model i
 import argparse
 import contextlib
 import functools
-import json
 import pickle
 import time
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import parts
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from thinwire.optim import OPTIMIZERS, named
+from thinwire.optim import named
 from thinwire.train import seeded, session
 
 
@@ -73,8 +73,6 @@ PRESETS = {
         weight_decay=1e-4, rates={"sgd": 0.05, "onebit_sgd": 0.05},
     ),
 }  # fmt: skip
-RATES = {"lamb": 3, "onebit_lamb": 3, "muon": 3, "onebit_muon": 3, "sketched_sgd": 50}
-"""Where a preset has no rate of its own: times that of Adam."""
 SHAPES = {18: ("basic", [2, 2, 2, 2], [64, 128, 256, 512]), 50: ("bottleneck", [3, 4, 6, 3], [256, 512, 1024, 2048])}
 """Kind of block, blocks and channels of each stage, by layers (arXiv 1512.03385, table 1)."""
 OF_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -85,32 +83,18 @@ OF_CIFAR = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 def arguments(words=None):
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="small")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="onebit_adam")
-    parser.add_argument("--lr", type=float, help="the first; left out: the preset's")
-    parser.add_argument("--steps", type=int, help="left out: the preset's epochs; rates drop at the same parts of them")
-    parser.add_argument("--global-batch", type=int, help="images of a step over all workers; left out: the preset's")
-    parser.add_argument("--seed", type=int, default=0)
+    parts.add_flags(parser, PRESETS, optimizer="onebit_adam")
     parser.add_argument("--data", type=Path, help="a folder; left out: scikit-learn's handwritten digits")
     parser.add_argument("--layers", type=int, choices=SHAPES, help="left out: the preset's")
     parser.add_argument(
         "--stem", choices=("imagenet", "cifar"), help="cifar: 3x3, and no pooling; left out: the preset's"
     )
     parser.add_argument("--side", type=int, help="pixels of an image out of a folder of images; left out: the preset's")
-    parser.add_argument("--loaders", type=int, default=0, help="processes that draw images ahead, on each worker")
     parser.add_argument("--weights", type=Path, help="a model.safetensors to begin with; another head is left out")
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where torch's autocast does")
     parser.add_argument("--channels-last", action="store_true", help="as tensor cores read images")
-    parser.add_argument("--accumulate", type=int, default=1, help="parts of a worker's share, one after the other")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="less memory, a third more time")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--folder", help="where checkpoints are kept; left out: nowhere. A job says it itself")
-    parser.add_argument("--save", type=Path, help="a folder for what from_pretrained takes")
-    parser.add_argument("--out", type=Path, help="a file for the score, in JSON")
     given = parser.parse_args(words)
-    for name in ("steps", "global_batch", "side", "accumulate"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: give a number from 1")
+    if given.side is not None and given.side < 1:
+        parser.error(f"--side {given.side}: give a number from 1")
     return given
 
 
@@ -335,10 +319,10 @@ def main(words=None):
     given = arguments(words)
     preset = PRESETS[given.preset]
     training, held_out, classes = read(given, given.side or preset.side)
-    batch = given.global_batch or preset.global_batch
+    batch = given.batch or preset.global_batch
     steps = given.steps or -(-len(training) * preset.epochs // batch)
     drops = [round(steps * drop / preset.epochs) for drop in preset.drops]
-    lr = given.lr or preset.rates.get(given.optimizer) or preset.lr * RATES.get(given.optimizer, 1)
+    lr = given.lr or preset.rates.get(given.optimizer) or parts.rate_of(given, preset.lr)
     options = {}
     if given.optimizer in ("onebit_adam", "onebit_lamb") and preset.warmup_epochs:
         options["warmup"] = max(1, round(steps * preset.warmup_epochs / preset.epochs))
@@ -349,7 +333,7 @@ def main(words=None):
         stem = given.stem or preset.stem
         model = make_model(given.layers or preset.layers, classes, stem, channels, given.weights).to(run.device)
         layout = torch.channels_last if given.channels_last else torch.contiguous_format
-        if given.checkpoint_activations:
+        if given.checkpointing:
             checkpoint_stages(model)
         optimizer = named(
             given.optimizer,
@@ -373,7 +357,8 @@ def main(words=None):
             """The gradient of the mean over the share, part by part; returns that mean."""
             optimizer.zero_grad()
             total = torch.zeros((), device=run.device)
-            for own, wanted in zip(images.chunk(given.accumulate), labels.chunk(given.accumulate), strict=True):
+            micro = given.micro or len(images)
+            for own, wanted in zip(images.split(micro), labels.split(micro), strict=True):
                 with precision:
                     loss = F.cross_entropy(computed(own).logits.float(), wanted) * (len(own) / len(images))
                 loss.backward()
@@ -398,35 +383,12 @@ def main(words=None):
             if run.rank == 0 and step % max(1, steps // 20) == 0:
                 print(f"step {step}: loss {loss.item():.3f}, {run.world_size} workers", flush=True)
 
-        seconds = time.monotonic() - began
         if run.rank == 0:
-            tell(given, model, optimizer, held_out, run, steps, seconds)
-            if given.save:
-                model.save_pretrained(given.save)
-
-
-def tell(given, model, optimizer, held_out, run, steps, seconds):
-    """The score, printed, and written to --out."""
-    found = evaluate(model, held_out, run.device)
-    told = {
-        "workload": "resnet",
-        "optimizer": given.optimizer,
-        "seed": given.seed,
-        "score": 100 * found["top1"],
-        "unit": "top-1, %",
-        "higher_is_better": True,
-        "other": {"top5": 100 * found["top5"], "loss": found["loss"], "images": len(held_out)},
-        "steps": steps,
-        "seconds": seconds,
-        "bytes": optimizer.stats()["sent_bytes"],
-        "dense_bytes": round(8 * sum(p.numel() for p in model.parameters()) * (1 - 1 / run.world_size)) * steps,
-    }
-    print(
-        f"at the end: top-1 {told['score']:.2f} %, top-5 {told['other']['top5']:.2f} % of {len(held_out)} images after "
-        f"{steps} steps, {seconds:.0f} s; sent {told['bytes']:,} bytes, {told['dense_bytes']:,} in fp32"
-    )
-    if given.out:
-        given.out.write_text(json.dumps(told, indent=1) + "\n")
+            found = evaluate(model, held_out, run.device)
+            other = {"top5": 100 * found["top5"], "loss": found["loss"], "images": len(held_out)}
+            how = {"higher_is_better": True, "began": began}
+            parts.tell(given, "resnet", run, optimizer, 100 * found["top1"], "top-1, %", **how, **other)
+            parts.save(given, model)
 
 
 if __name__ == "__main__":

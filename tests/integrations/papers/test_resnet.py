@@ -16,10 +16,11 @@ pytest.importorskip("sklearn")
 import datasets
 
 from tests.integrations.papers.script import script
+from thinwire.optim import OPTIMIZERS
 from thinwire.train import seeded
 
 resnet = script("resnet")
-SMALL = ("--steps", "3", "--global-batch", "8")
+SMALL = ("--steps", "3", "--batch", "8")
 
 
 @pytest.fixture(autouse=True)
@@ -224,12 +225,12 @@ def test_a_run_that_is_resumed_equals_one_that_went_on(tmp_path, monkeypatch):
 
 def test_flags_change_how_it_computes_and_not_what(tmp_path):
     plain = run(tmp_path, "--optimizer", "adam")
-    same = run(tmp_path, "--optimizer", "adam", "--checkpoint-activations", "--channels-last")
+    same = run(tmp_path, "--optimizer", "adam", "--checkpointing", "--channels-last")
     assert same["other"]["loss"] == pytest.approx(plain["other"]["loss"], rel=1e-4)
     in_bf16 = run(tmp_path, "--optimizer", "adam", "--bf16")
     assert in_bf16["other"]["loss"] == pytest.approx(plain["other"]["loss"], rel=5e-2)
     assert in_bf16["other"]["loss"] != plain["other"]["loss"]
-    assert math.isfinite(run(tmp_path, "--optimizer", "adam", "--accumulate", 4)["other"]["loss"])
+    assert math.isfinite(run(tmp_path, "--optimizer", "adam", "--micro", 2)["other"]["loss"])
 
 
 def test_weights_are_taken_with_a_head_of_other_classes_left_out(tmp_path):
@@ -243,6 +244,6 @@ def test_weights_are_taken_with_a_head_of_other_classes_left_out(tmp_path):
         resnet.make_model(18, 10, "cifar", 3, file)
 
 
-@pytest.mark.parametrize("name", resnet.OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_it(tmp_path, name):
     assert math.isfinite(run(tmp_path, "--optimizer", name, "--steps", 8)["other"]["loss"])

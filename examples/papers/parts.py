@@ -1,0 +1,238 @@
+"""What the scripts here share: optimizers by name, texts in files, a step in parts, numbers drawn by the sample."""
+
+import argparse
+import csv
+import json
+import re
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset, load_dataset
+
+from thinwire.optim import OPTIMIZERS, LambBounds, named
+
+KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+KINDS |= {".csv": "csv", ".tsv": "csv"}
+"""What `datasets` calls a file, by its ending; of a compressed one by the ending before `.gz` or `.zst`."""
+
+SHAKESPEARE = Path(__file__).parents[2] / "tests" / "data" / "tinyshakespeare.txt"
+
+RATES = {"lamb": 3, "onebit_lamb": 3, "muon": 3, "onebit_muon": 3, "sgd": 100, "onebit_sgd": 100, "sketched_sgd": 100}
+"""Times a preset's rate, which is that of Adam, for steps of another size; nobody has searched them."""
+BERT_BOUNDS = LambBounds(max_coeff=0.3, min_coeff=0.01)
+"""Of LAMB's trust ratio, in the settings that 1-bit LAMB was published with (arXiv 2104.06069)."""
+
+
+def add_flags(parser, presets, *, preset="small", optimizer=None):
+    """Say in `parser` what all scripts here take alike. preset, optimizer: what they are if left out."""
+    told = "left out: the preset's"
+    parser.add_argument("--preset", choices=presets, default=preset)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help="as in job files")
+    parser.add_argument("--lr", type=float, help=f"the highest; {told}")
+    parser.add_argument("--steps", type=_natural, help=told)
+    parser.add_argument("--batch", type=_natural, help=f"samples of a step, over all workers; {told}")
+    parser.add_argument("--micro", type=_natural, help="samples that a worker computes at once; left out: all it has")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where torch's autocast does")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="compute activations again: less memory, more time"
+    )
+    parser.add_argument("--compile", action="store_true", help="torch.compile")
+    parser.add_argument("--loaders", type=int, default=0, help="processes that prepare samples, on each worker")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="where checkpoints are kept; left out: nowhere. A job says it itself")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="leave there what from_pretrained takes")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="what the run has come to, as JSON")
+
+
+def _natural(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: give a number from 1")
+    return number
+
+
+def rate_of(given, lr, own="adam"):
+    """The highest rate: --lr, or else `lr`, which is for the optimizer `own`, times what that of --optimizer takes."""
+    return lr * RATES.get(given.optimizer, 1) / RATES.get(own, 1) if given.lr is None else given.lr
+
+
+def in_groups(model, weight_decay):
+    """Matrices decay, biases and norms do not: as BERT (arXiv 1810.04805) and Megatron-LM have it."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def bert_optimizer(given, model, run, *, lr, steps, rise, warmup="auto", weight_decay=0.01):
+    """The optimizer of --optimizer over the run's workers, for `steps` steps whose rate rises over the first `rise`.
+
+    warmup: steps in full before one bit; "auto": the optimizer finds out. The gradient is clipped to a norm of 1.
+    """
+    options = {"model": model, "max_grad_norm": 1.0, "group": run.group}
+    if given.optimizer in ("lamb", "onebit_lamb"):
+        options["bounds"] = BERT_BOUNDS
+    if warmup != "auto" and given.optimizer in ("onebit_adam", "onebit_lamb"):
+        options["warmup"] = warmup
+    if warmup != "auto" and given.optimizer == "zero_one_adam":
+        options["var_freeze_step"] = rise
+    groups = in_groups(model, weight_decay)
+    return named(given.optimizer, groups, lr, total_steps=steps, lr_warmup_steps=rise, **options)
+
+
+def risen_and_fallen(rise, steps):
+    """Of a step, counted from 0, the part of the highest rate: linear up over `rise` steps, linear down to the last."""
+    return lambda step: min((step + 1) / max(1, rise), (steps - step) / max(1, steps - rise))
+
+
+def rows_of(files, stream=False, **how):
+    """The rows of local files of one kind: text, JSONL, parquet, arrow, CSV or TSV, as `datasets` reads them.
+
+    stream: they are read as they are needed, and never all there at once. how: arguments of `load_dataset`.
+    Raises: ValueError for files that are not there or of a kind that is not known.
+    """
+    for file in map(Path, files):
+        if ending(file) is None:
+            raise ValueError(f"{file}: give files whose ending is one of {', '.join(KINDS)}, also with .gz or .zst")
+        if not file.is_file():
+            raise ValueError(f"{file}: there is no such file")
+    endings = sorted({ending(file) for file in files})
+    if len({KINDS[one] for one in endings}) != 1:
+        raise ValueError(f"{', '.join(map(str, files))}: give files of one kind, not {' and '.join(endings)}")
+    if ".tsv" in endings:
+        how = {"sep": "\t", "quoting": csv.QUOTE_NONE, **how}  # as GLUE writes them: a quotation mark is a letter
+    files = sorted(map(str, files))
+    return load_dataset(KINDS[endings[0]], data_files=files, split="train", streaming=stream, **how)
+
+
+def ending(file):
+    """Which of KINDS a file is, by its name; None: none of them."""
+    names = [one.lower() for one in Path(file).suffixes]
+    return next((one for one in reversed(names) if one in KINDS), None)
+
+
+def texts_of(files, column="text", stream=False, **how):
+    """Rows with a `text` each: of the column of that name, or of text files. how: of text files, for `load_dataset`.
+
+    Raises: ValueError for files that have no such column, or no row.
+    """
+    is_text = KINDS.get(ending(files[0])) == "text"
+    rows = rows_of(files, stream, **(how if is_text else {}))
+    column = "text" if is_text else column
+    names = rows.column_names or list(next(iter(rows), {}))
+    if column not in names:
+        raise ValueError(f"--column {column}: {files[0]} has {', '.join(names) or 'no row'}")
+    rows = rows.select_columns(column)
+    return rows if column == "text" else rows.rename_column(column, "text")
+
+
+def documents(files, column="text", stream=False):
+    """The same, or Shakespeare where there are no files. Of text files a row is what stands between empty lines."""
+    if not files:
+        return Dataset.from_dict({"text": scenes()})
+    return texts_of(files, column, stream, sample_by="paragraph")
+
+
+def speeches():
+    """(speaker, text) of Shakespeare's plays, as far as the repository has them, in order.
+
+    Raises: ValueError where the script was copied out of the repository.
+    """
+    if not SHAKESPEARE.is_file():
+        raise ValueError(
+            f"without --data this script takes {SHAKESPEARE.name} of its repository, which is not there: give --data "
+            "FILE, or submit it with `--working-dir .` in the repository's folder"
+        )
+    found = [speech.split(":\n", 1) for speech in SHAKESPEARE.read_text().split("\n\n")]
+    return [(one[0].strip(), one[1].strip()) for one in found if len(one) == 2 and one[1].strip()]
+
+
+def scenes(speeches_in_one=24):
+    """The same text in documents of so many speeches each."""
+    all_speeches = [f"{speaker}:\n{said}" for speaker, said in speeches()]
+    return ["\n".join(all_speeches[i : i + speeches_in_one]) for i in range(0, len(all_speeches), speeches_in_one)]
+
+
+def sentences(text):
+    """Its lines, and where there is only one its sentences."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines if len(lines) > 1 else [one for one in re.split(r"(?<=[.!?])\s+", text.strip()) if one]
+
+
+def seed_of(*numbers):
+    """One 32-bit number out of several: a seed that follows from a sample or from a step, and is drawn by no state."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def seed_step(run, seed):
+    """Dropout from here on follows from the step and the rank: a step that is repeated or resumed draws the same."""
+    torch.manual_seed(seed_of(seed, run.step_number, run.rank))
+
+
+def in_parts(batch, micro):
+    """A batch, a dict of tensors, cut along its first dimension into parts of at most `micro` samples."""
+    samples = len(next(iter(batch.values())))
+    size = micro or samples
+    return [{name: value[i : i + size] for name, value in batch.items()} for i in range(0, samples, size)]
+
+
+def backward(loss_of, batch, given, device, count=lambda part: len(next(iter(part.values())))):
+    """Gradients of the mean loss over a batch, part by part (`given.micro`); returns that loss, a tensor.
+
+    loss_of(part) is the mean over what count(part) counts.
+    """
+    parts = in_parts(batch, given.micro)
+    counts = [float(count(part)) for part in parts]
+    whole = sum(counts) or 1.0
+    total = torch.zeros((), device=device)
+    for part, counted in zip(parts, counts, strict=True):
+        if not counted and len(parts) > 1:
+            continue  # the mean over nothing is no number
+        with torch.autocast(device.type, torch.bfloat16) if given.bf16 else nullcontext():
+            loss = loss_of({name: value.to(device) for name, value in part.items()})
+        loss = loss * (counted / whole)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def prepared(model, given):
+    """The model as it is called: with --checkpointing and --compile. What is registered and saved is `model` itself."""
+    if given.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return torch.compile(model) if given.compile else model
+
+
+def tell(given, workload, run, optimizer, score, unit, *, higher_is_better, began, **other):
+    """Print what the run has come to, and write it to --out: on rank 0, at the end. began: of time.monotonic().
+
+    bytes: what this worker has sent; dense_bytes: what it would have sent for the mean of all gradients in float32, by
+    a ring. 0 with one worker.
+    """
+    elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    workers, steps = run.world_size, run.step_number
+    found = {
+        "workload": workload,
+        "optimizer": given.optimizer,
+        "seed": given.seed,
+        "score": score,
+        "unit": unit,
+        "higher_is_better": higher_is_better,
+        "other": {**other, "workers": workers},
+        "steps": steps,
+        "seconds": round(time.monotonic() - began, 1),
+        "bytes": optimizer.stats()["sent_bytes"],
+        "dense_bytes": round(2 * (workers - 1) / workers * 4 * elements) * steps,
+    }
+    print(f"{workload}, {given.optimizer}: {score:.4g} {unit} after {steps} steps, {workers} workers", flush=True)
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps(found) + "\n")
+
+
+def save(given, *what):
+    """A model and its tokenizer, to --save."""
+    for one in what if given.save else ():
+        one.save_pretrained(given.save)
