@@ -41,7 +41,7 @@ def cases() -> dict[str, Make]:
     rules = {
         f"CADA{rule}{'' if c == 1 else f', c = {c:g}'}": partial(CADA, lr=RATE, rule=rule, threshold=c)
         for rule in (1, 2)
-        for c in (1.0, 0.1, 0.01)
+        for c in (1.0, 10.0, 100.0)
     }
     return {"Adam": partial(Adam, lr=RATE), "AMSGrad": partial(CADA, lr=RATE, max_age=0), **rules}
 

@@ -44,6 +44,7 @@ class Orders:
     every: int
     rounds: int
     turns: int
+    parts: int
 
 
 @app.command()
@@ -54,12 +55,13 @@ def main(
     every: Annotated[int, typer.Option(min=2, help="Steps of a round.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Of each way in a turn.")] = 1,
     turns: Annotated[int, typer.Option(min=1, help="Of each way.")] = 2,
+    parts: Annotated[int, typer.Option(min=1, help="Of the model, exchanged one after another; divides --every.")] = 1,
 ) -> None:
     """Measure, print the figures, and write a file of the network's name."""
     handed = load_named(load)
     found: list[dict[str, Any]] = []
     with Lab(LabSpec(hosts=2, rate_mbit=rate)) as lab:
-        orders = Orders(load, every, rounds, turns)
+        orders = Orders(load, every, rounds, turns, parts)
         made = run_ranks(lab, "benchmarks.local_steps_lab", orders, found.append, 900)
     told = {
         "network": {"hosts": 2, "rate_mbit": rate},
@@ -69,7 +71,7 @@ def main(
         "figures": figures(found),
         **made,
     }
-    keep(out, f"{load}-{rate:g}mbit", told)
+    keep(out, f"{load}-{rate:g}mbit{f'-{parts}-parts' if parts > 1 else ''}", told)
 
 
 def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -96,7 +98,8 @@ def rank(orders: Orders) -> None:
     for name in ("waited", "beside"):
         model = build(load)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        ways[name] = model, LocalSteps(inner, every=orders.every, group=group, overlap=name == "beside")
+        late = name == "beside"
+        ways[name] = model, LocalSteps(inner, every=orders.every, group=group, overlap=late, parts=orders.parts)
     model = build(load)
     ways["alone"] = model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for turn in range(orders.turns):
@@ -107,10 +110,11 @@ def rank(orders: Orders) -> None:
             _round(trained, optimizer, inputs, LEAD, sleeps=sleeps, early=True)
             dist.barrier()
             began = time.perf_counter()
-            count //= 1 + sleeps
-            for _ in range(orders.rounds):
+            turns_of_parts = orders.parts if sleeps else 1
+            count //= (1 + sleeps) * turns_of_parts
+            for _ in range(orders.rounds * turns_of_parts):
                 _round(trained, optimizer, inputs, count, sleeps=sleeps, early=sleeps)
-            steps = count * orders.rounds
+            steps = count * orders.rounds * turns_of_parts
             seconds = time.perf_counter() - began
             if name != "alone":
                 optimizer.prepare_to_hand_over()  # what is under way is not the next turn's

@@ -43,9 +43,10 @@ from thinwire.comm.groups.distributed import TorchGroup
 from thinwire.comm.wire.step_time import NOTHING, Transport, Work, one_bit, step_seconds
 from thinwire.contract.plan import Link, PlanRequest
 from thinwire.contract.spec import TrainSpec
-from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed, chosen_bucket, dense_step, network_of
+from thinwire.workers.plan.asked import job_of_recipe
 from thinwire.workers.plan.rehearsal import Orders, spawn
 from thinwire.workers.plan.run import orders_of
+from thinwire.workers.plan.ways import Busy, Rehearsed, chosen_bucket, dense_step, network_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "plan"
 MODELS = ("gpt-3m", "gpt-10m", "gpt-25m")
@@ -128,7 +129,7 @@ def predicted(load: Load, link: Link, hosts: int, dry: Rehearsed, through_transp
     network = network_of(link, hosts, 1)
     if through_transport:
         dry = Rehearsed(**{slot: getattr(dry, slot) for slot in Rehearsed.__slots__} | {"transport": Transport()})
-    bucket = chosen_bucket(PlannedJob.of_recipe(spec_of(load, hosts)), network, dry.elements, on_gpu=False)
+    bucket = chosen_bucket(job_of_recipe(spec_of(load, hosts)), network, dry.elements, on_gpu=False)
     bits = one_bit(network, dry.elements, dry.transport, bucket)
     found = {}
     for name in ("dense_fp32", "dense_bf16"):

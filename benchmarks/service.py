@@ -1,4 +1,11 @@
-"""The command: python -m benchmarks.service --hostile. Do the budgets hold that docs/operations.md names?
+"""The command: python -m benchmarks.service --hostile, or --jobs 100,300,1000. What does the service bear?
+
+--jobs: so many jobs of eight workers, on the launcher that runs nothing, and all that their workers say: how many
+submissions a second it takes, what a list, a page of metrics, a registration and a post cost its processor, and by
+which power of the number of jobs that grows. Then what a job costs a second whose rank 0 posts once a second and whose
+workers register anew every ten. With SQLite, or --postgresql.
+
+--hostile: do the budgets hold that docs/operations.md names?
 
     unread       more connections than there may be, with pipelined requests whose answers nobody reads; no token
     silent       the same, that say nothing
@@ -23,10 +30,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,9 +43,16 @@ from typing import Annotated, Any
 
 import httpx
 import typer
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
 
+from benchmarks.control_plane.simulated import exponent
 from benchmarks.provenance import ROOT, provenance
-from tests.service.control_plane_harness import spec, wait_until
+from tests.service.control_plane_harness import sample, spec, wait_until
+from tests.service.postgresql import postgresql
+from thinwire.contract.reports import HEARTBEAT_S
+from thinwire.service.db import Database
+from thinwire.service.jobs.repository import JobRow, LeaseRow
 
 RESULT = ROOT / "benchmarks" / "results" / "service" / "hostile.json"
 CODE = ("service", "thinwire", "benchmarks/service.py", ":!*.md")
@@ -47,21 +63,37 @@ CONNECTIONS = 400
 SECONDS = 20
 ASK = b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n"
 BODY_BYTES = (8 << 20) - 100
+SERVE = "from thinwire.cli.main import main; main()"
+FOR_EVER = (
+    "import thinwire.service.server as server; from thinwire.service.launch.fake import Timeline; "
+    f"server.Timeline = lambda: Timeline(1.0, 1e9); {SERVE}"
+)
+"""Jobs that never end."""
+SUBMITTED = 20
+"""Jobs that are submitted first, and last, and report."""
+WORKERS, POSTS, ASKED = 8, 5, 20
+"""Of a job; posts of each of those; lists and pages."""
+AT_ONCE = 4
+"""Connections of those who report."""
+IDLE_S = 5.0
 
 
 class Service:
-    """A server of its own. Raises where it does not start."""
+    """A server of its own. Raises where it does not start.
 
-    def __init__(self, home: Path) -> None:
+    files: that it may have open; code: what its process runs; settings: of its environment.
+    """
+
+    def __init__(self, home: Path, files: int = FILES, code: str = SERVE, **settings: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("THINWIRE_")}
         self.home = home
         with (home / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "thinwire.cli.main", "serve", "--launcher", "fake", "--port", "0"],
-                env={**kept, "THINWIRE_HOME": str(home)},
+                [sys.executable, "-c", code, "serve", "--launcher", "fake", "--port", "0"],
+                env={**kept, "THINWIRE_HOME": str(home), **settings},
                 stdout=log,
                 stderr=log,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
             )
         known = wait_until(self._known, (home / "log").read_text(), timeout_s=120)
         self.url: str = known["url"]
@@ -204,20 +236,198 @@ def bombs(service: Service) -> dict[str, Any]:
     return {**found, "bodies": told}
 
 
-def main(
-    hostile: Annotated[bool, typer.Option("--hostile", help="Attack a service of its own.")] = False,
-) -> None:
-    """Try each of the service's budgets, print what came of it, and write it."""
-    if not hostile:
-        raise typer.BadParameter("nothing else is tried: say --hostile")
-    found: dict[str, Any] = {
+class Load:
+    """So many jobs in one service, and what each kind of request costs it."""
+
+    def __init__(self, service: Service, jobs: int, url: str) -> None:
+        self._service, self.jobs, self._url = service, jobs, url
+        self._idle = 0.0
+        self._ids: list[str] = []
+        self._tokens: list[str] = []
+        self._local = threading.local()
+
+    def cpu_s(self) -> float:
+        """Of the service's process, so far."""
+        fields = Path(f"/proc/{self._service.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def measured(self, calls: Sequence[Callable[[], httpx.Response]], at_once: int = 1) -> dict[str, float]:
+        """Rate, latencies, and the processor's time of each beside what the service takes when nobody asks."""
+        taken: list[float] = []
+
+        def call(one: Callable[[], httpx.Response]) -> None:
+            began = time.perf_counter()
+            one().raise_for_status()
+            taken.append(time.perf_counter() - began)
+
+        before, began = self.cpu_s(), time.perf_counter()
+        with ThreadPoolExecutor(at_once) as threads:
+            list(threads.map(call, calls))
+        seconds = time.perf_counter() - began
+        each = (self.cpu_s() - before - self._idle * seconds) / len(calls)
+        ordered = sorted(taken)
+        return {
+            "count": len(calls),
+            "a_second": round(len(calls) / seconds, 1),
+            "cpu_ms": round(1e3 * each, 2),
+            "p50_ms": round(1e3 * ordered[len(ordered) // 2], 1),
+            "p99_ms": round(1e3 * ordered[int(0.99 * len(ordered))], 1),
+        }
+
+    def run(self) -> dict[str, Any]:
+        """All of it. Some jobs are submitted, and report; the others are put beside them in the database."""
+        service, found = self._service, dict[str, Any]()
+        body = spec(workers={"min": WORKERS, "max": WORKERS}, steps=10**6)
+        found["submit the first"] = self.measured([lambda: self._submitted(body)] * SUBMITTED)
+        began = time.monotonic()
+        self._put_beside(self.jobs - 2 * SUBMITTED)
+        found["submit the last"] = self.measured([lambda: self._submitted(body)] * SUBMITTED)
+        wait_until(lambda: self._running() == self.jobs, "all jobs run", timeout_s=600)
+        found["all_running_after_s"] = round(time.monotonic() - began, 1)
+        self._tokens = [(service.home / "runs" / id / "token").read_text().strip() for id in self._ids]
+        self._put_leases()
+        found["rss_mib"] = service.memory()
+        before, began = self.cpu_s(), time.monotonic()
+        time.sleep(IDLE_S)
+        self._idle = (self.cpu_s() - before) / (time.monotonic() - began)
+        found["idle_cores"] = round(self._idle, 3)
+        ranks = [(job, rank) for rank in range(WORKERS) for job in range(len(self._ids))]
+        found["register"] = self.measured([partial(self._register, *one) for one in ranks], AT_ONCE)
+        steps = [(job, step) for step in range(1, POSTS + 1) for job in range(len(self._ids))]
+        found["post"] = self.measured([partial(self._post, *one) for one in steps], AT_ONCE)
+        for name, path in (
+            ("list", "/v1/jobs?limit=100"),
+            ("show", f"/v1/jobs/{self._ids[0]}"),
+            ("history", f"/v1/jobs/{self._ids[0]}/metrics"),
+            ("metrics", "/metrics"),
+            ("targets", "/v1/metrics/targets"),
+        ):
+            found[name] = self.measured([partial(self._get, path)] * ASKED)
+        found["rss_after_mib"] = service.memory()
+        beats = WORKERS / HEARTBEAT_S
+        each = round(found["post"]["cpu_ms"] + beats * found["register"]["cpu_ms"], 2)
+        found |= {"job_cpu_ms_a_second": each, "cores_at_the_real_rate": round(self._idle + self.jobs * each / 1e3, 2)}
+        return found
+
+    def _put_beside(self, count: int) -> None:
+        """So many copies of the first job, which the reconciler finds as ones that it has to submit."""
+        table = JobRow.__table__
+        with self._database() as session:
+            row = dict(session.execute(select(table).where(table.c.id == self._ids[0])).mappings().one())
+            row |= {"state": "SUBMITTING", "idempotency_key": None, "kept_bytes": 1000}
+            copies = [row | {"id": f"copy-{n}", "token_hash": f"none-{n}", "arrival": 10**6 + n} for n in range(count)]
+            session.execute(insert(JobRow), copies)
+
+    def _put_leases(self) -> None:
+        """Of the workers of those."""
+        with self._database() as session:
+            ids = session.scalars(select(JobRow.id).where(JobRow.id.startswith("copy-"))).all()
+            lease = {"attempt": 1, "pid": 1, "node": "box", "expires_at": time.time() + 3600}
+            leases = [
+                lease | {"job_id": id, "rank": rank, "address": f"10.0.0.1:{39000 + rank}"}
+                for id in ids
+                for rank in range(WORKERS)
+            ]
+            session.execute(insert(LeaseRow), leases)
+
+    @contextmanager
+    def _database(self) -> Iterator[Session]:
+        database = Database(self._url)
+        try:
+            with database.unfenced() as session:
+                yield session
+        finally:
+            database.close()
+
+    def _client(self) -> httpx.Client:
+        client = getattr(self._local, "client", None)
+        if client is None:
+            client = self._local.client = httpx.Client(base_url=self._service.url, trust_env=False, timeout=60)
+        return client
+
+    def _submitted(self, body: dict[str, Any]) -> httpx.Response:
+        answer = self._client().post("/v1/jobs", json=body, headers=_bearer(self._service.operator))
+        self._ids.append(str(answer.json()["id"]))
+        return answer
+
+    def _running(self) -> int:
+        text = self._get("/metrics").text
+        lines = [line for line in text.splitlines() if line.startswith('thinwire_service_jobs{state="RUNNING"}')]
+        return int(float(lines[0].split()[-1])) if lines else 0
+
+    def _get(self, path: str) -> httpx.Response:
+        return self._client().get(path, headers=_bearer(self._service.operator))
+
+    def _register(self, job: int, rank: int) -> httpx.Response:
+        said = {"address": f"127.0.0.1:{39000 + rank}", "attempt": 1, "pid": 100 + rank, "node": f"box{rank}"}
+        path = f"/v1/jobs/{self._ids[job]}/workers/{rank}"
+        return self._client().put(path, json=said | {"leads": rank == 0}, headers=_bearer(self._tokens[job]))
+
+    def _post(self, job: int, step: int) -> httpx.Response:
+        made = sample(step, at=time.time(), lr=1e-3, step_seconds=1.0, world_size=WORKERS, payload_bytes=10**6)
+        path = f"/v1/jobs/{self._ids[job]}/telemetry"
+        return self._client().post(path, json={"attempt": 1, "samples": [made]}, headers=_bearer(self._tokens[job]))
+
+
+def _bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def many_jobs(sizes: Sequence[int], database: Callable[[], str] | None) -> dict[str, Any]:
+    """Of each number of jobs, in a service of its own; and by which power of it the processor's times grow."""
+    found: dict[str, Any] = {}
+    for jobs in sizes:
+        with TemporaryDirectory(ignore_cleanup_errors=True) as home:
+            url = database() if database else f"sqlite:///{home}/thinwire.db"
+            service = Service(Path(home), 4096, FOR_EVER, THINWIRE_DATABASE_URL=url)
+            try:
+                found[str(jobs)] = Load(service, jobs, url).run()
+            finally:
+                service.process.terminate()
+                service.process.wait(60)
+        print(f"{jobs} jobs: {json.dumps(found[str(jobs)], indent=1)}", flush=True)
+    if len(sizes) > 1:
+        kinds = [kind for kind, one in found[str(sizes[0])].items() if isinstance(one, dict)]
+        found["exponents"] = {
+            kind: round(exponent(sizes, [found[str(jobs)][kind]["cpu_ms"] for jobs in sizes]), 2) for kind in kinds
+        }
+        print(json.dumps(found["exponents"]))
+    return found
+
+
+def _made() -> dict[str, Any]:
+    """Of a result: by what it was made."""
+    return {
         "command": shlex.join(["python", "-m", "benchmarks.service", *sys.argv[1:]]),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         **asdict(provenance(CODE)),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "load_average_before": os.getloadavg(),
-        "files": FILES,
     }
+
+
+def _keep(found: dict[str, Any], path: Path) -> None:
+    found["load_average_after"] = os.getloadavg()
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+def main(
+    hostile: Annotated[bool, typer.Option("--hostile", help="Attack a service of its own.")] = False,
+    jobs: Annotated[str, typer.Option(help="Numbers of jobs to bear, such as 100,300,1000.")] = "",
+    postgres: Annotated[bool, typer.Option("--postgresql", help="In a PostgreSQL of its own, not in SQLite.")] = False,
+    name: Annotated[str, typer.Option(help="Of the file with the result of --jobs.")] = "jobs",
+) -> None:
+    """Try what the service bears, print what came of it, and write it."""
+    if hostile == bool(jobs):
+        raise typer.BadParameter("say --hostile, or --jobs with numbers of jobs")
+    if jobs:
+        found = _made() | {"workers": WORKERS, "database": "PostgreSQL" if postgres else "SQLite"}
+        with postgresql() if postgres else nullcontext() as database:
+            found |= many_jobs([int(one) for one in jobs.split(",")], database)
+        _keep(found, RESULT.with_name(f"{name}.json"))
+        return
+    found = _made() | {"files": FILES}
     parts: dict[str, Callable[[Service], dict[str, Any]]] = {
         "unread": lambda service: connections(service, ASK * 1000),
         "silent": lambda service: connections(service, b""),
@@ -235,9 +445,7 @@ def main(
                 service.process.terminate()
                 service.process.wait(60)
         print(f"{name}: {json.dumps(found[name], indent=1)}", flush=True)
-    found["load_average_after"] = os.getloadavg()
-    RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"written: {RESULT}")
+    _keep(found, RESULT)
 
 
 if __name__ == "__main__":

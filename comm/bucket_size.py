@@ -22,10 +22,11 @@ from thinwire.comm.layout import DEFAULT_BUCKET
 from thinwire.comm.protocol import Group
 from thinwire.comm.wire.network import (
     NO_FULL_STEPS,
+    ON_CPU,
+    ON_GPU,
     Cost,
     FullSteps,
     Network,
-    Work,
     all_gather,
     all_to_all,
     bucket_elements,
@@ -131,12 +132,6 @@ def _rank_zero_says(group: Group, own: bool, device: torch.device | str) -> bool
     said = torch.tensor([own], dtype=torch.uint8, device=device)
     group.broadcast_(said)
     return bool(said.item())
-
-
-ON_CPU = Work(elements_per_s=4e8, bucket_s=3e-3)
-"""Encoding, serving and decoding on one core, and what a bucket more costs a step: docs/speed.md."""
-ON_GPU = Work(elements_per_s=1.3e11, bucket_s=2.4e-4)
-"""The same in kernels on an H200, and the host's part of a bucket with its two collectives of NCCL: docs/gpu.md."""
 
 
 def measured_bucket(

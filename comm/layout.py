@@ -188,6 +188,13 @@ class Buckets:
             spans += [(max(low, stop - size), stop) for stop in range(high, low, -size)][::-1]
         return cls(layout, tuple(spans[::-1]))
 
+    def inside(self, start: int, stop: int) -> range:
+        """The buckets that [start, stop) is made of. Raises: ValueError where one reaches across a bound."""
+        at = [k for k, (low, high) in enumerate(self.spans) if start <= low and high <= stop]
+        if not at or (self.spans[at[-1]][0], self.spans[at[0]][1]) != (start, stop):
+            raise ValueError(f"[{start}, {stop}) is not made of whole buckets of {self.spans}")
+        return range(at[0], at[-1] + 1)
+
     def __len__(self) -> int:
         return len(self.spans)
 

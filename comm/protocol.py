@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.layout import VectorLayout
+from thinwire.comm.wire.network import FullWire as FullWire
 
 Call = tuple[str, int, int]
 """A collective as the ledger reads it: kind, bytes (sent by this rank; with a source: given by it), source or -1."""
@@ -242,7 +243,3 @@ class Result(Protocol):
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
         """Hand elements [start, stop) to the reader. Bounds are multiples of 8 and may lie anywhere."""
-
-
-FullWire = Literal["fp32", "bf16", "int8"]
-"""How the mean of a gradient crosses the wire: in the type of the vector (fp32), in 16 bits, or in 8 with feedback."""

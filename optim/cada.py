@@ -3,7 +3,7 @@
     g_i  = gradient of this rank's batch b at x            o_i = the same of the same batch at an older point
     sent_i: g_i of the step in which rank i last sent;  G = mean_i sent_i, on every rank
 
-    send where  |d_i|^2 >= c / (n^2 lr^2 H) * sum of |x_t - x_(t-1)|^2 over the last H steps,  or sent_i is D steps old
+    send where  |d_i|^2 >= c / H * sum of |G|^2 over the last H steps,  or sent_i is D steps old
         rule 2    o_i at the x at which rank i last sent;         d_i = g_i - o_i
         rule 1    o_i at an x that all renew every D steps;       d_i = (g_i - o_i) - (g_i - o_i when rank i last sent)
 
@@ -12,6 +12,10 @@
     x <- x - lr (m / (1 - beta1^t) / (sqrt(w / (1 - beta2^t)) + eps) + weight_decay x)
 
 [Chen et al. 2020, arXiv 2012.15469, Alg. 1, eq. 7 and 10; Reddi et al. 2018 as torch.optim.AdamW(amsgrad=True) has it]
+
+In eq. 7 and 10 d_i is compared with moves of x. The authors' code takes lr G for a move, with a factor of 1 / (n lr)^2,
+and gradients that are divided by n: as above, where c has no unit. Moves of Adam are of a size of their own, whatever
+that of the gradients: compared with them no c fits two models.
 
 Both gradients are of one batch, so that its noise cancels in d: step() takes a closure, and calls it twice where there
 is something to compare. A rank that does not send gives nothing, and where nobody does, a byte from each rank is all
@@ -95,8 +99,7 @@ class CADA(FlatOptimizer[CadaState]):
     buffers of model= are put back in between.
     rule: 1 or 2, as above. max_age: D; 0 and 1: every step sends, which is AMSGrad, by one call of the closure.
     horizon: H. threshold: c; larger: fewer uploads, and a longer way from AMSGrad. All the same on every rank.
-    params, lr, betas, eps, weight_decay (decoupled): as in torch.optim.AdamW, each per group; where groups have
-    different rates, each group's moves are divided by its own.
+    params, lr, betas, eps, weight_decay (decoupled): as in torch.optim.AdamW, each per group.
     group: the ranks (None: torch.distributed's default group, or this process alone). model, max_grad_norm (each rank
     shortens its own gradient, and the rule compares those that are not shortened), non_finite: as in CheckedOptions
     (optim.engine.options). What a rank sends is known after backward alone, and crosses in full: overlap, full_exchange
@@ -157,16 +160,14 @@ class CADA(FlatOptimizer[CadaState]):
         return {name: getattr(self, name) for name in names}
 
     def begin(self) -> None:
-        """Set what a fresh run begins with. moved: of each group the squared lengths of its last moves, newest last."""
-        moved: list[list[float]] = [[] for _ in self.param_groups]
-        self.saved |= {"moved": moved, "num_uploads": 0, "possible_uploads": 0}
+        """Set what a fresh run begins with. lengths: the last squared lengths of G, newest last; None: none yet."""
+        self.saved |= {"lengths": None, "num_uploads": 0, "possible_uploads": 0}
 
     def check_saved(self, saved: dict[str, Any]) -> None:
-        """Refuse moves that are no squares of lengths. Raises: ValueError."""
-        rows = saved["moved"]
-        fits = all(isinstance(row, list) and all(isinstance(x, float) and x >= 0 for x in row) for row in rows)
-        if not fits:
-            raise ValueError(f"state_dict has saved['moved'] = {rows!r}: must be lists of numbers, at least 0")
+        """Refuse what are no squares of lengths. Raises: ValueError."""
+        row = saved.get("lengths")
+        if row is not None and not (isinstance(row, list) and all(isinstance(x, float) and x >= 0 for x in row)):
+            raise ValueError(f"state_dict has saved['lengths'] = {row!r}: must be numbers, at least 0")
 
     def make_state(self) -> CadaState:
         """Empty vectors."""
@@ -262,11 +263,14 @@ class CADA(FlatOptimizer[CadaState]):
         return STAYS if found < self._allowed else SENDS  # where it overflows it sends
 
     @property
+    def _lengths(self) -> list[float]:
+        """Of the last H steps; none where a run was saved before they were kept, whose ranks then send at first."""
+        return list(self.saved.get("lengths") or ())[-self.horizon :]
+
+    @property
     def _allowed(self) -> float:
         """How large |d|^2 may be, at most, of a rank that does not send."""
-        rates = [float(group["lr"]) for group in self.param_groups]
-        moved = sum(sum(row) / lr**2 for lr, row in zip(rates, self.saved["moved"], strict=True) if lr)
-        return float(self.threshold * moved / (self.group.size**2 * self.horizon))
+        return float(self.threshold * sum(self._lengths) / self.horizon)
 
     def _agreed(self) -> list[int]:
         """The ranks that send in this step, in order. Collective, a byte from each rank.
@@ -309,12 +313,10 @@ class CADA(FlatOptimizer[CadaState]):
             else:
                 s.mean_N.add_(given_N)
         self._note(mine=mine)
-        moved = [p_N.new_zeros(()) for _ in self.param_groups]
-        for run, h in zip(self.runs, groups, strict=True):
-            moved[run.group] += self._descend(h, plan.bias_of(h.seen))
-        self.saved["moved"] = [
-            [*row, float(x)][-self.horizon :] for row, x in zip(self.saved["moved"], moved, strict=True)
-        ]
+        length = p_N.new_zeros(())
+        for h in groups:
+            length += self._descend(h, plan.bias_of(h.seen))
+        self.saved["lengths"] = [*self._lengths, float(length)][-self.horizon :]
         self.saved["num_uploads"] += len(givers)
         self.saved["possible_uploads"] += self.group.size
 
@@ -341,12 +343,12 @@ class CADA(FlatOptimizer[CadaState]):
             s.at_N = p_N.clone() if s.at_N is None else s.at_N.copy_(p_N)
 
     def _descend(self, h: AdamHyper, t: int | None) -> Tensor:
-        """AMSGrad's step of one run, along G. Returns the squared length of the move, 0-dim."""
+        """AMSGrad's step of one run, along G. Returns the squared length of that, 0-dim."""
         s, p_N = self.vectors, self.space.p_N
         size = PIECE if p_N.device.type == "cpu" else max(h.span.stop - h.span.start, 1)
         correction1 = 1.0 if t is None else 1 - h.beta1**t
         correction2 = 1.0 if t is None else 1 - h.beta2**t
-        moved = p_N.new_zeros(())
+        length = p_N.new_zeros(())
         vectors = (x[h.span] for x in (p_N, s.mean_N, s.m_N, s.v_N, s.peak_N))
         for p, g, m, v, peak in zip(*(torch.split(x, size) for x in vectors), strict=True):
             m.lerp_(g, 1 - h.beta1)
@@ -357,9 +359,9 @@ class CADA(FlatOptimizer[CadaState]):
             if h.weight_decay:
                 step.add_(p, alpha=h.lr * h.weight_decay)
             p.sub_(step)
-            for part in torch.split(step, SERIAL if p_N.device.type == "cpu" else size):
-                moved += part.square().sum()
-        return moved
+            for part in torch.split(g, SERIAL if p_N.device.type == "cpu" else size):
+                length += part.square().sum()
+        return length
 
     def divisor(self, at: slice) -> Tensor:
         """What m is divided by, for optim.engine.health. at: elements of one run."""

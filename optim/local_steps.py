@@ -23,6 +23,10 @@ So a rank goes on from its own parameters, and its own move of a round is replac
 What crosses at the end of a round is x_s - x_i: nothing is counted twice, nothing is lost.
 [Kale et al. 2025, arXiv 2502.12996 (eager updates); Sun et al. 2024, arXiv 2401.16265 (CO2)]
 
+With parts=P the vector is in P parts, each with rounds of its own, of which one ends every H / P steps (the picture is
+in local_round.py). So a P-th of the bytes crosses at a time. With overlap it has H / P steps to do so, and then counts:
+x_s and x are as above, of the part that was under way.  [Douillard et al. 2025, arXiv 2501.18512, sec. 3]
+
 A step stands, however the exchange after it ends: where a peer is lost in it, parameters, inner state and step count
 are those after this rank's step, the round is open, and the next step ends it.
 """
@@ -31,7 +35,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -46,17 +49,18 @@ from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.exchange import gather_flags
 from thinwire.comm.kernels.peak import witness
 from thinwire.comm.protocol import Codec, Group
-from thinwire.contract.hyperparameters import EVERY, TOTAL_STEPS, CodecName
+from thinwire.contract.hyperparameters import EVERY, PARTS, TOTAL_STEPS, CodecName
 from thinwire.optim.engine import changing
-from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum
+from thinwire.optim.engine.checking import is_count
+from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, refusal
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.local import is_dtensor
-from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.options import NonFinite
-from thinwire.optim.engine.schedule import StepPlan, Wire, local_steps_plan
-from thinwire.optim.engine.state import MASTER, Local, Replicated, Residual
+from thinwire.optim.engine.schedule import StepPlan, Wire
+from thinwire.optim.engine.state import MASTER
 from thinwire.optim.inner import Inner
 from thinwire.optim.inner_mean import equalise_inner
+from thinwire.optim.local_round import InRounds, LocalStepsState, Parts, Turn
 from thinwire.optim.outer import MEAN, OuterSGD, Outward
 
 logger = logging.getLogger(__name__)
@@ -66,25 +70,7 @@ PIECE = 1 << 20
 """Elements for which there is scratch where a result is read."""
 
 
-@dataclass(slots=True)
-class LocalStepsState:
-    """Vectors beside those of the inner optimizer. outer: the momentum b. start: x_s; None before a round's first step.
-
-    lost: bool, a gradient of this rank in this round was not finite and counted as zero. base: with overlap, from
-    the first exchange on, x where this round began: x_s - base is under way.
-
-    An element in fp32 takes 8 bytes as parameter and gradient, 4 each as b and x_s, 4 + 4 / ranks of error memory, and
-    what the inner optimizer keeps; with overlap 4 more.
-    """
-
-    outer_N: Replicated
-    move_error: Residual
-    lost: Local
-    start_N: Local | None = None
-    base_N: Local | None = None
-
-
-class LocalSteps(FlatOptimizer[LocalStepsState]):
+class LocalSteps(InRounds):
     """Any optimizer, stepped on each rank alone; every `every` steps ranks exchange what they have moved by.
 
         optimizer = LocalSteps(torch.optim.AdamW(model.parameters(), lr=1e-3), every=32, model=model)
@@ -100,6 +86,8 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     log says so.
     overlap: the exchange of a round runs beside the next one's steps and is applied at the end of that: nobody waits
     where it takes less time than a round. Replicas are equal after prepare_to_save(), which waits for all of it.
+    parts: of the model, each exchanged every H steps, and one of them every H / parts; the same on every rank. With
+    overlap it is applied when the next one is sent. With more than one no step is at_sync.
 
     In a round ranks hold different parameters: evaluate where at_sync, or after prepare_to_save(), which ends it. The
     constructor is collective: it sends rank 0's parameters to all. Raises: TypeError, ValueError; PeerLost,
@@ -124,8 +112,12 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         max_grad_norm: float | None = None,
         non_finite: NonFinite = "raise",
         overlap: bool = False,
+        parts: int = PARTS.default,
     ) -> None:
         EVERY.check(every)
+        PARTS.check(parts)
+        if parts > every:
+            raise ValueError(f"parts = {parts}, every = {every}: must be at most one part a step, of those of a round")
         TOTAL_STEPS.check(total_steps)
         if total_steps is not None and every > total_steps:
             raise ValueError(
@@ -138,8 +130,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         if not isinstance(overlap, bool):
             raise ValueError(f"overlap = {overlap!r}: must be True or False")
         self._runs_beside = overlap
-        self._under_way: int | None = None
-        """After which step the exchange that is under way was launched."""
+        self._turn = self._under_way = None
         self._failed: CommError | None = None
         """How it ended, where it did not count and nobody has been told."""
         self._has_arrived = False
@@ -151,7 +142,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
                 "inner has DTensors among its parameters, of which local steps are not held by a test: use OneBitAdam "
                 "or OneBitMuon for sharded boxes (docs/sharded.md)"
             )
-        self.every, self.outer = every, outer
+        self.every, self.parts, self.outer = every, parts, outer
         super().__init__(
             inner.param_groups,
             inner.defaults,
@@ -173,20 +164,23 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def own_settings(self) -> dict[str, Any]:
         """As Algorithm.own_settings."""
         inner = type(self.inner.optimizer).__name__
-        return {"every": self.every, "outer": repr(self.outer), "inner": inner, "overlap": self._runs_beside}
+        overlap = {"overlap": self._runs_beside, "parts": self.parts}
+        return {"every": self.every, "outer": repr(self.outer), "inner": inner, **overlap}
 
     def make_space(self) -> FlatSpace:
-        """As Algorithm.make_space: that of an inner optimizer of ours."""
-        if self.inner.ours is None:
-            return super().make_space()
-        changing.follow_changes(self.inner.ours)
-        return self.inner.ours.space
+        """As Algorithm.make_space: that of an inner optimizer of ours. Raises: ValueError for too many parts."""
+        if self.inner.ours is not None:
+            changing.follow_changes(self.inner.ours)
+        space = super().make_space() if self.inner.ours is None else self.inner.ours.space
+        Parts(space.p_N.numel(), self.parts)
+        return space
 
     def begin(self) -> None:
         """Set what a fresh run begins with."""
         inner = type(self.inner.optimizer).__name__
         self.saved |= {"last_sync": 0, "num_rounds": 0, "same_inner": -1, "inner": inner}
         self.inner.share(self.param_groups, self.state)
+        self._turn, self._at = None, slice(0, self.space.p_N.numel())
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse the state of another inner optimizer, which would begin anew unseen. Raises: ValueError."""
@@ -206,30 +200,6 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         """Empty vectors and error memory."""
         lost = torch.zeros((), dtype=torch.bool, device=self.space.p_N.device)
         return LocalStepsState(self.new_vector(), self.reduce.new_memory(), lost)
-
-    def plan(self, step: int) -> StepPlan:
-        """Gradients stay; the last step of a round ends it."""
-        return local_steps_plan(step, self._began, self.every)
-
-    @property
-    def _began(self) -> int:
-        """The step after which this round began."""
-        return int(self.saved["last_sync"] if self._under_way is None else self._under_way)
-
-    @property
-    def next_exchange(self) -> int:
-        """As Algorithm.next_exchange."""
-        return max(self._began + self.every, self.num_steps + 1)
-
-    @property
-    def steps_beside(self) -> int:
-        """As Algorithm.steps_beside."""
-        return self.every if self._runs_beside else 0
-
-    @property
-    def at_round_end(self) -> bool:
-        """As Algorithm.at_round_end; what was sent there may be under way."""
-        return self.num_steps == self._began
 
     def begin_beside(self, plan: StepPlan) -> None:
         """As FlatOptimizer.begin_beside: after the step that ends a round, with the exchange."""
@@ -263,11 +233,11 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
                 raise
             self._has_ended(self.num_steps + 1)
 
-    def _has_ended(self, step: int) -> None:
+    def _has_ended(self, step: int, *, whole: bool = False) -> None:
         if self._under_way is None:
-            self.saved["last_sync"] = step
+            self._is_applied(self._turn_now, step, whole=whole)
         else:
-            self._under_way = step
+            self._under_way = self._under_way[0], step
 
     def _step_inner(self) -> None:
         space, s = self.space, self.vectors
@@ -298,6 +268,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         if self._runs_beside and not whole:
             self._end_beside(plan)
             return
+        self._at = slice(0, p_N.numel()) if whole else self._parts[self._turn_now.part]
         try:
             self.exchange_(plan)
         except NonFiniteInput as error:
@@ -305,36 +276,42 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
                 raise self._said(error) from error
             raise
         self._take_result(p_N, p_N if s.start_N is None else s.start_N)
-        self._begin_round()
+        if whole or self.parts == 1:
+            self._begin_round()
+        else:
+            s.start_N = p_N.clone() if s.start_N is None else s.start_N
+            s.start_N[self._at] = p_N[self._at]
+            s.lost.zero_()
 
     def _take_result(self, p_N: Tensor, start_N: Tensor) -> None:
-        """p <- start - the outer step. p: modified; it may be start."""
+        """p <- start - the outer step, of the part that was exchanged. p: modified; it may be start."""
         result = self.reduce.result
         self.reduce.commit()  # first: where it is interrupted, nothing has moved
         reader = Outward(p_N, start_N, self.vectors.outer_N, self.outer)
-        for low in range(0, p_N.numel(), PIECE):
-            result.read(reader, low, min(low + PIECE, p_N.numel()))
+        for low in range(self._at.start, self._at.stop, PIECE):
+            result.read(reader, low, min(low + PIECE, self._at.stop))
         self.saved["num_rounds"] += 1
 
     def _end_beside(self, plan: StepPlan) -> None:
         """Apply the exchange that is under way, and launch that of this round. Collective. Raises: as _end_round."""
         self._catch_up()
-        s = self.vectors
+        s, turn = self.vectors, self._turn_now
+        self._at = self._parts[turn.part]
         s.start_N = self.space.p_N.clone() if s.start_N is None else s.start_N
-        s.base_N = self.space.p_N.clone()
+        s.base_b = self.space.p_N[self._at].clone()
         self.overlap.launch_all(self.begin_exchange(plan), self.send_due)
-        self._under_way = self.num_steps
+        self._under_way = turn, self.num_steps
         s.lost = torch.zeros_like(s.lost)  # the flag of what is under way is read again where that is undone
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for the exchange that is under way, and take its outer step; x stays, for the end of the round.
+        """Wait for the exchange that is under way, and take its outer step; x stays, until the next one is sent.
 
         As Algorithm.settle: how it failed is raised there.
         """
         if self._under_way is None:
             return
-        after, self._under_way = self._under_way, None
+        (turn, after), self._under_way = self._under_way, None
         start_N = self.vectors.start_N
         assert start_N is not None
         if not self.reduce.is_open:
@@ -347,7 +324,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
             return
         self._take_result(start_N, start_N)
         self._has_arrived = True
-        self.saved["last_sync"] = after
+        self._is_applied(turn, after)
 
     def _catch_up(self) -> None:
         """Put x where it is with what all have moved by in the place of its own. Collective. Raises: as _end_round."""
@@ -365,27 +342,38 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         s, failed, self._failed = self.vectors, self._failed, None
         if self._has_arrived:
             assert s.start_N is not None
-            assert s.base_N is not None
-            self.space.p_N.copy_(s.start_N - (s.base_N - self.space.p_N))
+            assert s.base_b is not None
+            x_b = self.space.p_N[self._at]
+            x_b.copy_(s.start_N[self._at] - (s.base_b - x_b))
             self._has_arrived = False
             self.space.write_back()
         if s.start_N is not None and self._under_way is None:
-            s.base_N = None
+            s.base_b = None
         return failed
 
     def begin_exchange(self, plan: StepPlan) -> Exchange:
-        """What this rank has moved by."""
-        s = self.vectors
+        """What this rank has moved by, of the elements `_at`."""
+        s, at = self.vectors, self._at
         if self.skips_non_finite and bool(s.lost):
             logger.warning("gradient_left_out rank=%d steps=%d-%d", self.group.rank, *self._steps_of_round())
             s.lost.zero_()
-        end_N = self.space.p_N if s.base_N is None else s.base_N
-        return formed_sum(self.reduce, s.move_error, partial(self._formed, s.start_N, end_N, s.lost))
+        end_b = self.space.p_N[at] if s.base_b is None else s.base_b
+        form = partial(self._formed, s.start_N, end_b, at.start, s.lost)
+        return formed_sum(self.reduce, s.move_error, form, at=self.reduce.buckets.inside(at.start, at.stop))
+
+    def refuse_exchange(self, plan: StepPlan) -> Exchange:
+        """As Algorithm.refuse_exchange, of the part whose turn it is."""
+        at = self._parts[self._turn_now.part]
+        buckets = self.reduce.buckets.inside(at.start, at.stop)
+        return refusal(self.reduce, self.vectors.move_error, self.mean_wire, buckets)
 
     @staticmethod
-    def _formed(start_N: Tensor | None, end_N: Tensor, lost: Tensor, at: slice, runs: LeftGradients) -> Tensor:
-        """d of these elements, new; NaN where this rank has lost a gradient, for all to learn."""
-        moved = torch.zeros_like(end_N[at]) if start_N is None else start_N[at] - end_N[at]
+    def _formed(
+        start_N: Tensor | None, end_b: Tensor, first: int, lost: Tensor, at: slice, runs: LeftGradients
+    ) -> Tensor:
+        """d of these elements, new; NaN where this rank has lost a gradient, for all to learn. first: of end."""
+        end = end_b[at.start - first : at.stop - first]
+        moved = torch.zeros_like(end) if start_N is None else start_N[at] - end
         return moved.masked_fill_(lost, torch.nan)
 
     def _said(self, error: NonFiniteInput) -> Exception:
@@ -409,11 +397,11 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         )
 
     def _steps_of_round(self) -> tuple[int, int]:
-        return self._began + 1, max(self.num_steps, self._began + 1)
+        return self._last_sent + 1, max(self.num_steps, self._last_sent + 1)
 
     def _begin_round(self) -> None:
         """x is where all begin. What is under way has been settled."""
-        self.vectors.start_N = self.vectors.base_N = self._failed = None
+        self.vectors.start_N = self.vectors.base_b = self._failed = self._turn = None
         self._has_arrived = False
         self.vectors.lost.zero_()
 
@@ -421,6 +409,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def sync(self) -> None:
         """End the round now, with the steps that this rank has made. Collective: another's step or sync() ends it too.
 
+        With parts, that of the part whose turn it is, of which a rank makes at most about every / parts steps.
         For ranks of different speed: each makes the steps that it can, at most `every`, and what it has moved by counts
         in a plain mean. Steps that it has not made count as made: num_steps is that of the end of the round, on every
         rank; one that has made none gives 0. Raises: as step(). After NonFiniteInput the count is as where another
@@ -443,12 +432,12 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         self.space.take_changes()
         self.reduce.draw = self.num_steps
         try:
-            self._end_round(self.plan(self._began + self.every), whole=whole)
+            self._end_round(self.plan(self.next_exchange), whole=whole)
         except BaseException as error:
             self.overlap.undo(error, self.reduce, self.group)
             raise
         self.num_steps = end
-        self._has_ended(end)
+        self._has_ended(end, whole=whole)
         self.handed_over = None
         self.space.equalise_copies()
         self.space.write_back()
@@ -459,11 +448,6 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
     def at_sync(self) -> bool:
         """As Algorithm.at_sync."""
         return super().at_sync and self.vectors.start_N is None
-
-    @property
-    def common_steps(self) -> int:
-        """The step at which the last round ended that has been applied. In a round ranks hold different parameters."""
-        return int(self.saved["last_sync"])
 
     @property
     def common_parameters(self) -> Tensor:
@@ -491,10 +475,16 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
                 self.saved["same_inner"] = self.num_steps
 
     def catch_up_(self, part_N: Tensor, plain: dict[str, Any], vectors: dict[str, Tensor], holders: int) -> None:
-        """As Algorithm.catch_up_: what this rank has moved by since the exchange that the others have is in R."""
-        base_N, p_N = self.vectors.base_N, self.space.p_N
-        if base_N is not None and torch.isfinite(witness(p_N)):
-            part_N.add_(base_N - p_N, alpha=1 / holders)
+        """As Algorithm.catch_up_: what this rank has moved by since the exchange that the others have is in R.
+
+        Of the part that was in it since it was sent, of all others since their own rounds began.
+        """
+        s, p_N, at = self.vectors, self.space.p_N, self._at
+        if s.start_N is None or not torch.isfinite(witness(p_N)):
+            return
+        moved_N = s.start_N - p_N
+        moved_N[at] = 0.0 if s.base_b is None else s.base_b - p_N[at]
+        part_N.add_(moved_N, alpha=1 / holders)
 
     def end_round(self) -> None:
         """As Algorithm.end_round, at any step; with overlap it waits for what is under way, too."""
@@ -513,7 +503,7 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
             return
         self.refuse_to_be_alone()
         self._catch_up()
-        if self.num_steps > self.common_steps:
+        if self.num_steps > self.common_steps or self.parts > 1:
             self._end_early(self.num_steps, whole=True)
         else:  # no step since the last exchange
             self._begin_round()
@@ -539,22 +529,37 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         return super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
 
     def own_state(self) -> dict[str, Any]:
-        """In a round x, x_s and whether a gradient was lost; of x_s the masters, where there are any."""
+        """In a round x, x_s and whether a gradient was lost; of x_s the masters, where there are any.
+
+        base_N: x_s, and where an exchange has arrived that is not in x yet, of its part x where it was sent. turn: of
+        several parts, their number and the turn.
+        """
         s = self.vectors
         if s.start_N is None:
             return {}
         low = [x.reshape(-1) for i, x in enumerate(self.space.views(s.start_N)) if self.space.is_low(i)]
         masters = {MASTER: torch.cat(low)} if low else {}
         own = {"parameters": self.space.p_N.clone(), "start_N": s.start_N.clone(), "lost": bool(s.lost)}
-        late = {"base_N": s.base_N.clone()} if self._has_arrived and s.base_N is not None else {}
-        return {**own, **masters, **late}
+        if self._has_arrived and s.base_b is not None:
+            own["base_N"] = s.start_N.clone()
+            own["base_N"][self._at] = s.base_b
+        if self.parts > 1:
+            own["turn"] = [self.parts, self._turn_now.part, self._turn_now.since]
+        return {**own, **masters}
 
     def check_own(self, own: dict[str, Any]) -> None:
         """Refuse what own_state() cannot have given. Raises: ValueError."""
         if own and (
-            own.keys() - {MASTER, "base_N"} != {"parameters", "start_N", "lost"} or not isinstance(own["lost"], bool)
+            own.keys() - {MASTER, "base_N", "turn"} != {"parameters", "start_N", "lost"}
+            or not isinstance(own["lost"], bool)
         ):
             raise ValueError(f"state_dict has own {sorted(own)}: it is damaged, or of another optimizer")
+        turn = own.get("turn", [1, 0, 0])
+        counts = isinstance(turn, list | tuple) and len(turn) == 3 and all(is_count(one) for one in turn)
+        if not counts or turn[1] >= turn[0]:
+            raise ValueError(
+                f"state_dict has own['turn'] = {turn!r}: must be [parts, whose turn it is, step]; it is damaged"
+            )
         for key in ("parameters", "start_N", *(["base_N"] if "base_N" in own else [])) if own else ():
             found, shape = own[key], self.space.p_N.shape
             if not isinstance(found, Tensor) or found.shape != shape:
@@ -571,8 +576,13 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         if in_round:
             s.start_N = own["start_N"].to(self.space.p_N, copy=True)
             s.lost.fill_(own["lost"])
+            parts, part, since = own.get("turn", (1, 0, self.saved["last_sync"]))
+            self._at = slice(0, self.space.p_N.numel())
+            if parts == self.parts:  # else all of them begin a cycle here
+                self._turn = Turn(part, since)
+                self._at = self._parts[(part - 1) % parts]
             if "base_N" in own:
-                s.base_N, self._has_arrived = own["base_N"].to(self.space.p_N, copy=True), True
+                s.base_b, self._has_arrived = own["base_N"][self._at].to(self.space.p_N, copy=True), True
         else:
             self.saved["last_sync"] = self.num_steps
 
@@ -584,5 +594,6 @@ class LocalSteps(FlatOptimizer[LocalStepsState]):
         self.space.write_back()
 
     def stats(self) -> dict[str, Any]:
-        """As for all optimizers; every: steps of a round; num_rounds: exchanges."""
-        return {**super().stats(), "every": self.every, "num_rounds": self.saved["num_rounds"]}
+        """As for all optimizers; every: steps of a round; parts; num_rounds: exchanges."""
+        rounds = {"every": self.every, "parts": self.parts}
+        return {**super().stats(), **rounds, "num_rounds": self.saved["num_rounds"]}

@@ -21,8 +21,9 @@ until its next step, so that the next regroup() begins from there.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -46,6 +47,7 @@ from thinwire.optim.engine.giving import (
     give_vectors,
     take,
 )
+from thinwire.optim.engine.keeping import as_laid_out
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.parameters import parts_of
 from thinwire.optim.engine.schedule import Wire
@@ -79,6 +81,32 @@ class Regrouped:
     lost_norm: float = 0.0
     unrebuilt_norm: float = 0.0
     residual_norm: float = 0.0
+
+    @classmethod
+    def of(cls, changes: Sequence[Self]) -> Self:
+        """What was done to any of several optimizers. step, source: of the first."""
+        if len(changes) == 1:
+            return changes[0]
+
+        def ranks(name: str) -> tuple[int, ...]:
+            return tuple(sorted({rank for one in changes for rank in getattr(one, name)}))
+
+        def norm(name: str) -> float:
+            return math.hypot(*(getattr(one, name) for one in changes))
+
+        return cls(
+            changes[0].step,
+            changes[0].source,
+            ranks("received"),
+            ranks("rolled_forward"),
+            sum(one.local_steps_lost for one in changes),
+            ranks("lost"),
+            ranks("server_lost"),
+            ranks("rebuilt"),
+            norm("lost_norm"),
+            norm("unrebuilt_norm"),
+            norm("residual_norm"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +204,7 @@ def regroup(
 
     A newcomer has made the same optimizer over a group of its own (SoloGroup). Where nobody has a state, parameters are
     those of rank 0, as in a constructor, and bucket_elements, where given, is the new size of buckets; else that of the
-    source stays. Gradients are as the failed step has left them; afterwards, also where it fails, they are worth
+    source stays. Gradients may be anything; afterwards, also where it fails, they are worth
     nothing.
     buffers: what else belongs to the state, such as a model's running statistics, of any dtype, the same shapes on
     every rank; None: those of the optimizer's model=. They and frozen parameters are written in place where a rank is
@@ -185,10 +213,38 @@ def regroup(
     nobody has a state, a rank may stand in this group by then and have rank 0's parameters: the next regroup() goes on.
     TypeError for an optimizer that is not handed over, such as SparseAdam.
     """
-    _refuse_others(optimizer, "regroup")
-    together = _Together(optimizer.space.box)
-    with calls_of(group).within("regroup()"), GradientAsRoom(optimizer) as gradient, together:
-        return _regroup(optimizer, group, has_state, bucket_elements, buffers, gradient, together)
+    return regroup_all([optimizer], group, has_state=has_state, bucket_elements=bucket_elements, buffers=buffers)
+
+
+@torch.no_grad()
+def regroup_all(
+    optimizers: Sequence[FlatOptimizer[Any]],
+    group: Group,
+    *,
+    has_state: bool,
+    bucket_elements: int | None = None,
+    buffers: Iterable[Tensor] | None = None,
+) -> Regrouped:
+    """As regroup(), of optimizers that step in one loop, in the same order on every rank: of all of them, or of none.
+
+    Where one of them fails, those before it are as they were too, so that this rank never holds a part of a change.
+    Returns what was done to any of them; step is of the first one.
+    """
+    for optimizer in optimizers:
+        _refuse_others(optimizer, "regroup")
+    with calls_of(group).within("regroup()"), ExitStack() as stack:
+        staged: list[_Staged] = []
+        try:
+            for optimizer in optimizers:
+                stack.enter_context(as_laid_out(optimizer))
+                gradient = stack.enter_context(GradientAsRoom(optimizer))
+                together = stack.enter_context(_Together(optimizer.space.box))
+                staged.append(_stage(optimizer, group, has_state, bucket_elements, buffers, gradient, together))
+        except BaseException:
+            for one in reversed(staged):
+                one.undo()
+            raise
+        return Regrouped.of([one.take() for one in staged])
 
 
 def _refuse_others(optimizer: object, call: str) -> None:
@@ -228,7 +284,18 @@ class _Together:
             raise PeerLost("a rank of this box, which regroups with others of its own, has lost a peer")
 
 
-def _regroup(
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A regroup whose collectives have all succeeded. take: the rest of it, local, which cannot fail for want of a
+
+    peer. undo: the optimizer is as before, instead. One of the two is called, once.
+    """
+
+    take: Callable[[], Regrouped]
+    undo: Callable[[], None]
+
+
+def _stage(
     optimizer: FlatOptimizer[Any],
     group: Group,
     has_state: bool,
@@ -236,7 +303,7 @@ def _regroup(
     buffers: Iterable[Tensor] | None,
     gradient: GradientAsRoom,
     together: _Together,
-) -> Regrouped:
+) -> _Staged:
     optimizer.settle()
     optimizer.refresh_master()
     device = optimizer.space.p_N.device
@@ -251,7 +318,7 @@ def _regroup(
         changing.send_all(optimizer, changing.not_given(optimizer).values())
         optimizer.equalise_buffers()
         together.agree()
-        return Regrouped(0, None)
+        return _Staged(lambda: Regrouped(0, None), lambda: None)
     _refuse_other_frozen(all_n)
     common = max(all_n[rank].common for rank in holders)
     level = [rank for rank in holders if all_n[rank].common == common]
@@ -270,7 +337,7 @@ def _regroup(
     in_rows = all_n[source].in_rows
     if any(all_n[rank].layout != all_n[source].layout for rank in received):
         in_rows = {}  # connect() says what differs
-    before = optimizer.vectors
+    before, before_all = optimizer.vectors, dict(vars(optimizer))
     try:
         if group.rank in received:
             room = Room.made(optimizer, has_state, plain["frozen_at"], in_rows)
@@ -305,24 +372,30 @@ def _regroup(
             begin_anew(optimizer)
         raise
 
-    # From here on nothing can fail for want of a peer.
-    take(optimizer, before, room)
-    del before, room
-    saving.go_on(optimizer, plain, states, residuals)
-    if group.rank in received:
-        added.replace(optimizer, of_others)
-    optimizer.resumed()
-    optimizer.loaded = None  # all of it has come from one rank
-    gone = _gone([all_n[rank] for rank in holders])
-    if loss.lost:
-        optimizer.error_lost = {
-            "error_lost_norm": loss.lost_norm,
-            "error_lost_norm_unrebuilt": loss.unrebuilt_norm,
-            "error_norm": loss.residual_norm,
-        }
-    losers = len(gone) + (len(behind) if optimizer.loses_what_is_behind else 0)
-    lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * losers
-    return Regrouped(now, source, received, behind, lost_steps, **asdict(loss))
+    def undo() -> None:
+        vars(optimizer).update(before_all)
+        if not has_state:
+            begin_anew(optimizer)
+
+    def take_all() -> Regrouped:
+        take(optimizer, before, room)
+        saving.go_on(optimizer, plain, states, residuals)
+        if group.rank in received:
+            added.replace(optimizer, of_others)
+        optimizer.resumed()
+        optimizer.loaded = optimizer.lost_gradient = None  # all of it has come from one rank
+        gone = _gone([all_n[rank] for rank in holders])
+        if loss.lost:
+            optimizer.error_lost = {
+                "error_lost_norm": loss.lost_norm,
+                "error_lost_norm_unrebuilt": loss.unrebuilt_norm,
+                "error_norm": loss.residual_norm,
+            }
+        losers = len(gone) + (len(behind) if optimizer.loses_what_is_behind else 0)
+        lost_steps = sum(now - all_n[rank].num_steps for rank in level) + (now - common) * losers
+        return Regrouped(now, source, received, behind, lost_steps, **asdict(loss))
+
+    return _Staged(take_all, undo)
 
 
 def _refuse_other_frozen(all_n: list[_Standing]) -> None:
@@ -381,7 +454,7 @@ def _residuals(
     # Sums over survivors of ||worker error||^2 and ||server error||^2; what rebuilding leaves of them; who knows that;
     # how many held a worker error.
     found = optimizer.space.p_N.new_zeros(6)
-    with optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
+    with _lost_gradient(optimizer), optimizer.reduce.redone() if is_behind else nullcontext(False) as redone:
         # Where it has made as many steps it lacks a sync in full alone, of a save or a hand_over(), which writes none.
         if is_behind and not redone and optimizer.num_steps < now and _keeps_errors(optimizer):
             raise ValueError(
@@ -418,6 +491,21 @@ def _residuals(
         lost = (len(missing) * (server_left + worker_left / old_size**2) / knowing) ** 0.5
     rebuilt = missing if rebuilt_by is not None else ()
     return residuals, _Loss(missing, servers_lost, rebuilt, lost, unrebuilt, _norm(residuals))
+
+
+@contextmanager
+def _lost_gradient(optimizer: FlatOptimizer[Any]) -> Iterator[None]:
+    """Inside, the flat gradient is that of the step that was lost, where that may count."""
+    lost_N, g_N = optimizer.lost_gradient, optimizer.space.g_N
+    if lost_N is None or not optimizer.reduce.needs_lost_input:
+        yield
+        return
+    now_N = g_N.clone()
+    g_N.copy_(lost_N)
+    try:
+        yield
+    finally:
+        g_N.copy_(now_N)
 
 
 def _keeps_errors(optimizer: FlatOptimizer[Any]) -> bool:

@@ -7,11 +7,13 @@ What of a job is in a checkpoint: model, optimizer and meter as flat vectors and
 
 flat.parameters            P, the masters of low-precision parameters in it; the model's weights are cut out of it
 flat.vectors.*             the optimizer's m, v and so on          flat.residuals.*    R of each error memory
+flat.2.*                   the same of the second optimizer, and so on, where there are several
 buffer.registered.*        tensors of what is registered (session/registered.py), such as a model's statistics; rank 0's
 buffer.added.*             tensors of what others keep in optimizer.state (optim/engine/added.py); rank 0's
 plain                      registered: all else of it; modules: which of it are modules, that name the parameters;
                            optimizer: all else of its state_dict; parameters: names, shapes, places in P; meter;
                            added: all else of what others keep in optimizer.state, where there is any
+                           others: optimizer, parameters and added of the other optimizers, where there are any
 """
 
 from __future__ import annotations
@@ -155,7 +157,8 @@ class Saving:
         _warn_of_other_samples(content, training, which.step)
         meter.load(content.plain["meter"])  # type: ignore[arg-type]
         with meter.part("control"):  # here and not in the first step, whose bytes are those of the run that went on
-            agree_on_load(training.optimizer)
+            for optimizer in training.optimizers:
+                agree_on_load(optimizer)
         return which.step
 
     def _prove(self, training: Training) -> None:
@@ -204,10 +207,11 @@ class Saving:
             self._writer.wait_free(look)
             box = self._box
             box.share(f"the collection of step {step}")
-            training.optimizer.prepare_to_save()
-            training.optimizer.refresh_master()
+            for optimizer in training.optimizers:
+                optimizer.prepare_to_save()
+                optimizer.refresh_master()
             refuse_differing_shards(training, box, step)
-            content = collect(training.optimizer, meter, training.registered)
+            content = collect(meter, training.registered)
             content = replace(content, plain={**self.beside(), "samples": samples_of(training), **content.plain})
             group, which = training.group, CheckpointId(self._generation, step)
             drawn = str(self._writer.mark(which)) if group.rank == box.rank == 0 else ""
@@ -321,7 +325,8 @@ def refuse_differing_shards(training: Training, box: Box, step: int) -> None:
     """
     found: ReplicasDiffer | None = None
     try:
-        refuse_differing(training.optimizer, training.group, step)
+        for optimizer in training.optimizers:
+            refuse_differing(optimizer, training.group, step)
     except ReplicasDiffer as error:
         found = error
     mine = [] if found is None else [str(found), *found.ranks]
@@ -373,29 +378,55 @@ def of_shard(content: Content, box: Box) -> Content:
     return Content(flat, buffers, shards[box.rank])
 
 
-def collect(optimizer: FlatOptimizer[Any], meter: Meter, registered: Registered) -> Content:
+def collect(meter: Meter, registered: Registered) -> Content:
     """The state of a run, to be saved before the next step: its tensors are the live ones. Collective.
 
     The error memory is brought together as R, from which the run goes on.
-    Raises: PeerLost; then nothing has changed. ValueError naming what was registered and no checkpoint can hold.
+    Raises: PeerLost; then nothing has changed, or of several optimizers only in what form R is held. ValueError naming
+    what was registered and no checkpoint can hold.
     """
     plain_registered, tensors = registered.collected()
-    state = optimizer.state_dict()
-    flat = {f"{kind}.{name}": v_N for kind in ("vectors", "residuals") for name, v_N in state.pop(kind).items()}
-    state.pop("master", None)  # is in P
-    added_tensors: dict[str, Tensor] = {}
-    others = take_apart(state.pop(added.ADDED, {}), added.ADDED, added_tensors)
+    flat: dict[str, Tensor] = {}
+    buffers = {REGISTERED + name: tensor for name, tensor in tensors.items()}
+    names = registered.parameter_names()
+    first, *others = (
+        _collect_one(optimizer, _prefix(at), names, flat, buffers) for at, optimizer in enumerate(registered.optimizers)
+    )
     plain = {
-        "optimizer": state,
-        "parameters": _places(optimizer, registered.parameter_names()),
+        **first,
         "meter": meter.state(),
         "model": {},
         "registered": plain_registered,
         "modules": registered.modules,
-        **({added.ADDED: others} if others else {}),
+        **({"others": others} if others else {}),
     }
-    buffers = {**{REGISTERED + name: tensor for name, tensor in tensors.items()}, **added_tensors}
-    return Content({"parameters": tensor_states.parameters(optimizer), **flat}, buffers, plain)
+    return Content(flat, buffers, plain)
+
+
+def _prefix(at: int) -> str:
+    """What the names of an optimizer's tensors begin with: nothing for the first."""
+    return f"{at + 1}." if at else ""
+
+
+def _collect_one(
+    optimizer: FlatOptimizer[Any],
+    prefix: str,
+    names: dict[int, list[str]],
+    flat: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Its plain values; its tensors are put into flat and buffers. names: of parameters, by id. Collective."""
+    state = optimizer.state_dict()
+    flat[f"{prefix}parameters"] = tensor_states.parameters(optimizer)
+    for kind in ("vectors", "residuals"):
+        flat.update({f"{prefix}{kind}.{name}": v_N for name, v_N in state.pop(kind).items()})
+    state.pop("master", None)  # is in P
+    of_others = take_apart(state.pop(added.ADDED, {}), prefix + added.ADDED, buffers)
+    return {
+        "optimizer": state,
+        "parameters": _places(optimizer, names),
+        **({added.ADDED: of_others} if of_others else {}),
+    }
 
 
 def registered_in(content: Content) -> Any:
@@ -405,8 +436,15 @@ def registered_in(content: Content) -> Any:
 
 def restore(content: Content, training: Training) -> None:
     """Load all of it but the meter. Raises: ValueError where it is of another model, optimizer or script."""
-    state = restored(content)["optimizer"]
-    training.optimizer.load_state_dict({**state, "parameters": content.flat["parameters"]})
+    states = restored(content)["optimizers"]
+    theirs, mine = [one["optimizer"] for one in states], [type(one).__name__ for one in training.optimizers]
+    if theirs != mine and max(len(theirs), len(mine)) > 1:  # before the first of them is loaded
+        raise ValueError(
+            f"the checkpoint has {len(theirs)} optimizers ({', '.join(theirs)}), and this script has registered "
+            f"{len(mine)} ({', '.join(mine)}): register the same in the same order, or begin a new run"
+        )
+    for at, (optimizer, state) in enumerate(zip(training.optimizers, states, strict=True)):
+        optimizer.load_state_dict({**state, "parameters": content.flat[f"{_prefix(at)}parameters"]})
     tensors = {n.removeprefix(REGISTERED): x for n, x in content.buffers.items() if n.startswith(REGISTERED)}
     training.registered.load(registered_in(content), tensors)
 
@@ -430,26 +468,33 @@ def _warn_of_other_samples(content: Content, training: Training, step: int) -> N
 
 
 def restored(content: Content) -> dict[str, Any]:
-    """What `model`, `optimizer` and `meter` load, under these keys. Shares memory with `content`."""
+    """What `model`, `optimizers` (of each) and `meter` load, under these keys. Shares memory with `content`."""
     plain: dict[str, Any] = dict(content.plain)
     model: dict[str, Any] = {**plain["model"], **_buffers(content)}
+    parts = [plain, *plain.get("others", [])]
+    optimizers = [_restored_one(part, _prefix(at), content, model) for at, part in enumerate(parts)]
+    return {"model": model, "optimizers": optimizers, "meter": plain["meter"]}
+
+
+def _restored_one(plain: dict[str, Any], prefix: str, content: Content, model: dict[str, Any]) -> dict[str, Any]:
+    """The state_dict of one optimizer. The weights that it steps are put into model, by name."""
     masters = []
     for row in plain["parameters"]:
-        p_N, shape, dtype = content.flat["parameters"], row["shape"], getattr(torch, row["dtype"])
+        p_N, shape, dtype = content.flat[f"{prefix}parameters"], row["shape"], getattr(torch, row["dtype"])
         part_N = p_N[row["start"] : row["start"] + math.prod(shape)]
         if dtype != p_N.dtype:
             masters.append(part_N)
         model.update(dict.fromkeys(row["names"], part_N.view(shape).to(dtype)))
     optimizer = {
         **plain["optimizer"],
-        "vectors": _under("vectors.", content),
-        "residuals": _under("residuals.", content),
+        "vectors": _under(f"{prefix}vectors.", content),
+        "residuals": _under(f"{prefix}residuals.", content),
     }
     if masters:
         optimizer["master"] = torch.cat(masters)
     if added.ADDED in plain:
         optimizer[added.ADDED] = put_together(plain[added.ADDED], content.buffers)
-    return {"model": model, "optimizer": optimizer, "meter": plain["meter"]}
+    return optimizer
 
 
 def _buffers(content: Content) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ learns in which field; so a wrong worker ends by itself, before it has had any p
     device                      cpu or cuda: their groups do not meet
     spec.*                      the job file, field by field, less what may differ (below)
     data, steps                 what is trained on, with its digest where it has one; how samples are drawn
-    registered, optimizer       names of what belongs to the state; the optimizer's class
+    registered, optimizer       names of what belongs to the state; the optimizer's class, or those of several
     model                       number and digest of names, shapes and dtypes of what is trained
     start                       digest of given weights, where the job starts from a file (session/joining.py)
 
@@ -50,8 +50,8 @@ DIGITS = 16
 
 def signature(spec: JobSpec | None, training: Training) -> dict[str, str]:
     """Of what this worker has built. Local; the same on every worker of a run, whatever its rank and its machine."""
-    optimizer, names = training.optimizer, training.registered.parameter_names()
-    params = [tensor.param for tensor in optimizer.space.tensors]
+    optimizers, names = training.optimizers, training.registered.parameter_names()
+    params = [tensor.param for optimizer in optimizers for tensor in optimizer.space.tensors]
     rows = [f"{names.get(id(param), [])} {tuple(param.shape)} {param.dtype}\n" for param in params]
     return {
         **(_of_code() if spec is None else known_before(spec)),
@@ -59,7 +59,7 @@ def signature(spec: JobSpec | None, training: Training) -> dict[str, str]:
         "data": _shortened(training.feed.data),
         "steps": _shortened(f"{training.feed.drawing}, {training.feed.length}"),
         "registered": _shortened(", ".join(training.registered.names)),
-        "optimizer": type(optimizer).__name__,
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
         "model": f"{len(rows)} tensors #{_digest(''.join(rows).encode())}",
     }
 

@@ -219,17 +219,18 @@ def fill(training: Training, given: Given) -> str:
                 "job: untie them in the model, or leave one of them out of the file"
             )
         target.copy_(tensor)
-    space = training.optimizer.space
-    space.take_written()
-    if space.has_master:  # to the bit: that leaves a master that the weight is the rounded value of
-        space.load_masters({param: param.reshape(-1).to(space.p_N.dtype) for param in space.masters()})
+    for space in (optimizer.space for optimizer in training.optimizers):
+        space.take_written()
+        if space.has_master:  # to the bit: that leaves a master that the weight is the rounded value of
+            space.load_masters({param: param.reshape(-1).to(space.p_N.dtype) for param in space.masters()})
     return digest.hexdigest()
 
 
 def _refuse_strangers(training: Training, mine: Mapping[str, Tensor], where: str) -> None:
     """What the optimizer steps belongs to the model, or it would begin with values that nobody has given."""
     known = {id(x) for x in mine.values()}
-    strangers = [list(one.param.shape) for one in training.optimizer.space.tensors if id(one.param) not in known]
+    stepped = [tensor.param for optimizer in training.optimizers for tensor in optimizer.space.tensors]
+    strangers = [list(param.shape) for param in stepped if id(param) not in known]
     if strangers:
         raise StartRefused(
             f"{where} cannot be given to this model: {len(strangers)} tensors that the optimizer steps, the first of "

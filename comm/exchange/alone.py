@@ -187,6 +187,7 @@ class AloneCoder(Coder):
     def __init__(self, group: Group, buckets: Buckets, like: Tensor, *, results: Results) -> None:
         super().__init__(buckets, like)
         self.keeps_results = results == "kept"
+        self.takes_ranges = results != "taken"
         self._takes = results == "taken"
         self._group = group
         self.piece = PIECE if like.device.type == "cpu" else buckets.layout.numel
@@ -286,6 +287,12 @@ class AloneCoder(Coder):
         else:
             self.results = ()  # who reads it has it
         self._forget()
+
+    def merge(self) -> None:
+        """Their values."""
+        last_N, new_N = self._launched(self.turn).room(), self._launched(1 - self.turn).room()
+        for low, high in self.buckets.spans[self.at.start : self.at.stop]:
+            last_N[low:high] = new_N[low:high]
 
     def undo(self, given: Sequence[Given], num_served: int, *, lost: bool) -> None:
         """Nothing was written but a result that nobody has; or, where a Reader has mixed some of it, the last one."""

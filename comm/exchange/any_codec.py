@@ -137,6 +137,7 @@ class CodecCoder(Coder):
     """
 
     serves_on = True
+    takes_ranges = True
 
     def __init__(
         self, group: Group, second: Group, buckets: Buckets, codec: Codec, like: Tensor, *, keeps_results: bool
@@ -179,6 +180,8 @@ class CodecCoder(Coder):
             if self.keeps_results:
                 self._decoded = [Values(partial(self._decode, received)) for received in self._received]
                 self.results = self._decoded
+        if self.keeps_results:
+            self._decoded[1 - self.turn].forget()  # of some buckets, which may have been read since they were kept
         self._memory, self._errors = memory, None
         if memory is not None:
             self._errors = memory.kept_errors() if self.keeps_results else memory.errors()
@@ -235,12 +238,12 @@ class CodecCoder(Coder):
 
     def finite(self) -> Tensor:
         """Could every server write all of its rows?"""
-        flags = torch.stack([self._gathered(k)[:, 0] for k in range(len(self._rows))])
+        flags = torch.stack([self._gathered(k)[:, 0] for k in self.at])
         return (flags == 1).all()
 
     def own_flag(self, given: Sequence[Given]) -> Tensor:
         """Of the rows that were sent."""
-        return torch.stack([rows.sent_nB[:, 0].amin() for rows in self._rows]).amin()
+        return torch.stack([self._rows[k].sent_nB[:, 0].amin() for k in self.at]).amin()
 
     def keep(self) -> None:
         """What was left out and the errors take each other's place."""
@@ -249,6 +252,11 @@ class CodecCoder(Coder):
         self._memory = self._errors = None
         if self.keeps_results:
             self._decoded[self.turn].forget()  # nobody reads it any more: its floats are not kept
+
+    def merge(self) -> None:
+        """Their rows."""
+        for k in self.at:
+            self._received[self.turn][k].copy_(self._gathered(k))
 
     def remember(self) -> object | None:
         """What was left out is still here."""
@@ -282,15 +290,19 @@ class CodecCoder(Coder):
 
     def _decode(self, received: Sequence[Tensor]) -> Tensor:
         out_N = self.like.new_zeros(self.buckets.layout.numel)
-        for rows, rows_nB in zip(self._rows, received, strict=True):
-            rows.decode_(rows_nB, out_N[rows.span])
+        is_made = received is self._received[1 - self.turn]  # of the exchange, not of all that came before
+        for k in self.at if is_made else range(len(self._rows)):
+            self._rows[k].decode_(received[k], out_N[self._rows[k].span])
         return out_N
 
     def _exchange_errors(self, memory: ErrorMemory) -> None:
-        before = memory.swap_errors(Errors(self._left, [rows.left_c for rows in self._rows]))
-        self._left = list(before.worker)
-        for rows, left_c in zip(self._rows, before.server, strict=True):
-            rows.left_c = left_c
+        at = self.at
+        rows = self._rows[at.start : at.stop]
+        left = Errors(self._left[at.start : at.stop], [one.left_c for one in rows])
+        before = memory.swap_errors(left, at)
+        self._left[at.start : at.stop] = before.worker
+        for one, left_c in zip(rows, before.server, strict=True):
+            one.left_c = left_c
 
 
 def leaving(codec: RowCodec) -> LeavingRow:

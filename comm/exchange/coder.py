@@ -131,6 +131,7 @@ class Coder(ABC):
     result then. Else nothing more is begun.
     sits_out: can one rank take part and give nothing (Exchange.launch_absent)?
     takes_givers: can bytes be saved where only some ranks give? givers: those of this exchange; None: all.
+    takes_ranges: can some of the buckets be exchanged without the others? at: those of this exchange.
     results: two, of which results[turn] was committed last and the other one is being made.
     """
 
@@ -139,10 +140,12 @@ class Coder(ABC):
     serves_on = False
     sits_out = True
     takes_givers = False
+    takes_ranges = False
     givers: Sequence[int] | None = None
 
     def __init__(self, buckets: Buckets, like: Tensor) -> None:
         self.buckets = buckets
+        self.at = range(len(buckets))
         self.like = like.new_empty(0)
         self.results: Sequence[Result] = ()
         self.turn = 0
@@ -156,6 +159,18 @@ class Coder(ABC):
     def owns(self, memory: ErrorMemory) -> bool:
         """Was it made here?"""
         return True
+
+    def choose(self, at: range | None) -> None:
+        """The next exchange is of these buckets; None: of all. Raises: ValueError where it cannot be."""
+        every = range(len(self.buckets))
+        at = every if at is None else at
+        if not at or at.step != 1 or at.start < 0 or at.stop > every.stop:
+            raise ValueError(f"at = {at}: must be buckets one after another, of {every.stop}, at least one")
+        if at != every and not self.takes_ranges:
+            raise ValueError(
+                f"at = {at}: must be all {every.stop} buckets with topology node_first and in means, which are whole"
+            )
+        self.at = at
 
     @abstractmethod
     def begin(self, memory: ErrorMemory | None, draw: int) -> None:
@@ -201,6 +216,11 @@ class Coder(ABC):
         """What follows from that. Raises: PeerLost."""
         return
 
+    @property
+    def is_whole(self) -> bool:
+        """Is this exchange one of all buckets?"""
+        return len(self.at) == len(self.buckets)
+
     @abstractmethod
     def finite(self) -> Tensor:
         """0-dim: 1 where all of the result is usable, else 0 or NaN, the same on every rank. May be collective.
@@ -210,19 +230,26 @@ class Coder(ABC):
 
     @abstractmethod
     def own_flag(self, given: Sequence[Given]) -> Tensor:
-        """0-dim uint8: 1 where all that this rank gave can be encoded, else 0."""
+        """0-dim uint8: 1 where all that this rank gave can be encoded, else 0. given: of each bucket in `at`."""
 
     def complete(self) -> None:
         """What else crosses with an exchange whose result is usable. Collective. Raises: PeerLost."""
         return
 
     def undo(self, given: Sequence[Given], num_served: int, *, lost: bool) -> None:
-        """Have error memory as before. lost: a peer was lost. Local. Nothing where it was not written."""
+        """Have error memory as before. lost: a peer was lost. Local. Nothing where it was not written.
+
+        given: of each bucket in `at` that was launched, of which the first num_served were served.
+        """
         return
 
     @abstractmethod
     def keep(self) -> None:
         """The result counts: error memory is what it has left out. Local. turn is changed by the exchange."""
+
+    def merge(self) -> None:
+        """After keep() of some buckets: results[turn] has of them, too, what has come last. Where results are kept."""
+        raise NotImplementedError
 
     def remember(self) -> object | None:
         """What redone() needs of an exchange that is to be undone, or GIVEN_AGAIN; None: there is nothing to count."""

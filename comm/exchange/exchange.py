@@ -3,6 +3,7 @@
     begin(memory)    launch_*(0) ... launch_*(K-1)    finish()    read the result    commit()
                                                       raises: everything is undone, nothing is open
     abandon()        at any point: everything is undone
+    begin(memory, at=range(a, b))    launch_*(a) ... launch_*(b-1)    the same of these buckets alone
 
     bucket 0   encode | first collective | serve | second collective |
     bucket 1            encode           | first collective          | serve | second collective |
@@ -78,15 +79,20 @@ class Exchange:
         """What writes error memory in place now. Some of it still does after an error: then that is torn."""
         self._error: BaseException | None = None
         self._not_received: CommError | None = None
-        self._last_of: tuple[ErrorMemory, int] | None = None
-        """Whose the last committed result is, and that memory's version then."""
+        self._last_of: tuple[ErrorMemory, int, frozenset[int]] | None = None
+        """Whose the last committed result is, that memory's version then, and of which buckets there is one."""
         self._lost: tuple[ErrorMemory | None, tuple[Given, ...], object] | None = None
         """The last exchange where a peer was lost after this rank had done all its part: others may have the result."""
 
     @property
     def num_launched(self) -> int:
-        """Buckets launched in the open exchange; the next one to launch is of this number."""
+        """Buckets launched in the open exchange; of all buckets, the next one to launch is of this number."""
         return len(self._given)
+
+    @property
+    def at(self) -> range:
+        """The buckets of the exchange that is open, or of the last one."""
+        return self._coder.at
 
     @property
     def has_failed(self) -> bool:
@@ -98,10 +104,13 @@ class Exchange:
         """Was the last exchange undone because a peer was lost, so that redone() may count it?"""
         return self._lost is not None
 
-    def begin(self, memory: ErrorMemory | None) -> None:
+    def begin(self, memory: ErrorMemory | None, *, at: range | None = None) -> None:
         """Open an exchange that keeps in `memory` what it leaves out; None: that is dropped. Local.
 
-        Raises: RuntimeError where one is open; TypeError for a memory that this reducer has not made.
+        at: the only buckets that are exchanged, one after another, the same on every rank; None: all. Of the others
+        nothing is sent, their errors stay as they are, and the result has nothing; last() has what came last of each.
+        Raises: RuntimeError where one is open; TypeError for a memory that this reducer has not made; ValueError for
+        buckets that are none, or cannot be exchanged alone.
         """
         if self.is_open:
             raise RuntimeError(
@@ -111,6 +120,7 @@ class Exchange:
             if not isinstance(memory, ErrorMemory) or not self._coder.owns(memory):
                 raise TypeError(f"memory is {type(memory).__name__}: must come from new_memory() of this reducer")
             memory.refuse_torn()
+        self._coder.choose(at)
         self._coder.begin(memory, self.draw)
         self._memory, self._lost, self.is_open = memory, None, True
 
@@ -202,9 +212,9 @@ class Exchange:
         bit for bit, what was launched is undefined where results take its place, and no exchange is open.
         """
         self._open()
-        if len(self._given) < len(self.buckets) or self._finished:
+        if len(self._given) < len(self.at) or self._finished:
             raise RuntimeError(
-                f"{len(self._given)} of {len(self.buckets)} buckets launched, finished = {self._finished}: launch "
+                f"{len(self._given)} of {len(self.at)} buckets launched, finished = {self._finished}: launch "
                 "every bucket, then finish() once"
             )
         with whole_or_left(self._group, self.break_off):
@@ -239,10 +249,17 @@ class Exchange:
     def last(self, memory: ErrorMemory) -> Result | None:
         """The last committed result, if it is of `memory`, untouched since; launch_lerp forms what it sends from it.
 
-        None before the first commit and after memory.restore(): read it before, which state_dict() does.
+        None before the first commit, of all buckets, and after memory.restore(): read it before, which state_dict()
+        does.
         """
-        known = self._last_of is not None and self._last_of[0] is memory and self._last_of[1] == memory.version
+        known = len(self._known_of(memory)) == len(self.buckets)
         return self._coder.results[self._coder.turn] if known else None
+
+    def _known_of(self, memory: ErrorMemory) -> frozenset[int]:
+        """The buckets of which the last committed result is of this memory, untouched since."""
+        if self._last_of is None or self._last_of[0] is not memory or self._last_of[1] != memory.version:
+            return frozenset()
+        return self._last_of[2]
 
     def commit(self) -> None:
         """Keep it: result is last() from now on, and what was launched may change. Local; ends the exchange."""
@@ -251,8 +268,12 @@ class Exchange:
             self._writing.add("commit()")
             self._coder.keep()
             if self._memory is not None and self._coder.keeps_results:
-                self._coder.turn = 1 - self._coder.turn
-                self._last_of = (self._memory, self._memory.version)
+                known = self._known_of(self._memory).union(self.at)
+                if self._coder.is_whole:
+                    self._coder.turn = 1 - self._coder.turn
+                else:
+                    self._coder.merge()
+                self._last_of = (self._memory, self._memory.version, known)
             self.draw += 1
             self._close()
 
@@ -268,7 +289,7 @@ class Exchange:
         with whole_or_left(self._group, self.break_off):
             if not self._finished:
                 with self._pipeline.fed():
-                    for k in range(len(self._given), len(self.buckets)):
+                    for k in self.at[len(self._given) :]:
                         self._send_nothing(k, 0)
                 try:
                     Exchange.finish(self)
@@ -352,16 +373,17 @@ class Exchange:
             pipeline.hold(pending)
         self._first[k] = ()
         fused = coder.fuse(k)
+        i = k - coder.at.start
         if fused is not None:
-            pipeline.admit(k, lambda: fused)
+            pipeline.admit(i, lambda: fused)
         self._writing.add("serving")
-        coder.serve(k, self._given[k])
-        self._num_served = k + 1
+        coder.serve(k, self._given[i])
+        self._num_served = i + 1
         self._writing.discard("serving")
         passed_on = coder.pass_on(k)
         if passed_on is not None:
             self._second[k] = (passed_on,)
-        if k:
+        if i:
             self._receive(k - 1)
 
     def _receive(self, k: int) -> None:
@@ -372,7 +394,7 @@ class Exchange:
             for pending in self._second[k]:
                 self._pipeline.hold(pending)
             self._second[k] = ()
-            self._coder.receive(k, self._given[k])
+            self._coder.receive(k, self._given[k - self.at.start])
         except CommError as error:
             if not self._coder.serves_on:
                 raise
@@ -389,7 +411,7 @@ class Exchange:
             self._error = self._error or self._not_received or raised
             if receive and self._error is None:
                 try:
-                    self._receive(len(self.buckets) - 1)
+                    self._receive(self.at[-1])
                 except CommError as error:
                     self._error = error
                 self._error = self._error or self._not_received
@@ -440,7 +462,7 @@ class Exchange:
                 memory.torn = "what was collected may be garbage of collectives that were aborted"
             self._close()
             return
-        if len(given) == num_served == len(self.buckets) and all(one.usable for one in given):
+        if len(given) == num_served == len(self.at) and all(one.usable for one in given):
             remembered = self._coder.remember()
             self._lost = None if remembered is None else (memory, given, remembered)
         self._num_served = num_served
@@ -471,8 +493,10 @@ class Exchange:
 
     def _expect(self, k: int) -> None:
         self._open()
-        if k != len(self._given):
-            raise RuntimeError(f"bucket {k}: the next to launch is {len(self._given)} of {len(self.buckets)}")
+        if k != self.at.start + len(self._given):
+            raise RuntimeError(
+                f"bucket {k}: the next to launch is {self.at.start + len(self._given)} of {len(self.buckets)}"
+            )
 
     def _open(self) -> None:
         if not self.is_open:
@@ -487,8 +511,10 @@ class Exchange:
 class Mean(Exchange):
     """Means whose results take the place of what was launched: begin(), launch(0, x) ... launch(K-1, x), finish()."""
 
-    def begin(self, memory: ErrorMemory | None = None, givers: Sequence[int] | None = None) -> None:
-        """Open a mean. memory: for what is left out, where anything is; None: it is dropped. Local.
+    def begin(
+        self, memory: ErrorMemory | None = None, givers: Sequence[int] | None = None, *, at: range | None = None
+    ) -> None:
+        """Open a mean. memory: for what is left out, where anything is; None: it is dropped. at: all buckets. Local.
 
         givers: the only ranks that give something, in order, the same on every rank; what the others launch is only
         where their mean goes, of all ranks: sum of the givers / ranks. None: all. Raises: ValueError where it cannot
@@ -499,7 +525,7 @@ class Mean(Exchange):
                 f"givers = {list(givers)}: must be None but for a mean in full of several ranks, with topology flat, "
                 "over a Group that is Uneven (comm/protocol.py)"
             )
-        super().begin(memory)
+        super().begin(memory, at=at)
         self._coder.givers = givers
 
     def launch(self, k: int, x_N: Tensor) -> None:

@@ -196,7 +196,7 @@ class LinearCoder(Coder):
         """What was left out and the errors take each other's place; of what is served nothing is."""
         if self._zero_c is None:
             self._zero_c = self.like.new_zeros(self._own.stop - self._own.start)
-        before = memory.swap_errors(Errors([self._taken()], [self._zero_c]))
+        before = memory.swap_errors(Errors([self._taken()], [self._zero_c]), self.at)
         self._z_N, self._zero_c = before.worker[0], before.server[0]
 
     def _decode(self, turn: int) -> Tensor:

@@ -292,12 +292,16 @@ class ErrorMemory:
         """The same where a coder that keeps errors writes them at the end of its exchange. Local."""
         return Errors([kept.sum_c for kept in self.worker], [kept.sum_c for kept in self.server])
 
-    def swap_errors(self, errors: Errors) -> Errors:
-        """Hold these tensors, of the shapes of errors(), which was called and nothing sent since. Returns those."""
+    def swap_errors(self, errors: Errors, at: range) -> Errors:
+        """Hold these tensors, of the shapes of errors(), which was called and nothing sent since. Returns those.
+
+        at: the buckets that they are of.
+        """
         before = self.kept_errors()
-        self._worker = [replace(kept, sum_c=x_c) for x_c, kept in zip(errors.worker, self.worker, strict=True)]
-        self._server = [replace(kept, sum_c=x_c) for x_c, kept in zip(errors.server, self.server, strict=True)]
-        return before
+        for side, given in ((self.worker, errors.worker), (self.server, errors.server)):
+            for k, x_c in zip(at, given, strict=True):
+                side[k] = replace(side[k], sum_c=x_c)
+        return Errors(*(held[at.start : at.stop] for held in (before.worker, before.server)))
 
     def add_(self, x_N: Tensor) -> None:
         """Keep x, which this rank does not send: its worker error <- that + x. Local. x: float[N], 0 where dead.

@@ -46,6 +46,7 @@ class SignCoder(Coder):
     """
 
     in_place = True
+    takes_ranges = True
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class SignCoder(Coder):
         self._memory, self._drawn = memory, draw
         memory.take_room(draw)
         for rows in self._rows:
-            rows.take_room()
+            rows.take_room()  # of all, so that what is sent of each later has its place
         if not self.results:  # two, from the first exchange on: a warm-up needs none, and a regroup has the old ones
             cut = Cut(self.buckets, self._block, self._group.size)
             self.results = [Received.of(self._rows, self._kernels, self.like, cut) for _ in range(2)]
@@ -163,28 +164,35 @@ class SignCoder(Coder):
 
     def finite(self) -> Tensor:
         """Could every server write all of its rows?"""
+        if not self.is_whole:
+            return torch.cat([rows.gathered_nB[1 - self.turn][:, 0] for rows in self._crossing]).amin()
         made = self.results[1 - self.turn]
         assert isinstance(made, Received)
         return made.finite()
 
     def own_flag(self, given: Sequence[Given]) -> Tensor:
         """Of the rows that were sent."""
-        return torch.stack([rows.least_flag(self._kernels) for rows in self._rows]).amin()
+        return torch.stack([rows.least_flag(self._kernels) for rows in self._crossing]).amin()
 
     def complete(self) -> None:
-        """The largest server errors, now and then."""
+        """The largest server errors, now and then; of buckets that cross by parts, with the last of these."""
         outliers = self._open.outliers
-        if outliers is not None and outliers.is_due:
+        if outliers is not None and outliers.is_due and self._has_last:
             outliers.send([(kept.sum_c, kept.scale_b) for kept in self._open.server])
 
     def keep(self) -> None:
         """What has crossed is the last exchange, and replicas follow it."""
         self._follow(self._open)
-        for rows in self._rows:
+        for rows in self._crossing:
             rows.turn()
-        if self._open.outliers is not None:
+        if self._open.outliers is not None and self._has_last:
             self._open.outliers.exchanges += 1
         self._memory = None
+
+    def merge(self) -> None:
+        """Their rows, 1/32 of the floats."""
+        for rows in self._crossing:
+            rows.gathered_nB[self.turn].copy_(rows.gathered_nB[1 - self.turn])
 
     def remember(self) -> object | None:
         """Copies of rounded sums, which nobody finds again; else what was given makes them again."""
@@ -197,18 +205,19 @@ class SignCoder(Coder):
         self._memory = memory
         undone = None if remembered is GIVEN_AGAIN else memory.swap(remembered)  # type: ignore[arg-type]
         if undone is None:
-            for k, one in enumerate(given):
+            for k, one in zip(self.at, given, strict=True):
                 if not one.is_empty:
                     self.encode(k, one, self.form(k, one))
                 self.serve(k, one)
-        before = [kept.copy() for kept in memory.replica]
+        replicas = [memory.replica[k] for k in self.at] if memory.replica else []
+        before = [kept.copy() for kept in replicas]
         self._follow(memory)
         self._counts_again = True
         try:
             yield True
         finally:  # also where a peer is lost inside: the next attempt begins from the same
             self._counts_again = False
-            for kept, old in zip(memory.replica, before, strict=True):
+            for kept, old in zip(replicas, before, strict=True):
                 kept.sum_c.copy_(old.sum_c)
                 kept.scale_b.copy_(old.scale_b)
             if undone is None:
@@ -248,6 +257,15 @@ class SignCoder(Coder):
         return fidelity_of(memory, self.buckets.layout, self.results[self.turn], self._group)
 
     @property
+    def _crossing(self) -> Sequence[BucketRows]:
+        """The rows of the buckets of this exchange."""
+        return self._rows[self.at.start : self.at.stop]
+
+    @property
+    def _has_last(self) -> bool:
+        return self.at.stop == len(self.buckets)
+
+    @property
     def _open(self) -> ErrorMemory:
         assert self._memory is not None
         return self._memory
@@ -279,20 +297,20 @@ class SignCoder(Coder):
         So its sums are bit-equal to that rank's, and no float crosses the wire. It follows where an exchange is
         committed, so there is nothing to undo; all rows are there by then, for phase 2 waits for them.
         """
-        for rows, kept in zip(self._rows, memory.replica, strict=False):
-            replica = rows.replica
+        for k in self.at if memory.replica else ():
+            replica, kept = self._rows[k].replica, memory.replica[k]
             if replica is not None and replica.table.numel:
                 self._serve(
                     kept, replica.collected, replica.table, replica.served, self._server_noise(replica.span.start)
                 )
 
     def _undo(self, memory: ErrorMemory, given: Sequence[Given], num_served: int) -> None:
-        for k in range(num_served):
+        for k in self.at[:num_served]:
             rows = self._rows[k]
             if rows.own_table.numel:
                 mean_c = self._mean(rows)
                 _take_back(memory.server[k], mean_c, rows.served, rows.own_table, self._server_noise(rows.own.start))
-        for k, one in enumerate(given):
+        for k, one in zip(self.at, given, strict=False):
             if not one.is_empty:
                 rows = self._rows[k]
                 _take_back(memory.worker[k], self.formed(k, one), rows.sent, rows.table, self._worker_noise(rows))
@@ -324,8 +342,8 @@ class SignCoder(Coder):
     def _crossed(self) -> list[tuple[BucketRows, Crossing]]:
         """Of each bucket, the rows of the exchange that error memory stands at."""
         found = []
-        for rows in self._rows:
-            crossing = rows.now if self._counts_again else rows.last
+        for k, rows in enumerate(self._rows):
+            crossing = rows.now if self._counts_again and k in self.at else rows.last
             assert crossing is not None
             found.append((rows, crossing))
         return found

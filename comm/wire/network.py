@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, log2
+from typing import Literal
 
 from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, round_up
 
@@ -37,6 +38,10 @@ TOP_K = 4096, 120
 """Values of a run of which the largest are sent, and the bytes of that (comm/codecs/topk.py)."""
 ENTRIES = 0.01, 4
 """The share of all values that a threshold lets through, and the bytes of each (comm/codecs/threshold.py)."""
+
+
+FullWire = Literal["fp32", "bf16", "int8"]
+"""How the mean of a gradient crosses the wire: in the type of the vector (fp32), in 16 bits, or in 8 with feedback."""
 
 
 class Exchange(StrEnum):
@@ -130,6 +135,10 @@ class Work:
 
 
 NO_WORK = Work(float("inf"))
+ON_CPU = Work(elements_per_s=4e8, bucket_s=3e-3)
+"""Encoding, serving and decoding on one core, and what a bucket more costs a step: docs/speed.md."""
+ON_GPU = Work(elements_per_s=1.3e11, bucket_s=2.4e-4)
+"""The same in kernels on an H200, and the host's part of a bucket with its two collectives of NCCL: docs/gpu.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +176,14 @@ def broadcast(ranks: int, vector_bytes: float) -> Cost:
     """Binomial tree with one rank a box; the source sends log2 P times."""
     steps = ceil(log2(ranks))
     return Cost(steps, steps * vector_bytes)
+
+
+def double_tree(boxes: int, vector_bytes: float) -> Cost:
+    """All-reduce by two binary trees of which each box is a leaf of one: a ring's bytes in 2 log2 k rounds.
+
+    What NCCL takes where a ring would be latency. Source: Sanders et al. 2009, doi:10.1016/j.parco.2009.09.001.
+    """
+    return Cost(2 * ceil(log2(boxes)), 2.0 * vector_bytes) if boxes > 1 else Cost(0, 0.0)
 
 
 def relay(ranks: int, vector_bytes: float, piece_bytes: float) -> Cost:
@@ -211,14 +228,18 @@ def exchange_cost(exchange: Exchange, network: Network, numel: int) -> Cost:
     return all_to_all(ranks, wire, per_box) + all_gather(ranks, wire)
 
 
+def inside_bytes(network: Network, numel: int) -> float:
+    """What a rank sends in its box, node first: reduce-scatter before, all-gather after, in float32."""
+    return all_reduce(network.ranks_per_box, 4.0 * numel).num_bytes
+
+
 def predict(exchange: Exchange, network: Network, numel: int, work: Work = NO_WORK, buckets: int = 1) -> Prediction:
     """One exchange of `numel` elements. work: a rank's own, none for dense ones."""
     cost = exchange_cost(exchange, network, numel)
     cpu_s = numel / work.elements_per_s + buckets * work.bucket_s
     inside_s = 0.0
     if exchange is Exchange.NODE_FIRST_ONE_BIT and network.inside_bytes_per_s and network.ranks_per_box > 1:
-        # Reduce-scatter before, all-gather after, in full precision: together the bytes of an all-reduce.
-        inside_s = all_reduce(network.ranks_per_box, 4.0 * numel).num_bytes / network.inside_bytes_per_s
+        inside_s = inside_bytes(network, numel) / network.inside_bytes_per_s
     wire_s = network.seconds(cost.in_buckets(buckets))
     return Prediction(wire_s, cpu_s, inside_s, buckets, inside_s + pipelined(wire_s, cpu_s, buckets))
 

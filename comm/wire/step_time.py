@@ -2,17 +2,15 @@
 
     step = busy + wire - hidden         busy    forward, backward, kernels, update, were the wire infinitely fast
                                         wire    rounds x latency + bytes / bandwidth, and what the transport computes
-                                        hidden  of the wire's time, what passes while backward goes on
+                                        hidden  what passes beside something else: spare (busy + wire - as events)
 
-    hidden = spare (1 - 1/K) min(backward, wire)         spare = 1    where a rank has two cores or more, or a GPU
-                                                                 1/2  where it has one or less: while backward holds
-                                                                      the core nobody sends or adds up, but what is
-                                                                      under way goes on; in between in proportion
+    spare = 1    where a rank has two cores or more, or a GPU: the step is as long as its events (pipeline.py) say
+            1/2  where it has one or less: while backward holds the core nobody sends or adds up, but what is under
+                 way goes on; in between in proportion
 
-K buckets: the first one has to be made before it can be sent, and the last one is sent after all is made. A ring adds
-up one piece while the next is on the wire, so that of wire and transport the longer one counts; in the one-bit exchange
-serving comes between two collectives, so that both count. The half, and which of the two counts, were chosen by
-measured steps (docs/plan.md).
+A ring adds up one piece while the next is on the wire, so that of wire and transport the longer one counts; in the
+one-bit exchange serving comes between two collectives, so that both count. The half, and which of the two counts, were
+chosen by measured steps (docs/plan.md).
 
 Left out: a switch that is full, other traffic, ranks of unequal speed, stragglers, and what a collective of another
 kind than a ring, a pairwise exchange or a tree would send. comm/wire/network.py has the costs.
@@ -20,22 +18,24 @@ kind than a ring, a pairwise exchange or a tree would send. comm/wire/network.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
 
 from thinwire.comm.wire.network import (
     Cost,
     Exchange,
+    FullWire,
     Network,
     all_reduce,
+    all_to_all,
+    double_tree,
     exchange_cost,
     few_bits_bytes,
+    inside_bytes,
     one_bit_bytes,
 )
+from thinwire.comm.wire.pipeline import Course, finished_s
 
-FullWire = Literal["fp32", "bf16", "int8"]
-"""As comm.protocol has it, which needs torch."""
 DDP_BUCKET_BYTES = 25 * 2**20
 """torch's DistributedDataParallel: bucket_cap_mb, where nothing is said."""
 NO_COST = Cost(0, 0.0)
@@ -67,15 +67,27 @@ class Work:
     """A step of one rank without its wire, in seconds.
 
     busy_s: all of it. backward_s: of that, backward, while which buckets may leave; 0 where nothing is sent before it
-    is over.
+    is over. encode_s, serve_s: of that, the exchange's kernels, bucket by bucket, where they are known apart.
     """
 
     busy_s: float
     backward_s: float = 0.0
+    encode_s: float = 0.0
+    serve_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.backward_s <= self.busy_s:
             raise ValueError(f"backward_s = {self.backward_s}, busy_s = {self.busy_s}: need 0 <= backward_s <= busy_s")
+        if not (self.encode_s >= 0 and self.serve_s >= 0 and self.head_s >= -1e-9 * self.busy_s):
+            raise ValueError(
+                f"encode_s = {self.encode_s}, serve_s = {self.serve_s}: need >= 0, and with backward_s = "
+                f"{self.backward_s} no more than busy_s = {self.busy_s}"
+            )
+
+    @property
+    def head_s(self) -> float:
+        """What is done before the first bucket and after the last."""
+        return self.busy_s - self.backward_s - self.encode_s - self.serve_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,8 @@ class Sent:
     """What a rank sends in a step: rounds and bytes on its box's link, its own payload, processor seconds of that.
 
     transport_s: seconds beside those of the wire. ring_s: seconds that pass while the wire is busy, or it meanwhile.
+    inside_s: among the ranks of a box, half before and half after what crosses. first: of the cost, that of the first
+    of two collectives.
     """
 
     cost: Cost = NO_COST
@@ -90,6 +104,8 @@ class Sent:
     transport_s: float = 0.0
     buckets: int = 1
     ring_s: float = 0.0
+    inside_s: float = 0.0
+    first: Cost = NO_COST
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(
@@ -98,6 +114,8 @@ class Sent:
             self.transport_s + other.transport_s,
             max(self.buckets, other.buckets),
             self.ring_s + other.ring_s,
+            self.inside_s + other.inside_s,
+            self.first + other.first,
         )
 
 
@@ -109,19 +127,32 @@ def dense_32(network: Network, numel: int, transport: Transport, bucket_elements
     return _dense(network, numel, 4, transport.all_reduce_32, bucket_elements)
 
 
-def dense_16(network: Network, numel: int, transport: Transport) -> Sent:
-    """The gradient in 16 bits, in a ring, as by DDP's hook: its buckets are of float32."""
-    return _dense(network, numel, 2, transport.all_reduce_16, None)
+def dense_16(network: Network, numel: int, transport: Transport, bucket_elements: int | None = None) -> Sent:
+    """The gradient in 16 bits, in a ring. bucket_elements: None for those of DDP's hook, which are of float32."""
+    return _dense(network, numel, 2, transport.all_reduce_16, bucket_elements)
+
+
+def dense_by_tree(network: Network, numel: int, value: int) -> Sent:
+    """Values of so many bytes in one bucket, as NCCL adds up among many boxes: inside of each, and by trees between."""
+    inside = all_reduce(network.ranks_per_box, value * numel).num_bytes
+    inside_s = inside / network.inside_bytes_per_s if network.inside_bytes_per_s else 0.0
+    payload = all_reduce(network.ranks, value * numel).num_bytes
+    return Sent(double_tree(network.boxes, value * numel), payload, inside_s=inside_s)
 
 
 def one_bit(network: Network, numel: int, transport: Transport, bucket_elements: int) -> Sent:
     """A vector at one bit a value, in two phases."""
-    if network.ranks == 1:
-        return NOTHING
-    buckets = ceil(numel / bucket_elements)
-    cost = exchange_cost(Exchange.FLAT_ONE_BIT, network, numel)
-    payload = 2 * (network.ranks - 1) / network.ranks * one_bit_bytes(numel)
-    return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
+    return _rows(Exchange.FLAT_ONE_BIT, network, numel, transport, bucket_elements)
+
+
+def node_first(network: Network, numel: int, transport: Transport, bucket_elements: int) -> Sent:
+    """The same between boxes, by each rank a part of the vector, and before and after a dense exchange inside.
+
+    In a box of one rank it is one_bit.
+    """
+    if network.ranks_per_box == 1:
+        return one_bit(network, numel, transport, bucket_elements)
+    return _rows(Exchange.NODE_FIRST_ONE_BIT, network, numel, transport, bucket_elements)
 
 
 def full(network: Network, numel: int, transport: Transport, bucket_elements: int, wire: FullWire) -> Sent:
@@ -131,16 +162,42 @@ def full(network: Network, numel: int, transport: Transport, bucket_elements: in
     return coded(network, numel, transport, bucket_elements, wire)
 
 
+def full_node_first(network: Network, numel: int, transport: Transport, bucket_elements: int, wire: FullWire) -> Sent:
+    """The same between boxes, by each rank a part of the vector, and before and after a dense exchange inside."""
+    between = Network(network.boxes, network.latency_s, network.bytes_per_s, rows=network.rows)
+    crosses = full(between, numel, transport, bucket_elements, wire)
+    shares, inside = network.ranks_per_box, inside_bytes(network, numel)
+    inside_s = inside / network.inside_bytes_per_s if network.inside_bytes_per_s else 0.0
+    return replace(
+        crosses,
+        payload_bytes=crosses.payload_bytes / shares + inside,
+        transport_s=crosses.transport_s / shares,
+        ring_s=crosses.ring_s / shares,
+        inside_s=inside_s,
+    )
+
+
 def coded(network: Network, numel: int, transport: Transport, bucket_elements: int, codec: str) -> Sent:
     """A vector by the codec of this name, "sign" or one of FEW_BITS, in two phases."""
-    if codec == "sign":
-        return one_bit(network, numel, transport, bucket_elements)
+    return _rows(FEW_BITS.get(codec, Exchange.FLAT_ONE_BIT), network, numel, transport, bucket_elements)
+
+
+def _rows(exchange: Exchange, network: Network, numel: int, transport: Transport, bucket_elements: int) -> Sent:
+    """An all-to-all of rows, and an all-gather of what was served."""
     if network.ranks == 1:
         return NOTHING
-    exchange, buckets = FEW_BITS[codec], ceil(numel / bucket_elements)
-    cost = exchange_cost(exchange, network, numel)
-    payload = 2 * (network.ranks - 1) / network.ranks * few_bits_bytes(exchange, numel)
-    return Sent(cost.in_buckets(buckets), payload, payload * transport.bits, buckets)
+    is_first = exchange is Exchange.NODE_FIRST_ONE_BIT
+    signs = is_first or exchange is Exchange.FLAT_ONE_BIT
+    row_bytes = one_bit_bytes(numel) if signs else few_bits_bytes(exchange, numel)
+    ranks, per_box = (network.boxes, 1) if is_first else (network.ranks, network.ranks_per_box)
+    buckets = ceil(numel / bucket_elements)
+    cost = exchange_cost(exchange, network, numel).in_buckets(buckets)
+    first = all_to_all(ranks, row_bytes, per_box).in_buckets(buckets)
+    # Of node first every rank sends its part of what its box does.
+    payload = 2 * (ranks - 1) / ranks * row_bytes / (network.ranks_per_box if is_first else 1)
+    inside = inside_bytes(network, numel) if is_first else 0.0
+    inside_s = inside / network.inside_bytes_per_s if network.inside_bytes_per_s else 0.0
+    return Sent(cost, payload + inside, payload * transport.bits, buckets, inside_s=inside_s, first=first)
 
 
 def sums(network: Network, numel: int, transport: Transport) -> Sent:
@@ -155,19 +212,42 @@ def _dense(network: Network, numel: int, value: int, per_byte_s: float, bucket_e
     buckets = ceil(4 * numel / DDP_BUCKET_BYTES) if bucket_elements is None else ceil(numel / bucket_elements)
     cost = exchange_cost(Exchange.DENSE_FP32 if value == 4 else Exchange.DENSE_16, network, numel)
     payload = all_reduce(network.ranks, value * numel).num_bytes
-    return Sent(cost.in_buckets(buckets), payload, 0.0, buckets, payload * per_byte_s)
+    # Between boxes the link is what is slow; where there is one box the ring is inside of it.
+    is_inside = network.boxes == 1 and network.inside_bytes_per_s
+    inside_s = payload / network.inside_bytes_per_s if is_inside and network.inside_bytes_per_s else 0.0
+    return Sent(cost.in_buckets(buckets), payload, 0.0, buckets, payload * per_byte_s, inside_s)
 
 
 def wire_seconds(network: Network, sent: Sent) -> float:
     """What the exchange takes when nothing else is done."""
-    return max(network.seconds(sent.cost), sent.ring_s) + sent.transport_s
+    return max(network.seconds(sent.cost), sent.ring_s) + sent.transport_s + sent.inside_s
+
+
+def course_of(network: Network, work: Work, sent: Sent) -> Course:
+    """The step as events."""
+    wire_s = wire_seconds(network, sent) - sent.inside_s
+    whole_s = network.seconds(sent.cost)
+    return Course(
+        head_s=max(work.head_s, 0.0),
+        backward_s=work.backward_s,
+        encode_s=work.encode_s,
+        serve_s=work.serve_s,
+        inside_s=sent.inside_s,
+        wire_s=wire_s,
+        first_part=network.seconds(sent.first) / whole_s if whole_s else 1.0,
+        buckets=sent.buckets,
+    )
 
 
 def step_seconds(network: Network, work: Work, sent: Sent, cores: float) -> float:
     """Of one step. cores: of this rank's own, a fraction where ranks share them; infinite for a GPU."""
-    wire_s = wire_seconds(network, sent)
+    return course_seconds(course_of(network, work, sent), cores)
+
+
+def course_seconds(course: Course, cores: float) -> float:
+    """Of one step, of which a rank with few cores does less beside one another."""
     spare = min(max(cores / 2, 0.5), 1.0)
-    return work.busy_s + wire_s - spare * (1 - 1 / sent.buckets) * min(work.backward_s, wire_s)
+    return course.one_by_one_s - spare * (course.one_by_one_s - finished_s(course))
 
 
 def seconds_beside(network: Network, busy_s: float, sent: Sent, steps: int) -> float:

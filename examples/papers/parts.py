@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
 
 from thinwire.optim import OPTIMIZERS, LambBounds, named
 
@@ -94,6 +92,9 @@ def rows_of(files, stream=False, **how):
     stream: they are read as they are needed, and never all there at once. how: arguments of `load_dataset`.
     Raises: ValueError for files that are not there, of a kind that is not known, broken, or without a row.
     """
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
     for file in map(Path, files):
         if ending(file) is None:
             raise ValueError(f"{file}: give files whose ending is one of {', '.join(KINDS)}, also with .gz or .zst")
@@ -143,9 +144,11 @@ def texts_of(files, column="text", stream=False, **how):
 
 def documents(files, column="text", stream=False):
     """The same, or Shakespeare where there are no files. Of text files a row is what stands between empty lines."""
-    if not files:
-        return Dataset.from_dict({"text": scenes()})
-    return texts_of(files, column, stream, sample_by="paragraph")
+    if files:
+        return texts_of(files, column, stream, sample_by="paragraph")
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": scenes()})
 
 
 def speeches():
@@ -218,13 +221,15 @@ def prepared(model, given):
     return torch.compile(model) if given.compile else model
 
 
-def tell(given, workload, run, optimizer, score, unit, *, higher_is_better, began, **other):
+def tell(given, workload, run, optimizers, score, unit, *, higher_is_better, began, **other):
     """Print what the run has come to, and write it to --out: on rank 0, at the end. began: of time.monotonic().
 
-    bytes: what this worker has sent; dense_bytes: what it would have sent for the mean of all gradients in float32, by
-    a ring. 0 with one worker.
+    optimizers: one, or several over the run's group. bytes: what this worker has sent; dense_bytes: what
+    it would have sent for the mean of all gradients in float32, by a ring. Both 0 with one worker.
     """
-    elements = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    optimizers = optimizers if isinstance(optimizers, tuple) else (optimizers,)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    elements = sum(p.numel() for group in groups for p in group["params"])
     workers, steps = run.world_size, run.step_number
     found = {
         "workload": workload,
@@ -236,7 +241,7 @@ def tell(given, workload, run, optimizer, score, unit, *, higher_is_better, bega
         "other": {**other, "workers": workers},
         "steps": steps,
         "seconds": round(time.monotonic() - began, 1),
-        "bytes": optimizer.stats()["sent_bytes"],
+        "bytes": optimizers[0].stats()["sent_bytes"],  # of the group: all optimizers over it count together
         "dense_bytes": round(2 * (workers - 1) / workers * 4 * elements) * steps,
     }
     print(f"{workload}, {given.optimizer}: {score:.4g} {unit} after {steps} steps, {workers} workers", flush=True)

@@ -106,6 +106,12 @@ class Algorithm(Generic[State]):
 
     num_steps says whether the step stands: it counts one that does by then, as LocalSteps do, and no other."""
 
+    lost: CommError | None = None
+    """Why each step() is lost at once, unsent: what another optimizer of the same loop has lost with this batch."""
+
+    lost_gradient: Tensor | None = None
+    """The flat gradient of the step that lost a peer last, where that may have to be done again (Exchange.redone)."""
+
     error_lost: dict[str, float] | None = None
     """What the last regroup() after a death has lost of the error memory; None before one."""
 
@@ -291,7 +297,7 @@ class Algorithm(Generic[State]):
             self.space.p_N,
             codec=self.codec,
             bucket_elements=self.bucket_elements,
-            cuts=self.space.cuts,
+            cuts=self.cuts,
             keeps=self.kept_of_others,
             full=self.full_exchange,
             # Where ranks have come or gone boxes may differ.
@@ -299,6 +305,11 @@ class Algorithm(Generic[State]):
             sums=torch.bfloat16 if "error_memory" in self.narrow else None,
             results=self.results,
         )
+
+    @property
+    def cuts(self) -> list[int]:
+        """Positions that no bucket reaches across, in any order: the ends of parameter groups, for most."""
+        return list(self.space.cuts)
 
     @property
     def kept_of_others(self) -> Keeps:
@@ -509,6 +520,11 @@ class Algorithm(Generic[State]):
     def at_round_end(self) -> bool:
         """Has a round ended with the last step, on all ranks, so that end_round() cuts none short?"""
         return self.at_sync
+
+    @property
+    def has_sent(self) -> bool:
+        """Has the last step begun an exchange? What goes out beside others is of that one."""
+        return self.at_round_end
 
     def end_round(self) -> None:
         """End a round of local steps now by its exchange: all ranks hold the same parameters. Collective.

@@ -41,6 +41,10 @@ class Carrier(Protocol):
         """Around launches between which nothing else is queued."""
 
     @property
+    def at(self) -> range:
+        """The buckets that are exchanged."""
+
+    @property
     def has_failed(self) -> bool:
         """Will finish() raise, as far as is known?"""
 
@@ -86,7 +90,8 @@ class LeftInPlace:
 class Exchange:
     """One step's exchange. Every rank calls alike. After an error, and after abandon(), it is over and undone.
 
-    launch(k): sends bucket k; its part of the gradient is final and stays as it is. A lost peer is named by finish().
+    at: the buckets that it is of. launch(k): sends bucket k; its part of the gradient is final and stays as it is. A
+    lost peer is named by finish().
     where: of tensors whose gradients are read where backward left them; without it all are in g. keeps: will launch
     read the gradient of this tensor where it is? Until the commit it stays so then; else it must be in g.
     """
@@ -96,6 +101,7 @@ class Exchange:
         self.launching: Callable[[], AbstractContextManager[object]] = carrier.launching
         self.keeps: Keeps | None = None if where is None else where.take
         self.wrote: Sequence[int] = ()
+        self.at = carrier.at
         self._carrier = carrier
         self._where = where
 
@@ -144,14 +150,16 @@ def formed_sum(
     where: LeftInPlace | None = None,
     g_N: Tensor | None = None,
     added: Callable[[slice], Added | None] | None = None,
+    at: range | None = None,
 ) -> Exchange:
     """A sum through the codec that exists a bucket at a time. form(slice, runs): makes these elements of it, new.
 
     Of gradients that are final, and of what else stays as it is until the commit. memory: modified; as before, to
     rounding, where it fails or is abandoned. g: the gradients, where what is made is finite if these are.
-    added: as in Reducer.launch_formed; then all gradients are in one place, and where is None.
+    added: as in Reducer.launch_formed; then all gradients are in one place, and where is None. at: the only buckets
+    that are exchanged; None: all.
     """
-    reduce.begin(memory)
+    reduce.begin(memory, at=at)
     runs: LeftGradients = () if where is None else where.runs
 
     def launch(k: int) -> None:
@@ -186,14 +194,15 @@ def fused_momentum(
     return Exchange(reduce, lambda k: reduce.launch_lerp(k, g_N, 1 - beta1_K[k], where.runs, m_N, factor_T), where)
 
 
-def refusal(reduce: Reducer, memory: ErrorMemory | None, wire: FullWire) -> Exchange:
+def refusal(reduce: Reducer, memory: ErrorMemory | None, wire: FullWire, at: range | None = None) -> Exchange:
     """Nothing, where the other ranks exchange something: finish() raises Refused, alike on every rank.
 
-    memory: of what they exchange, which stays as it is; None: they take the mean of gradients, by this wire.
+    memory: of what they exchange, which stays as it is; None: they take the mean of gradients, by this wire. at: the
+    buckets that they exchange; None: all.
     """
     if memory is None:
         means = reduce.means(wire)
         means.begin()
         return Exchange(means, means.launch_refused)
-    reduce.begin(memory)
+    reduce.begin(memory, at=at)
     return Exchange(reduce, reduce.launch_refused)

@@ -245,6 +245,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         """
         loss = self.compute(closure)
         with self._reports_undone():
+            if self.lost is not None:
+                raise self.lost
             try:
                 with self.calling(f"step() {self.num_steps + 1}"):
                     self._step()
@@ -263,7 +265,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         with self._told_in_box():
             self._agree_on_load()
             changing.follow_changes(self)
-        space, overlap = self.space, self.overlap
+        space, overlap, self.lost_gradient = self.space, self.overlap, None
         try:
             with self._told_in_box():
                 changing.refuse_held_back(self)
@@ -294,6 +296,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         except BaseException as error:
             self.clipping.reset()
             overlap.undo(error, self.reduce, self.group)
+            if self.reduce.needs_lost_input:  # whoever calls zero_grad() or backward() before regroup()
+                self.lost_gradient = space.g_N.clone()
             raise
         overlap.abandon()  # of a local step: nothing of it was sent
         self.num_steps += 1

@@ -217,12 +217,12 @@ class Overlap:
         exchange = exchange or begin()
         self.launch_all(exchange, beside, num_launched)
         exchange.finish()
-        self._in_backward, self._in_step = num_launched, self.num_buckets - num_launched
+        self._in_backward, self._in_step = num_launched, len(exchange.at) - num_launched
 
     def launch_all(self, exchange: Exchange, beside: Callable[[], None], num_launched: int = 0) -> None:
         """Launch what is not launched, and send what goes beside it. Raises: as complete(), but for finish()."""
         with exchange.launching():
-            for k in range(num_launched, self.num_buckets):
+            for k in exchange.at[num_launched:]:
                 exchange.launch(k)
         try:
             if not exchange.has_failed:

@@ -104,9 +104,9 @@ def uploads_plan(step: int) -> StepPlan:
     return StepPlan(Phase.COMPRESSED, Wire.LOCAL, Wire.COMPRESSED, update_variance=True, bias_step=step)
 
 
-def local_steps_plan(step: int, last_sync: int, every: int) -> StepPlan:
-    """Local steps of any optimizer: nothing crosses, but what parameters have moved by in the last of each `every`."""
-    crosses = Wire.COMPRESSED if step - last_sync >= every else Wire.LOCAL
+def local_steps_plan(*, due: bool) -> StepPlan:
+    """Local steps of any optimizer: nothing crosses, but where it is due what parameters have moved by."""
+    crosses = Wire.COMPRESSED if due else Wire.LOCAL
     return StepPlan(Phase.COMPRESSED, Wire.LOCAL, crosses, update_variance=False, bias_step=None)
 
 

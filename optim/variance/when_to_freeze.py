@@ -42,7 +42,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import SupportsFloat
 
-from thinwire.comm.protocol import FullWire
+from thinwire.comm.wire.network import FullWire
 from thinwire.contract.hyperparameters import LR_WARMUP_STEPS, TOTAL_STEPS, VAR_FREEZE_STEP
 
 logger = logging.getLogger(__name__)

@@ -59,6 +59,7 @@ from thinwire.service.errors import (
     Unavailable,
 )
 from thinwire.service.jobs.job_folder import JobFolder, RunFolders
+from thinwire.service.jobs.kept import KeptOfPeople
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, last_step, transition
 from thinwire.service.jobs.views import job_json
@@ -105,6 +106,7 @@ class WorkerReports:
         self._clock = clock
         self._networks = networks
         self._grace_s, self._job_bytes, self._person_bytes = grace_s, job_bytes, person_bytes
+        self._kept = KeptOfPeople()
         self._rates = Rates(BURST_BYTES, BYTES_A_SECOND)
         # Who leads, by job: not in the database, for each says so again within a heartbeat.
         self._leads: dict[str, int] = {}
@@ -147,7 +149,7 @@ class WorkerReports:
         """
         _refuse_unbounded(telemetry)
         samples, events = telemetry.samples, telemetry.events
-        full = None
+        full, added = None, 0
         with self._db.write() as session:
             jobs = JobRepository(session)
             row = self._current(jobs.lock(job_id), telemetry.attempt)
@@ -177,6 +179,7 @@ class WorkerReports:
             if progress:
                 session.flush()
                 jobs.note([job_id], **progress)
+        self._kept.add(row.submitted_by, added)
         if full is not None:
             raise JobFull(
                 f"no more samples and events of job {job_id} are kept here: {full}. Its run folder has them, and it "
@@ -247,7 +250,7 @@ class WorkerReports:
 
         Raises JobNotFound, JobOver, StaleAttempt, Unavailable.
         """
-        state, path = self._check(job_id, attempt)[0], self._folders.of(job_id).path / name
+        state, path = JobState(self._check(job_id, attempt)[0].state), self._folders.of(job_id).path / name
         if state.terminal and path.exists():
             raise JobOver(job_id, state, f"its {name} is no longer replaced")
         try:
@@ -287,7 +290,7 @@ class WorkerReports:
         Nothing is added where something before it is missing: the answer says from where to send.
         Raises JobNotFound, JobOver, StaleAttempt, Unavailable.
         """
-        _, room = self._check(job_id, attempt)
+        row, room = self._check(job_id, attempt)
         try:
             with self._folders.lock:
                 size, added = self._folders.of(job_id).append_log(attempt, offset, content, room)
@@ -296,6 +299,7 @@ class WorkerReports:
         if added:
             with self._db.write() as session:
                 JobRepository(session).keep_more(job_id, added)
+            self._kept.add(row.submitted_by, added)
         return LogKept(next_offset=size, full=size >= LONGEST_LOG_BYTES or added >= room)
 
     def charge(self, who: str, size: int) -> None:
@@ -313,11 +317,11 @@ class WorkerReports:
             jobs = JobRepository(session)
             return self._room(jobs, jobs.found(job_id))[0]
 
-    def _check(self, job_id: str, attempt: int) -> tuple[JobState, int]:
-        """The job's state, and how many bytes more are kept of it. Raises JobNotFound, JobOver, StaleAttempt."""
+    def _check(self, job_id: str, attempt: int) -> tuple[JobRow, int]:
+        """The job, and how many bytes more are kept of it. Raises JobNotFound, JobOver, StaleAttempt."""
         with self._db.read() as session:
             row = self._current(JobRepository(session).found(job_id), attempt)
-            return JobState(row.state), self._room(JobRepository(session), row)[0]
+            return row, self._room(JobRepository(session), row)[0]
 
     def _current(self, row: JobRow, attempt: int) -> JobRow:
         """The row, where a report of this attempt may still come. Raises JobOver, StaleAttempt."""
@@ -335,7 +339,7 @@ class WorkerReports:
             return 0, f"{kept}, at most {self._job_bytes} of one job (THINWIRE_JOB_MAX_BYTES)"
         if row.submitted_by is None:  # of a version that did not note it
             return of_job, None
-        of_person = self._person_bytes - jobs.kept_of(row.submitted_by)
+        of_person = self._kept.room(row.submitted_by, self._person_bytes, jobs.kept_of)
         if of_person <= 0:
             most = f"at most {self._person_bytes} bytes of all jobs of {row.submitted_by} (THINWIRE_PERSON_MAX_BYTES)"
             return 0, f"{most}; `thinwire delete` those that are not needed"

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli import commands
 from thinwire.cli.drill import OptimizerName, app
-from thinwire.optim.named import OPTIMIZERS
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.tools.drill.asked import Account, Chaos, Drill, DrillFailed, Found, Spread
 
 

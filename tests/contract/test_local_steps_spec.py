@@ -18,6 +18,8 @@ def test_the_rate_is_the_inner_optimizer_s():
         ({"every": 0}, "every", "greater than or equal to 1"),
         ({"every": 25}, "optimizer.every", "25 is not possible: at most steps = 24"),
         ({"every": 2.0}, "every", "valid integer"),
+        ({"parts": 0}, "parts", "greater than or equal to 1"),
+        ({"parts": 9}, "optimizer.parts", "9 is not possible: at most optimizer.every = 8, one part a step"),
         ({"inner": {"name": "onebit_adam"}}, "inner", "'adam', 'lamb', 'sgd', 'muon'"),
         ({"inner": {"name": "local_steps"}}, "inner", "'adam', 'lamb', 'sgd', 'muon'"),
         ({"inner": {"name": "adam", "full_exchange": "bf16"}}, "optimizer.inner.full_exchange", "no gradient is sent"),

@@ -1,5 +1,7 @@
 """CADA as the paper's Algorithm 1 has it, in float64, with every rank's values in one place.  [Chen et al. 2020]
 
+The threshold is that of its authors' code, in their terms: gradients divided by n, and lr G for a move.
+
 Written for tests; nothing of the product is imported.
 """
 
@@ -41,7 +43,7 @@ class ReferenceCada:
         self.older = x.clone()  # rule 1: of all
         self.change = [torch.zeros_like(x) for _ in range(ranks)]  # rule 1: at each rank's last upload
         self.at = [x.clone() for _ in range(ranks)]  # rule 2: x at each rank's last upload
-        self.moved: list[float] = []
+        self.moved: list[float] = []  # |lr G|^2 of each step
         self.steps = 0
         self.uploads: list[list[int]] = []
 
@@ -58,7 +60,7 @@ class ReferenceCada:
                 d = change - self.change[rank]
             else:
                 change = d = g - self.gradient(self.at[rank], self.steps, rank)
-            if float(d.square().sum()) >= allowed or self.age[rank] >= self.max_age:
+            if float((d / self.ranks).square().sum()) >= allowed or self.age[rank] >= self.max_age:
                 givers.append(rank)
                 self.sent[rank], self.change[rank], self.at[rank], self.age[rank] = g, change, self.x.clone(), 0
             self.age[rank] += 1
@@ -71,4 +73,4 @@ class ReferenceCada:
         root = (self.w / (1 - beta2**self.steps)).sqrt() + self.eps
         move = self.lr * (self.m / (1 - beta1**self.steps) / root + self.weight_decay * self.x)
         self.x = self.x - move
-        self.moved.append(float(move.square().sum()))
+        self.moved.append(float((self.lr * mean).square().sum()))

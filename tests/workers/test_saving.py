@@ -83,9 +83,7 @@ def saving_run(store, name, size, dtype):
         model, optimizer, meter = make(name, group, dtype)
         train(model, optimizer, group.rank, range(1, AT + 1))
         writer = Writer(store)
-        writer.save(
-            CheckpointId(GENERATION, AT), group.rank, group.size, collect(optimizer, meter, of(model, optimizer))
-        )
+        writer.save(CheckpointId(GENERATION, AT), group.rank, group.size, collect(meter, of(model, optimizer)))
         then = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, group.rank, range(AT + 1, AT + 3))  # while it is written
         assert writer.close(30)
@@ -105,7 +103,7 @@ def loading_run(store, name, size, dtype):
                 param.zero_()
         state = restored(store.load(store.newest_whole(), CPU))
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state["optimizers"][0])
         meter.load(state["meter"])
         return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
@@ -149,7 +147,7 @@ def test_a_checkpoint_is_at_most_a_tenth_larger_than_parameters_m_v_and_r(tmp_pa
             CheckpointId(GENERATION, 1),
             group.rank,
             group.size,
-            collect(optimizer, Meter(group.stats), of(model, optimizer)),
+            collect(Meter(group.stats), of(model, optimizer)),
         )
         assert writer.close(30)
         return sum(param.numel() for param in model.parameters())
@@ -169,7 +167,7 @@ def test_a_checkpoint_of_a_recipe_from_before_recipes_were_scripts_is_gone_on_fr
         return model, Training(group, CPU, optimizer, of(model, optimizer), MapFeed([0], 1, 1))
 
     model, training = built(1)
-    content = collect(training.optimizer, Meter(group.stats), training.registered)
+    content = collect(Meter(group.stats), training.registered)
     plain = {name: value for name, value in content.plain.items() if name not in ("registered", "modules")}
     other, fresh = built(2)
     restore(replace(content, plain=plain), fresh)
@@ -184,13 +182,13 @@ def test_what_others_keep_in_the_state_of_the_optimizer_goes_back_too(tmp_path):
     z = torch.arange(13, dtype=torch.bfloat16)
     optimizer.state[model.first.bias].update(z=z, count=3)
     writer = Writer(store)
-    writer.save(CheckpointId(GENERATION, AT), 0, 1, collect(optimizer, meter, of(model, optimizer)))
+    writer.save(CheckpointId(GENERATION, AT), 0, 1, collect(meter, of(model, optimizer)))
     assert writer.close(60)
     content = store.load(CheckpointId(GENERATION, AT), CPU)
     other, loaded, meter = make("onebit_adam", SoloGroup(), torch.float32)
     state = restored(content)
-    assert set(state["model"]) == set(restored(collect(loaded, meter, of(other, loaded)))["model"])
-    loaded.load_state_dict({**state["optimizer"], "parameters": content.flat["parameters"]})
+    assert set(state["model"]) == set(restored(collect(meter, of(other, loaded)))["model"])
+    loaded.load_state_dict({**state["optimizers"][0], "parameters": content.flat["parameters"]})
     assert torch.equal(loaded.state[other.first.bias]["z"], z)
     assert loaded.state[other.first.bias]["count"] == 3
     assert set(loaded.state[other.last.bias]) == {"step", "exp_avg", "exp_avg_sq"}

@@ -41,6 +41,7 @@ WORK = {
     "collectives": "thinwire.tools.collectives.run:run",
     "gpu": "thinwire.tools.gpu.run:main",
     "plan": "thinwire.workers.plan.run:run",
+    "what_if": "thinwire.workers.plan.what_if:answer",
     "fetch": "thinwire.workers.weights:fetch",
     "picture": "thinwire.workers.telemetry.history:picture",
 }

@@ -44,6 +44,7 @@ from thinwire.cli.submit import manifest, submit
 from thinwire.cli.summary import SummaryError, picture, shown_summary, summary_rows, summary_table
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, logs, outcome, wait_for_workers, watch_to_end
+from thinwire.cli.what_if import what_if
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import JobList
 from thinwire.contract.redaction import Redacting
@@ -246,6 +247,7 @@ app.command()(logs)
 app.add_typer(tokens, name="token")
 app.command()(audit)
 app.command()(plan)
+app.command("what-if")(what_if)
 app.command()(fetch)
 app.command()(dashboard)
 app.command()(picture)

@@ -86,6 +86,7 @@ def plan(
 
     **What to look at.** "step" is a step after the warm-up, "warm-up" one in it, which sends the gradient in full. A
     gain of 1.8 says that the run takes 1/1.8 of the time of dense training. Below 1.05 the advice is not to compress.
+    "same loss" is the time to the loss at which dense training ends, where our studies have it.
 
     **A script** is run here, in this Python, as worker 0 of so many: it makes a few steps of its own loop, which are
     timed, and is ended.
@@ -137,7 +138,7 @@ def lines(found: Plan) -> list[str]:
 
 
 def _table(methods: tuple[MethodPlan, ...]) -> list[str]:
-    columns = ("method", "warm-up", "step", "sent a step", "sent in all", "whole run", "x fp32", "x bf16")
+    columns = ("method", "warm-up", "step", "sent a step", "sent in all", "whole run", "x fp32", "x bf16", "same loss")
     rows = [
         (
             one.title,
@@ -148,9 +149,15 @@ def _table(methods: tuple[MethodPlan, ...]) -> list[str]:
             hours(one.run_s),
             f"{one.gain_fp32:.2f}",
             f"{one.gain_bf16:.2f}",
+            hours(one.same_loss_s) if one.same_loss_s is not None else "-",
         )
         for one in methods
     ]
+    return columns_text(columns, rows)
+
+
+def columns_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in which the first column stands to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(pairs)).rstrip()

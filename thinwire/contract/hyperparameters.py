@@ -153,6 +153,9 @@ CodecName = Literal["sign", "int8", "int4", "topk", "threshold"]
 hundredth, in 16."""
 RANK = Number("rank", 2, "columns of the factors of a matrix, of codec powersgd", at_least=1, whole=True)
 EVERY = Number("every", 32, "local steps from one exchange to the next", at_least=1, whole=True)
+PARTS = Number(
+    "parts", 1, "of the model, which are exchanged one after another in the steps of a round", at_least=1, whole=True
+)
 OUTER_LR = Number("outer.lr", 1.0, "rate of the outer step: 1 goes to the mean of the ranks", above=0.0)
 OUTER_MOMENTUM = Number("outer.momentum", 0.0, "of the outer step", at_least=0.0, below=1.0)
 OUTER = (OUTER_LR, OUTER_MOMENTUM)

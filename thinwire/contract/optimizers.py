@@ -211,6 +211,7 @@ class LocalStepsSpec(Frozen):
     overlap: bool = Field(
         False, description="the exchange of a round runs beside the steps of the next, and counts one round late"
     )
+    parts: Whole = _field(declared.PARTS)
 
     @property
     def lr(self) -> float:

@@ -51,6 +51,8 @@ class MethodPlan:
 
     warmup: steps that send the gradient in full; of a dense way none is called so. step_s, step_bytes: means over the
     others. gain_fp32, gain_bf16: how many times as fast as dense training the whole run is, warm-up included.
+    same_loss_s: until the loss at which dense training ends; None: in our studies it did not come to it in as many
+    steps, or has not been measured.
     """
 
     name: str
@@ -64,6 +66,7 @@ class MethodPlan:
     run_bytes: float
     gain_fp32: float
     gain_bf16: float
+    same_loss_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

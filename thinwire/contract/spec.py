@@ -494,6 +494,9 @@ def _impossible(spec: TrainSpec) -> list[Impossible]:
             found.append(
                 ("optimizer.every", local.every, f"at most steps = {spec.steps}, or workers would exchange nothing")
             )
+        if local.parts > local.every:
+            words = f"at most optimizer.every = {local.every}, one part a step"
+            found.append(("optimizer.parts", local.parts, words))
         if local.inner.full_exchange is not None:
             words = "left out: inside of local steps no gradient is sent; optimizer.codec says how moves are"
             found.append(("optimizer.inner.full_exchange", local.inner.full_exchange, words))

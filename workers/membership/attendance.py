@@ -16,6 +16,7 @@ the server to do is left here as effects.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
@@ -25,12 +26,12 @@ from thinwire.workers.membership import roster
 from thinwire.workers.membership.commit_lease import LEASE_S
 from thinwire.workers.membership.messages import FromServer
 from thinwire.workers.membership.roster import Plans, Worker
+from thinwire.workers.membership.seating import Roster
 from thinwire.workers.membership.seats import (
     LONGEST_REASON,
     Identity,
     Limits,
     LostMember,
-    Seat,
     Seated,
     Snapshot,
     Status,
@@ -111,18 +112,18 @@ Effect = Send | Close | Happened | Keep
 class Present:
     """The present generation: who was seated, and what has happened since.
 
-    reason, lost_before, furthest_before: why it came to be, and the last step reported before. over: why it ends,
-    where that is not planned. planned: the change that was confirmed, planned_step: after which step; leaving: the ids
-    of those that leave by it. at_end: a member has come to a clean end, and the others will too. furthest: the last
-    step that a member has reported. released: ids that are gone, and until when each may commit. returning: those of
-    them that may come back. vacant: nobody is left who could commit, and that was kept for the next server.
+    roster: its members, why it came to be, and the last step reported before. lost: members since; untold: those of
+    whom the others have not heard yet. over: why it ends, where that is not planned. planned: the change that was
+    confirmed, planned_step: after which step; leaving: the ids of those that leave by it. at_end: a member has come to
+    a clean end, and the others will too. furthest: the last step that a member has reported. released: ids that are
+    gone, and until when each may commit. returning: those of them that may come back. vacant: nobody is left who could
+    commit, and that was kept for the next server.
     """
 
     generation: int = 0
-    seats: tuple[Seated, ...] = ()
-    reason: str = ""
-    lost_before: tuple[LostMember, ...] = ()
+    roster: Roster | None = None
     lost: list[LostMember] = field(default_factory=list)
+    untold: list[LostMember] = field(default_factory=list)
     over: str | None = None
     planned: str | None = None
     planned_step: int = 0
@@ -131,27 +132,30 @@ class Present:
     at_end: bool = False
     seated_at: float = 0.0
     furthest: int = 0
-    furthest_before: int = 0
     released: dict[str, float] = field(default_factory=dict)
     returning: dict[str, Worker] = field(default_factory=dict)
     vacant: bool = False
 
-    def seating(self, rank: int) -> m.Seating:
-        """The message with the seat of this rank."""
-        size, before = len(self.seats), self.furthest_before
-        seat = Seat(self.generation, rank, size, self.seats, self.reason, self.lost_before, before)
-        return m.Seating(seat=seat)
+    @property
+    def seats(self) -> tuple[Seated, ...]:
+        """Its members, by rank, as they were when it began."""
+        return () if self.roster is None else self.roster.members
+
+    @property
+    def furthest_before(self) -> int:
+        """The last step that was reported before it began."""
+        return 0 if self.roster is None else self.roster.furthest
 
     def news(self) -> list[m.FromServer]:
         """What a member that comes back has to hear."""
-        heard: list[m.FromServer] = [self.lost_peer(gone) for gone in self.lost]
+        heard: list[m.FromServer] = [self.lost_peers(self.lost)] if self.lost else []
         if self.over is not None and not self.lost:
             heard.append(m.Over(generation=self.generation, why=self.over))
         return heard
 
-    def lost_peer(self, gone: LostMember) -> m.LostPeer:
+    def lost_peers(self, lost: Sequence[LostMember]) -> m.LostPeers:
         """The message to the others."""
-        return m.LostPeer(generation=self.generation, rank=gone.rank, why=gone.why)
+        return m.LostPeers(generation=self.generation, ranks={gone.rank: gone.why for gone in lost})
 
 
 class Attendance:
@@ -160,6 +164,9 @@ class Attendance:
     def __init__(self, timing: Timing) -> None:
         self.timing = timing
         self.workers: dict[str, Worker] = {}
+        """By id. Changed by add() and _remove() alone, and ranks by rank()."""
+        self._in_slot: dict[int, dict[str, Worker]] = {}
+        self._members: list[Worker] | None = None
         self.unwanted: dict[str, str] = {}
         """Ids that are to leave, and why."""
         self.past: dict[str, m.Refusal] = {}
@@ -167,9 +174,35 @@ class Attendance:
         self.effects: list[Effect] = []
         self.present = Present()
 
-    def members(self) -> list[Worker]:
+    def members(self) -> Sequence[Worker]:
         """The living of the present generation, by rank."""
-        return roster.members(self.workers.values())
+        if self._members is None:
+            self._members = roster.members(self.workers.values())
+        return self._members
+
+    def in_slot(self, slot: int) -> list[Worker]:
+        """Those of this slot: more than one where a new process has come while the old one is silent."""
+        return list(self._in_slot.get(slot, {}).values())
+
+    def add(self, worker: Worker) -> None:
+        """It is here, or comes back."""
+        self.workers[worker.identity.id] = worker
+        self._in_slot.setdefault(worker.identity.slot, {})[worker.identity.id] = worker
+        if worker.rank is not None:
+            self._members = None
+
+    def rank(self, worker: Worker, rank: int | None) -> None:
+        """Its rank in the present generation; None in none. worker: modified."""
+        worker.rank, self._members = rank, None
+
+    def _remove(self, worker: Worker) -> None:
+        id, slot = worker.identity.id, worker.identity.slot
+        del self.workers[id], self._in_slot[slot][id]
+        if not self._in_slot[slot]:
+            del self._in_slot[slot]
+        self.unwanted.pop(id, None)
+        if worker.rank is not None and self._members is not None:
+            self._members = [one for one in self._members if one is not worker]  # who iterates has the old one
 
     def awaited(self) -> list[Worker]:
         """Members of an adopted generation that have not come back yet."""
@@ -215,8 +248,7 @@ class Attendance:
 
     def remove(self, worker: Worker, past: m.Refusal) -> None:
         """It is gone, and when it comes back it is refused with this."""
-        del self.workers[worker.identity.id]
-        self.unwanted.pop(worker.identity.id, None)
+        self._remove(worker)
         self.past[worker.identity.id] = past
 
     def dismiss(self, worker: Worker, why: str) -> None:
@@ -229,8 +261,7 @@ class Attendance:
 
     def forget(self, worker: Worker, why: str) -> None:
         """A newcomer has gone. It may come back."""
-        del self.workers[worker.identity.id]
-        self.unwanted.pop(worker.identity.id, None)
+        self._remove(worker)
         self.say("lost", slot=worker.identity.slot, id=worker.identity.id, rank=None, why=why)
 
     def lose(
@@ -265,12 +296,19 @@ class Attendance:
         self.say("over", why=why)
         self.tell(m.Over(generation=present.generation, why=why), but=but)
 
+    def tell_lost(self) -> None:
+        """Tell the members who was lost since the first: one message, where many die at once."""
+        present = self.present
+        if lost := [gone for gone in present.untold if gone in present.lost]:
+            self.tell(present.lost_peers(lost))
+        present.untold = []
+
     def take_back(self, worker: Worker) -> None:
         """A member whose connection was ended lives, and the generation has not been followed by another yet."""
         id, present = worker.identity.id, self.present
         del present.returning[id], present.released[id], self.past[id]
         present.lost = [gone for gone in present.lost if gone.id != id]
-        self.workers[id] = worker
+        self.add(worker)
         self.say("returned", slot=worker.identity.slot, id=id, rank=worker.rank)
 
     def snapshot(self, limits: Limits, *, finished: bool, events: int) -> Snapshot:
@@ -323,13 +361,17 @@ class Attendance:
 
     def _count_lost(self, who: Identity, rank: int, why: str, now: float) -> None:
         present = self.present
+        first = not present.lost
         gone = LostMember(who.id, who.slot, rank, why[:LONGEST_REASON])
         present.lost.append(gone)
         present.over = present.over or f"worker {worker_name(who)} was lost: {why}"
         if present.regroup_since is None:
             present.regroup_since = now
         self.cancel()
-        self.tell(present.lost_peer(gone))
+        if first:  # it ends the generation
+            self.tell(present.lost_peers([gone]))
+        else:
+            present.untold.append(gone)
 
 
 class Silence:

@@ -2,6 +2,8 @@
 
     member                                  server
     Key, Hello                         ->   checks the secret, then the identity
+                                       <-   AskSeat, of a few, where the server does not know their generation
+    OwnSeat                            ->
                                        <-   Welcome, or Refusal and the end of the connection
     Join                               ->
                                        <-   Seating, when the generation closes
@@ -9,7 +11,7 @@
     Unreachable                        ->   it cannot talk to some of its peers, in forming that or in a step
     Beat(number), every beat_s         ->
                                        <-   Heard(number), at once: it may commit for a while (commit_lease.py)
-                                       <-   LostPeer, Over: at once, when the generation is over unplanned
+                                       <-   LostPeers, Over: at once, when the generation is over unplanned
                                        <-   Proposal(step): let this generation end after that step
     Answer                             ->
                                        <-   Confirm, when all have said yes; else Cancel
@@ -30,6 +32,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from thinwire.workers.membership.seating import Roster, Turnover
 from thinwire.workers.membership.seats import LONGEST_REASON, Doing, Identity, Name, Seat, Standing, Whole
 
 T = TypeVar("T")
@@ -38,9 +41,13 @@ SEND_S = 10.0
 LONGEST_KEY_BYTES = 1024
 """Of the first line, from whom nobody knows yet."""
 LONGEST_LINE_BYTES = 1 << 20
-"""A seat of a thousand members takes about half of it."""
+"""A seat of a thousand members takes a quarter of it."""
 
 Reason = Annotated[str, Field(max_length=2 * LONGEST_REASON)]
+
+
+class BadLine(ValueError):
+    """The peer does not speak this protocol."""
 
 
 class _Message(BaseModel):
@@ -55,11 +62,18 @@ class Key(_Message):
 
 
 class Hello(_Message):
-    """Who comes. seat: where it is seated, so that a server that knows nothing can learn it."""
+    """Who comes. seated: in which generation, the last that it knows; 0 in none."""
 
     kind: Literal["hello"] = "hello"
     identity: Identity
-    seat: Seat | None
+    seated: Whole = 0
+
+
+class OwnSeat(_Message):
+    """It was asked."""
+
+    kind: Literal["own_seat"] = "own_seat"
+    seat: Seat
 
 
 class Join(_Message):
@@ -150,20 +164,65 @@ class Heard(_Message):
     number: int
 
 
+class AskSeat(_Message):
+    """This server does not know your generation: tell your seat."""
+
+    kind: Literal["ask_seat"] = "ask_seat"
+
+
 class Seating(_Message):
-    """The generation has closed, and this is your seat."""
+    """The generation has closed, and this is your seat.
+
+    On the wire it has one of the two: roster is for whom the server knows to have no seat of the generation before.
+    """
 
     kind: Literal["seating"] = "seating"
-    seat: Seat
+    rank: Whole
+    roster: Roster | None = None
+    change: Turnover | None = None
+
+    @property
+    def generation(self) -> int:
+        """Of the seat."""
+        return self._told.generation
+
+    @property
+    def seat(self) -> Seat:
+        """Where it was made, the whole of it."""
+        assert self.roster is not None
+        return self.roster.seat(self.rank)
+
+    def seat_after(self, known: Seat | None) -> Seat:
+        """The seat, for who knows that one. Raises BadLine where it does not follow from that."""
+        try:
+            if self.change is None:
+                return self.seat
+            if known is None:
+                raise ValueError(f"the change of generation {self.change.base} came to a member of none")
+            return self.change.roster(known).seat(self.rank)
+        except ValueError as error:
+            raise BadLine(f"this member cannot tell its seat: {error}") from None
+
+    @property
+    def _told(self) -> Roster | Turnover:
+        told = self.change or self.roster
+        if told is None:
+            raise BadLine("a seating came without seats")
+        return told
+
+    def line(self) -> bytes:
+        """As it crosses the wire. What is the same for all members is encoded once."""
+        told = self._told
+        field = b"roster" if isinstance(told, Roster) else b"change"
+        return b'{"kind":"seating","rank":%d,"%s":%s}' % (self.rank, field, told.json_bytes)
 
 
-class LostPeer(_Message):
-    """A member of this generation is gone."""
+class LostPeers(_Message):
+    """Members of this generation are gone. ranks: why, in words."""
 
-    kind: Literal["lost_peer"] = "lost_peer"
+    kind: Literal["lost_peers"] = "lost_peers"
     generation: int
-    rank: int
-    why: str
+    ranks: dict[Whole, str]
 
 
 class Over(_Message):
@@ -199,16 +258,18 @@ class Cancel(_Message):
     number: int
 
 
-FromMember = Hello | Join | Formed | Unreachable | Beat | Answer | Notice | Goodbye
-FromServer = Welcome | Refusal | Heard | Seating | LostPeer | Over | Proposal | Confirm | Cancel
+FromMember = Hello | OwnSeat | Join | Formed | Unreachable | Beat | Answer | Notice | Goodbye
+FromServer = Welcome | Refusal | AskSeat | Heard | Seating | LostPeers | Over | Proposal | Confirm | Cancel
 
 key: TypeAdapter[Key] = TypeAdapter(Key)
 from_member: TypeAdapter[FromMember] = TypeAdapter(Annotated[FromMember, Field(discriminator="kind")])
 from_server: TypeAdapter[FromServer] = TypeAdapter(Annotated[FromServer, Field(discriminator="kind")])
 
 
-class BadLine(ValueError):
-    """The peer does not speak this protocol."""
+def encoded(message: BaseModel) -> bytes:
+    """The line that crosses the wire."""
+    line = message.line() if isinstance(message, Seating) else message.model_dump_json().encode()
+    return line + b"\n"
 
 
 class Lines:
@@ -226,7 +287,7 @@ class Lines:
 
     def write(self, message: BaseModel) -> None:
         """Send one message. Raises OSError if the connection is gone or stuck."""
-        line = message.model_dump_json().encode() + b"\n"
+        line = encoded(message)
         with self._writing:
             self._socket.sendall(line)
 

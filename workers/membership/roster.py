@@ -37,8 +37,12 @@ FIRST_MARGIN_STEPS = 2
 TRIES = 10
 """In a row; then REST_S are let pass. The last try is 1024 steps ahead."""
 REST_S = 1.0
-SOON_S = 0.1
-"""While a member of a new generation has not begun to step: where it will begin, after a resume, nobody else knows."""
+MOST_NAMED = 8
+"""Workers in a reason."""
+SOON_S, LATE_S = 0.1, 2.0
+"""While a member of a new generation has not begun to step: where it will begin, after a resume, nobody else knows. The
+second time is twice as long, and so on up to LATE_S: to be given the state may take minutes, and each try is told to
+all."""
 
 
 @dataclass(slots=True)
@@ -139,7 +143,7 @@ def wanted(workers: Collection[Worker], unwanted: dict[str, str], limits: Limits
     size = min(limits.max, len(staying) - len(surplus) + len(waiting))
     if not leaving and size <= len(present):
         return None
-    return Wanted(leaving, "; ".join([*words, *_sizes(len(present), size)]))
+    return Wanted(leaving, "; ".join([*_first(words), *_sizes(len(present), size)]))
 
 
 def reason(lost: Sequence[LostMember], planned: str | None, before: int, after: int, stopped: str | None) -> str:
@@ -148,11 +152,17 @@ def reason(lost: Sequence[LostMember], planned: str | None, before: int, after: 
     planned: what was confirmed. stopped: what ended the generation where nobody was lost.
     """
     if lost:
-        return "; ".join(f"worker w{gone.slot} was lost: {gone.why}" for gone in lost)
+        return "; ".join(_first([f"worker w{gone.slot} was lost: {gone.why}" for gone in lost]))
     if planned is not None:  # newcomers may have come or gone since it was planned
         kept = [part for part in planned.split("; ") if not part.startswith(("grow ", "shrink "))]
         return "; ".join([*kept, *_sizes(before, after)]) or "a newcomer that was planned for has gone"
     return stopped or ("first" if not before else "; ".join(_sizes(before, after)) or "all members have left")
+
+
+def _first(words: list[str]) -> list[str]:
+    """Those, and how many more: every member of a generation is told its reason."""
+    more = len(words) - MOST_NAMED
+    return words if more <= 0 else [*words[:MOST_NAMED], f"and {more} more"]
 
 
 def _sizes(before: int, after: int) -> list[str]:
@@ -179,19 +189,19 @@ class Plans:
     def __init__(self) -> None:
         self.open: Plan | None = None
         self._number = 0
-        self._tries = 0
+        self._tries = self._early = 0
         self._rest_until = 0.0
 
-    def propose(
-        self, voters: Collection[str], largest_step: int, leaving: dict[str, str], reason: str, now: float
-    ) -> Plan | None:
-        """A new open plan; None while it should rest."""
-        if now < self._rest_until:
-            return None
+    def may_propose(self, now: float) -> bool:
+        """None is open, and no rest is due."""
+        return self.open is None and now >= self._rest_until
+
+    def propose(self, voters: Collection[str], largest_step: int, leaving: dict[str, str], reason: str) -> Plan:
+        """A new open plan, where it may be."""
         self._number += 1
         step = largest_step + FIRST_MARGIN_STEPS * 2**self._tries
-        self.open = Plan(self._number, step, leaving, reason, frozenset(voters))
-        return self.open
+        made = self.open = Plan(self._number, step, leaving, reason, frozenset(voters))
+        return made
 
     def hold(self, until: float) -> None:
         """Propose nothing before."""
@@ -201,7 +211,8 @@ class Plans:
         """A member said no: the next proposal goes further; soon, and no further, where it is not stepping yet."""
         self.open = None
         if not stepping:
-            self.hold(now + SOON_S)
+            self.hold(now + min(SOON_S * 2**self._early, LATE_S))
+            self._early += 1
             return
         self._tries += 1
         if self._tries == TRIES:
@@ -211,12 +222,13 @@ class Plans:
         """Count a yes. The plan, once all have said yes."""
         if self.open is None or self.open.number != number:
             return None
-        self.open.yes.add(voter)
-        return self.open if self.open.yes >= self.open.voters else None
+        if voter in self.open.voters:
+            self.open.yes.add(voter)
+        return self.open if len(self.open.yes) == len(self.open.voters) else None
 
     def reset(self) -> None:
         """Nothing is open, and the next proposal is a first one."""
-        self.open, self._tries, self._rest_until = None, 0, 0.0
+        self.open, self._tries, self._early, self._rest_until = None, 0, 0, 0.0
 
 
 def signature_of_most(workers: Sequence[Worker]) -> dict[str, str] | None:

@@ -20,13 +20,17 @@ is why it waits. What is to be done comes out of take().
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import JsonValue
 
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership import roster
-from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Silence, Timing
+from thinwire.workers.membership.asking import Asking
+from thinwire.workers.membership.attendance import Attendance, Close, Effect, Keep, Present, Send, Silence, Timing
 from thinwire.workers.membership.messages import FromMember
 from thinwire.workers.membership.roster import Worker
+from thinwire.workers.membership.seating import Roster, Turnover
 from thinwire.workers.membership.seats import Identity, Limits, Seat, Snapshot
 from thinwire.workers.membership.stuck import Standstill, Stuck
 
@@ -60,6 +64,7 @@ class Rules:
         self._silence = Silence(self._attendance, now)
         self._standstill = Standstill(self._attendance, now)
         self._stuck = Stuck(self._attendance, self._standstill)
+        self._asking = Asking(self._attendance)
 
     def take(self) -> list[Effect]:
         """What is to be done, once."""
@@ -68,20 +73,28 @@ class Rules:
 
     # What members say
 
-    def hello(self, identity: Identity, seat: Seat | None, now: float) -> m.Refusal | None:
-        """A worker came; seat: its own, as it says. The answer where it is not taken."""
-        attendance = self._attendance
+    def hello(self, identity: Identity, seat: Seat | int | None, now: float) -> m.Refusal | None:
+        """A worker came. The answer where it is not taken.
+
+        seat: its own, as it says; or the generation of that alone, 0 for none, and it is asked for the rest if need be.
+        """
+        attendance, seated = self._attendance, seat.generation if isinstance(seat, Seat) else seat or 0
+        self._asking.gone(identity.id, now)
         if back := attendance.present.returning.get(identity.id):  # it may not have read yet that it is seated
             attendance.take_back(back)
         elif past := attendance.past.get(identity.id):
             return past
         elif self.finished:
             return m.Refusal(verdict="dismissed", why="the job has finished")
-        elif refusal := self._filled(identity, seat is not None):
+        elif refusal := self._filled(identity, seated > 0):
             return refusal
         known = attendance.workers.get(identity.id)
-        if seat is not None and (known is None or seat.generation > attendance.present.generation):
-            if refusal := self._adopt(identity, seat, now):
+        if seated and (known is None or seated > attendance.present.generation):
+            self._highest = max(self._highest, seated)
+            if isinstance(seat, int) and self._knows_less(seated):
+                self._asking.wait(identity, seated, now)
+                return None
+            if refusal := self._adopt(identity, seated, seat, now):
                 return refusal
             known = attendance.workers.get(identity.id)
         worker = known or Worker(identity, now, here_since=now)
@@ -89,7 +102,8 @@ class Rules:
             now - worker.heard_at > self._timing.return_s
         ):  # else it was not away: a connection that ends again and again
             worker.here_since = now
-        attendance.workers[identity.id] = worker
+        if known is None:
+            attendance.add(worker)
         worker.connected, worker.awaited, worker.reset = True, False, None
         attendance.say("connected", slot=identity.slot, id=identity.id, host=identity.host, pid=identity.pid)
         attendance.send(identity.id, m.Welcome())
@@ -97,13 +111,18 @@ class Rules:
         if worker.rank is not None:
             self._refuse_doubles(worker, now)
             attendance.cancel()  # it may not have read what it was to answer
-            self._tell_all(worker, seat.generation if seat else 0)
-        self._settle(now)
+            self._tell_all(worker, seated)
+            self._settle(now)
         return None
 
     def heard(self, id: str, message: FromMember, now: float) -> None:
-        """What a worker says that has come, as in messages.py."""
-        worker = self._attendance.workers[id]
+        """What a worker says that has come, as in messages.py. Raises BadLine where it is not welcome yet."""
+        if isinstance(message, m.OwnSeat):
+            self._tells_seat(id, message.seat, now)
+            return
+        worker = self._attendance.workers.get(id)
+        if worker is None:
+            raise m.BadLine(f"{message.kind} came before its welcome: wait for that")
         if not isinstance(message, m.Goodbye):
             self._hear(worker, now)
         match message:
@@ -134,7 +153,7 @@ class Rules:
         id, standing = worker.identity.id, message.standing
         self._highest = max(self._highest, message.floor)
         if worker.rank is not None and message.after < present.generation:  # it has not yet read that it is seated
-            attendance.send(id, present.seating(worker.rank))
+            attendance.send(id, m.Seating(rank=worker.rank, roster=present.roster))
             return
         worker.signature = message.signature
         if attendance.members():
@@ -160,7 +179,7 @@ class Rules:
             if id in attendance.unwanted and not standing.has_state:
                 # else it is seated, and leaves when it has handed over
                 attendance.dismiss(worker, attendance.unwanted[id])
-        self._settle(now)
+            self._settle(now)  # a newcomer waits for the next tick: many come together, and are one change
 
     def _formed(self, worker: Worker, generation: int) -> None:
         if worker.rank is not None and generation == self._attendance.present.generation and not worker.formed:
@@ -210,6 +229,7 @@ class Rules:
 
     def gone(self, id: str, why: str, now: float) -> None:
         """The connection of a worker was ended at its side: its process is dead, or comes back within return_s."""
+        self._asking.gone(id, now)
         worker = self._attendance.workers.get(id)
         if worker is None:
             return
@@ -220,6 +240,7 @@ class Rules:
 
     def cut(self, id: str, why: str, now: float) -> None:
         """The connection of a worker broke, and not at its side. It may live, and know nothing of it."""
+        self._asking.gone(id, now)
         attendance, worker = self._attendance, self._attendance.workers.get(id)
         if worker is None:
             return
@@ -246,6 +267,7 @@ class Rules:
 
     def misspoke(self, id: str, why: str, now: float) -> None:
         """A worker does not speak the protocol: it is fenced, and its connection is ended at this side."""
+        self._asking.gone(id, now)
         if worker := self._attendance.workers.get(id):
             self._attendance.fence(worker, why, now)
             self._settle(now)
@@ -263,6 +285,8 @@ class Rules:
             self._refuse_doubles(worker, now)
         self._silence.judge(self.limits.min, now)
         self._stuck.judge(now)
+        self._asking.tick(now)
+        attendance.tell_lost()
         if not self.finished:
             self._standstill.judge(now)
         present = attendance.present
@@ -292,7 +316,7 @@ class Rules:
 
     def dismiss(self, slot: int, reason: str, now: float) -> None:
         """Let who fills this slot leave; nothing if nobody does."""
-        for worker in [w for w in self._attendance.workers.values() if w.identity.slot == slot]:
+        for worker in self._attendance.in_slot(slot):
             self._let_go(worker, reason, now)
         self._settle(now)
 
@@ -342,7 +366,8 @@ class Rules:
 
         Nor does a newcomer, where this one has a seat: it came while this one was silent.
         """
-        for other in self._attendance.workers.values():
+        known = self._attendance.workers.get(identity.id)
+        for other in [*self._attendance.in_slot(identity.slot), *([known] if known else [])]:
             if other.identity == identity:
                 continue  # it comes back, before this side has seen its connection end
             there = other.here and (other.rank is not None or not seated)
@@ -369,9 +394,7 @@ class Rules:
 
     def _refuse_doubles(self, worker: Worker, now: float) -> None:
         """It is there again, and while it was silent a new process may have come for its slot."""
-        doubles = [
-            w for w in self._attendance.workers.values() if w.identity.slot == worker.identity.slot and w is not worker
-        ]
+        doubles = [w for w in self._attendance.in_slot(worker.identity.slot) if w is not worker]
         why = f"slot {worker.identity.slot} is filled by two processes: end one of the two"
         if worker.rank is not None:
             for double in doubles:
@@ -405,11 +428,12 @@ class Rules:
             present.regroup_since is None
             and present.planned is None
             and not present.at_end
+            and attendance.plans.may_propose(now)
             and all(w.here for w in members)
         ):
-            self._plan(members, now)
+            self._plan(members)
 
-    def _close(self, members: list[Worker], now: float) -> None:
+    def _close(self, members: Sequence[Worker], now: float) -> None:
         attendance, ended = self._attendance, self._attendance.present
         if not members and now < max([self._quiet_until, *ended.released.values()]):
             return
@@ -442,16 +466,23 @@ class Rules:
             attendance.say("gave_up", step=before)
         reason = roster.reason(ended.lost, ended.planned, len(ended.seats), len(chosen), ended.over)
         self._highest, self._signature = self.highest + 1, signature
-        seats = tuple(roster.to_seated(worker) for worker in chosen)
-        lost = tuple(sorted(ended.lost, key=lambda gone: gone.rank))
-        began = Present(self._highest, seats, reason, lost, at_end=ended.at_end, seated_at=now, furthest_before=before)
-        self._begin(began)
+        seats = Roster(
+            generation=self._highest,
+            reason=reason,
+            lost=tuple(sorted(ended.lost, key=lambda gone: gone.rank)),
+            furthest=before,
+            members=tuple(roster.to_seated(worker) for worker in chosen),
+        )
+        change = Turnover.between(ended.generation, ended.seats, seats) if members else None
+        self._begin(Present(self._highest, seats, at_end=ended.at_end, seated_at=now))
         attendance.effects.append(Keep(self._highest, vacant=False))
         for rank, worker in enumerate(chosen):
-            worker.has_state = seats[rank].standing.has_state
-            worker.rank, worker.standing, worker.longest_step_s, worker.formed = rank, None, 0.0, False
-            worker.doing = None
-            attendance.send(worker.identity.id, attendance.present.seating(rank))
+            stays = worker.rank is not None  # and so has the seats of the generation that has ended
+            worker.has_state = seats.members[rank].standing.has_state
+            worker.standing, worker.longest_step_s, worker.formed, worker.doing = None, 0.0, False, None
+            attendance.rank(worker, rank)
+            told = m.Seating(rank=rank, roster=seats, change=change if stays else None)
+            attendance.send(worker.identity.id, told)
         slots: list[JsonValue] = [w.identity.slot for w in chosen]
         attendance.say("seated", size=len(chosen), slots=slots, reason=reason)
         self._settle(now)
@@ -460,15 +491,13 @@ class Rules:
         self._attendance.begin(present)
         self._stuck.forget_reports()
 
-    def _plan(self, members: list[Worker], now: float) -> None:
+    def _plan(self, members: Sequence[Worker]) -> None:
         attendance = self._attendance
         change = roster.wanted(attendance.workers.values(), attendance.unwanted, self.limits)
-        if change is None or attendance.plans.open is not None:
+        if change is None:
             return
         largest = max(w.step for w in members)
-        plan = attendance.plans.propose([w.identity.id for w in members], largest, change.leaving, change.reason, now)
-        if plan is None:
-            return
+        plan = attendance.plans.propose([w.identity.id for w in members], largest, change.leaving, change.reason)
         attendance.say("proposed", step=plan.step, reason=plan.reason)
         for worker in members:
             proposal = m.Proposal(
@@ -488,27 +517,47 @@ class Rules:
 
     # A server that was restarted
 
-    def _adopt(self, identity: Identity, seat: Seat, now: float) -> m.Refusal | None:
+    def _knows_less(self, generation: int) -> bool:
+        """Does this server know less than a member of that generation?"""
+        present = self._attendance.present.generation
+        return generation > present and (present == 0 or bool(self._attendance.awaited()) or present < self._after)
+
+    def _adopt(self, identity: Identity, seated: int, seat: Seat | int | None, now: float) -> m.Refusal | None:
         attendance, generation = self._attendance, self._attendance.present.generation
-        self._highest = max(self._highest, seat.generation)
-        adopted = generation == 0 or bool(attendance.awaited()) or generation < self._after
-        knows_less = seat.generation > generation and adopted
-        if knows_less and any(seated.identity.id == identity.id for seated in seat.members):
+        is_its_own = isinstance(seat, Seat) and any(one.identity.id == identity.id for one in seat.members)
+        if self._knows_less(seated) and isinstance(seat, Seat) and is_its_own:
             self._take_over(seat, now)
             return None
-        why = f"it was seated in generation {seat.generation}, and generation {generation} goes on without it"
+        why = f"it was seated in generation {seated}, and generation {generation} goes on without it"
         attendance.say("fenced", slot=identity.slot, id=identity.id, rank=None, why=why)
         attendance.past[identity.id] = m.Refusal(verdict="fenced", why=why)
         return attendance.past[identity.id]
+
+    def _tells_seat(self, id: str, seat: Seat, now: float) -> None:
+        """It was asked. Those that wait with it for a server that knows their generation have one now."""
+        identity = self._asking.answered(id)
+        if identity is None:
+            return
+        came: list[tuple[Identity, Seat | int]] = [(identity, seat)]
+        while came:
+            who, brings = came.pop()
+            if refusal := self.hello(who, brings, now):
+                self._attendance.effects += [Send(who.id, refusal), Close(who.id)]
+            if not came:
+                came += self._asking.up_to(self._attendance.present.generation)
 
     def _take_over(self, seat: Seat, now: float) -> None:
         """This server knows less than a member, whose generation becomes the present one."""
         attendance = self._attendance
         attendance.cancel()
-        before = seat.furthest
-        self._begin(
-            Present(seat.generation, seat.members, seat.reason, seat.lost, seated_at=now, furthest_before=before)
+        seats = Roster(
+            generation=seat.generation,
+            reason=seat.reason,
+            lost=seat.lost,
+            furthest=seat.furthest,
+            members=seat.members,
         )
+        self._begin(Present(seat.generation, seats, seated_at=now))
         self._silence.adopt_until = now + self._timing.adopt_s
         if seat.generation < self._after:  # members of the last generation may be about to come, or be cut off
             self._silence.adopt_until = max(self._silence.adopt_until, self._quiet_until)
@@ -518,14 +567,16 @@ class Rules:
             if worker.identity.id in ranks:
                 continue
             if worker.rank is not None:
-                worker.rank = None  # of another generation; it is not a loss of this one
+                attendance.rank(worker, None)  # of another generation; it is not a loss of this one
                 attendance.fence(worker, f"generation {seat.generation} goes on without it", now)
         for rank, seated in enumerate(seat.members):
             worker = attendance.workers.get(seated.identity.id) or Worker(
                 seated.identity, self._began, connected=False, awaited=True
             )
-            attendance.workers[seated.identity.id] = worker
-            worker.rank, worker.standing, worker.step = rank, None, seated.standing.step
+            if seated.identity.id not in attendance.workers:
+                attendance.add(worker)
+            attendance.rank(worker, rank)
+            worker.standing, worker.step = None, seated.standing.step
             worker.has_state = seated.standing.has_state
             if worker.connected:
                 self._tell_all(worker, 0)
@@ -534,6 +585,6 @@ class Rules:
         """A member is there again. knows: the last generation that it knows."""
         attendance, present = self._attendance, self._attendance.present
         if worker.rank is not None and knows < present.generation:
-            attendance.send(worker.identity.id, present.seating(worker.rank))
+            attendance.send(worker.identity.id, m.Seating(rank=worker.rank, roster=present.roster))
         for message in present.news():
             attendance.send(worker.identity.id, message)

@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 HELLO_S = 5.0
 """In which a connection must have said who it is."""
 MAX_STRANGERS = 64
-"""Connections at a time that have not yet. One more closes one of them, by lot: those that only hang keep nobody out,
-and where many members come at once, some of them get through."""
+"""Connections at a time that have not yet, or as many as the job may have workers, which may all come at once. One more
+closes one of them, by lot: those that only hang keep nobody out."""
 TICK_S = 0.05
 KEPT = 16
 """Events that a snapshot has, for those that look now and then."""
@@ -179,7 +179,7 @@ class MembershipServer:
     def _let_in(self, lines: Lines) -> None:
         with self._lock:
             self._open.add(lines)
-            if len(self._strangers) >= MAX_STRANGERS:
+            if len(self._strangers) >= max(MAX_STRANGERS, self._rules.limits.max):
                 logger.warning("membership_crowded strangers=%d", len(self._strangers))
                 self._strangers.pop(random.randrange(len(self._strangers))).end()
             self._strangers.append(lines)
@@ -221,7 +221,7 @@ class MembershipServer:
             if lines not in self._strangers:
                 return None  # it has been closed for another one, and must not count as one that ended its connection
             self._strangers.remove(lines)
-            refusal = self._rules.hello(hello.identity, hello.seat, time.monotonic())
+            refusal = self._rules.hello(hello.identity, hello.seated, time.monotonic())
             if refusal is None:
                 if before := self._outboxes.get(hello.identity.id):
                     before.end()  # it has come back before its last connection was seen to end

@@ -3,7 +3,7 @@
     state      until                                                                            then
     new        join()                                                                           joining
     joining    Seating                                                                          seated
-    seated     LostPeer, Over, or a promised stop whose outcome nobody knows                    over
+    seated     LostPeers, Over, or a promised stop whose outcome nobody knows                   over
                join(), after a planned stop or of its own accord                                joining
     over       join()                                                                           joining
     any        Refusal, finish(), fail(), close()                                               ended
@@ -130,7 +130,7 @@ class State:
     def hello(self) -> m.Hello:
         """What to say first at a new connection."""
         with self.changed:
-            return m.Hello(identity=self._identity, seat=self.seat)
+            return m.Hello(identity=self._identity, seated=self.seat.generation if self.seat else 0)
 
     def beat(self, doing: Doing | None = None) -> m.Beat:
         """The next beat, to be sent at once. Under the lock."""
@@ -178,16 +178,19 @@ class State:
             case m.Heard():
                 self.lease.heard(message.number)
                 self._on_heard()
-            case m.Seating() if seat is None or message.seat.generation > seat.generation:
-                self.seat, self.handed_out, self.standing = message.seat, False, None
+            case m.AskSeat() if seat is not None:
+                return [m.OwnSeat(seat=seat)]
+            case m.Seating() if seat is None or message.generation > seat.generation:
+                self.seat, self.handed_out, self.standing = message.seat_after(seat), False, None
                 self.over, self.lost = None, {}
                 self.promise, self.stop_at = None, math.inf
                 self.formed, self.unreachable = False, {}
                 self.step, self.longest_step_s = None, 0.0
-            case m.LostPeer() if seat is not None and message.generation == seat.generation:
-                who = worker_name(seat.members[message.rank].identity)
-                self.lost.setdefault(message.rank, message.why)
-                self.over = self.over or f"rank {message.rank} ({who}) was lost: {message.why}"
+            case m.LostPeers() if seat is not None and message.generation == seat.generation:
+                for rank, why in message.ranks.items():
+                    self.lost.setdefault(rank, why)
+                    who = worker_name(seat.members[rank].identity)
+                    self.over = self.over or f"rank {rank} ({who}) was lost: {why}"
             case m.Over() if seat is not None and message.generation == seat.generation:
                 self.over = self.over or message.why
             case m.Proposal():

@@ -36,11 +36,12 @@ from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import PlanFailed, Say
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, LocalSteps, ZeroOneAdam, ZeroOneSchedule
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.kernels.compiled import compile_all
-from thinwire.optim.named import OPTIMIZERS
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.plan.children import Children, Parent
-from thinwire.workers.plan.forecast import (
+from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
+from thinwire.workers.plan.ways import (
     COMPRESSED,
     FROM_THE_FIRST,
     LOCAL_STEPS,
@@ -50,7 +51,6 @@ from thinwire.workers.plan.forecast import (
     Rehearsed,
     inner_of,
 )
-from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
 from thinwire.workers.recipe import Recipe, moved
 from thinwire.workers.recipes import recipe_of
 

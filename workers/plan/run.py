@@ -16,9 +16,11 @@ from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import Link, Plan, PlanFailed, PlanRequest, Say
 from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.data.corpus import DataError
-from thinwire.workers.plan.forecast import PlannedJob, chosen_bucket, compressed_for, forecast, network_of
+from thinwire.workers.plan.asked import job_of_recipe
+from thinwire.workers.plan.forecast import forecast
 from thinwire.workers.plan.rehearsal import PARTS, Orders, devices_for, run_rank, spawn
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps
+from thinwire.workers.plan.ways import PlannedJob, chosen_bucket, compressed_for, network_of
 from thinwire.workers.recipe import Recipe
 from thinwire.workers.recipes import recipe_of
 
@@ -74,7 +76,7 @@ def orders_of(
         assert learned is not None
         job, recipe = learned.as_job(spec), OfShapes(learned.shapes, learned.global_batch)
     else:
-        job, recipe = PlannedJob.of_recipe(spec), recipe_of(spec)
+        job, recipe = job_of_recipe(spec), recipe_of(spec)
     if workers > job.global_batch:
         raise ValueError(f"{workers} workers for global_batch = {job.global_batch}: at least one sample a worker")
     with torch.device("meta"):

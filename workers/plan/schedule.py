@@ -15,32 +15,16 @@ or both (optim/variance/refresh.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
-from thinwire.comm.codecs import BY_NAME, CountSketch, PowerSGD
-from thinwire.comm.protocol import FullWire
-from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps
-from thinwire.comm.wire.step_time import FEW_BITS
-from thinwire.contract.hyperparameters import EVERY, RANK
-from thinwire.contract.optimizers import LocalStepsSpec, OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec
-from thinwire.contract.spec import TrainSpec
-from thinwire.optim import FlatOptimizer, LocalSteps, OneBitSGD, ZeroOneAdam
+from thinwire.comm.wire.network import NO_FULL_STEPS, Exchange, FullSteps, FullWire
+from thinwire.contract.hyperparameters import EVERY, PARTS
 from thinwire.optim.engine.schedule import counted_interval, longest_interval, rate_interval
-from thinwire.optim.named import OPTIMIZERS
-from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.optim.variance.refresh import PART, gap_after, refreshes_between
-from thinwire.optim.variance.warmup import WarmupOptimizer
 from thinwire.optim.variance.when_to_freeze import LAMB_WARMUP_PART, WARMUP_PART, VarianceFreeze, VarianceStability
-from thinwire.workers.recipes.of_job import risen_and_fallen
-
-ASSUMED_STEPS = 1000
-"""Of a run whose length the script does not tell."""
-ASSUMED_RISE = 0.05
-"""Of a run whose rate falls: the part in which it rises, where nobody tells."""
-FLOOR = 0.1
-"""To which part of its peak a rate falls that does."""
-COMPRESSED = (OneBitAdamSpec, OneBitLambSpec, ZeroOneAdamSpec)
+from thinwire.workers.rates import risen_and_fallen
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +34,9 @@ class RunSteps:
     warmup: steps in full before the freeze, of 1-bit Adam and LAMB; None: they find it, or there is none.
     var_freeze_step, dense_steps, var_update_scaler, local_step_scaler, local_step_clipper: of 0/1 Adam.
     refresh: of all that freeze a variance.
-    inner, every, late: of local steps; of other methods every is what local steps would have by default. late: does
-    the exchange run beside the next round's steps? codec: of local steps and 1-bit SGD. own: keywords
-    that the method's exchange is made with.
+    inner, every, parts, late: of local steps; of other methods every is what local steps would have by default. late:
+    does the exchange run beside the steps after it? codec: of local steps and 1-bit SGD. own: keywords that the
+    method's exchange is made with.
     lr_warmup_steps: in which the learning rate rises; then it falls as a cosine to `floor` of its peak, 1: stays.
     full_exchange: None: half, flat: low-precision parameters, topology flat, from which it follows.
     Raises: ValueError where these cannot stand together.
@@ -75,9 +59,10 @@ class RunSteps:
     local_step_clipper: int | None = None
     inner: str | None = None
     every: int = EVERY.default
+    parts: int = PARTS.default
     codec: str = "sign"
     late: bool = False
-    own: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -94,108 +79,9 @@ class RunSteps:
         """The method whose steps may stand in for this run's: of local steps the inner optimizer."""
         return self.inner or self.method
 
-    @classmethod
-    def of_job(cls, spec: TrainSpec) -> Self:
-        """As a job file says it."""
-        given, schedule = spec.optimizer, spec.lr_schedule
-        more: dict[str, Any] = {}
-        if isinstance(given, ZeroOneAdamSpec):
-            names = ("dense_steps", "var_update_scaler", "local_step_scaler", "local_step_clipper")
-            more = {name: getattr(given, name) for name in names}
-        if isinstance(given, COMPRESSED):
-            more["refresh"] = given.refresh
-        if isinstance(given, LocalStepsSpec):
-            more |= {"inner": given.inner.name, "every": given.every, "late": given.overlap}
-        more["codec"] = getattr(given, "codec", "sign")
-        more["own"] = given.model_dump(include={"codec", "rank", "k", "rows", "columns", "second"})
-        rule = given.inner if isinstance(given, LocalStepsSpec) else given
-        if hasattr(rule, "betas"):
-            more["beta2"] = rule.betas[1]
-        return cls(
-            spec.steps,
-            given.name,
-            lr_warmup_steps=spec.lr_warmup_steps,
-            floor=schedule.final_fraction if schedule.decay == "cosine" else 1.0,
-            warmup=spec.warmup_steps,
-            var_freeze_step=spec.var_freeze_step,
-            full_exchange=getattr(given, "full_exchange", None),
-            half=spec.precision == "bfloat16",
-            flat=spec.topology == "flat",
-            **more,
-        )
-
-    @classmethod
-    def of_optimizer(cls, optimizer: FlatOptimizer[Any], last: int | None) -> Self:
-        """As a script's optimizer says it. last: the last step, where the loop says so.
-
-        What nobody knows is assumed: ASSUMED_STEPS, and a rate that falls where there is a scheduler, else stays.
-        Raises: ValueError for an optimizer that no job has, and settings that do not fit the length of the run.
-        """
-        mine = type(optimizer)  # or made of it by sized(), of the same name
-        names = names_of(mine)
-        if not names:
-            raise ValueError(f"{mine.__name__}: must be one of {', '.join(OPTIMIZERS)}, not a class made of it")
-        steps = length_of(optimizer, last) or ASSUMED_STEPS
-        more: dict[str, Any] = {}
-        rises = optimizer.lr_warmup_steps if isinstance(optimizer, WarmupOptimizer) else None
-        if isinstance(optimizer, FreezingOptimizer):
-            more["warmup"] = None if optimizer.warmup == "auto" else optimizer.warmup
-        if isinstance(optimizer, ZeroOneAdam):
-            more = {
-                "var_freeze_step": optimizer.freeze.var_freeze_step,
-                **asdict(optimizer.schedule),
-                "local_step_clipper": optimizer.local_step_clipper,
-            }
-        if isinstance(optimizer, LocalSteps):
-            inner = type(optimizer.inner.optimizer)
-            known = names_of(inner) or [kind for kind in ("sgd", "muon") if kind == inner.__name__.lower()]
-            more = {"inner": (known or ["adam"])[0], "every": optimizer.every}
-            more["late"] = optimizer.steps_beside > 0
-        more |= _codec_of(optimizer)
-        if "betas" in optimizer.param_groups[0]:
-            more["beta2"] = optimizer.param_groups[0]["betas"][1]
-        falls = has_scheduler(optimizer)
-        return cls(
-            steps,
-            names[0],
-            lr_warmup_steps=rises or (max(1, round(ASSUMED_RISE * steps)) if falls else 1),
-            floor=FLOOR if falls else 1.0,
-            full_exchange=optimizer.full_exchange,
-            **more,
-        )
-
     def rate(self, step: int) -> float:
         """The learning rate of a step (from 1), of its peak."""
         return risen_and_fallen(step, self.steps, self.lr_warmup_steps, self.floor)
-
-
-def _codec_of(optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
-    """codec and own, of RunSteps; one of the user's own costs nobody knows what, and counts as signs."""
-    codec = optimizer.codec
-    if isinstance(codec, CountSketch):
-        return {"own": {"k": codec.k, "rows": codec.rows, "columns": codec.columns, "second": codec.second}}
-    name = getattr(codec, "name", "")
-    as_named = isinstance(codec, PowerSGD) or (name in FEW_BITS and BY_NAME.get(name) == codec)
-    known = name if as_named else "sign"
-    if isinstance(optimizer, OneBitSGD):
-        rank = codec.rank if isinstance(codec, PowerSGD) else RANK.default
-        return {"codec": known, "own": {"codec": known, "rank": rank}}
-    return {"codec": known, "own": {"codec": known} if isinstance(optimizer, LocalSteps) else {}}
-
-
-def names_of(kind: type) -> list[str]:
-    """What a job file calls this class of optimizers, or one that sized() has made of it; empty where nothing."""
-    return [name for name, one in OPTIMIZERS.items() if one in kind.__mro__ and one.__name__ == kind.__name__]
-
-
-def length_of(optimizer: FlatOptimizer[Any], last: int | None) -> int | None:
-    """Steps of the run: `last` where the loop says so, else the optimizer's total_steps."""
-    return last or (optimizer.total_steps if isinstance(optimizer, WarmupOptimizer) else None)
-
-
-def has_scheduler(optimizer: FlatOptimizer[Any]) -> bool:
-    """Has a scheduler of torch.optim been made for it? The same on every rank that runs the same program."""
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
 EXCHANGES = {"bf16": Exchange.FLAT_16, "int8": Exchange.FLAT_8}
@@ -281,9 +167,12 @@ def one_bit(run: RunSteps, *, lamb: bool = False) -> Kinds:
 
 
 def local_steps(run: RunSteps) -> Kinds:
-    """Local steps. The end of the run ends a round too; those that a checkpoint ends early are not counted."""
-    rounds = -(-run.steps // run.every)
-    return Kinds(full=0, compressed=rounds, local=run.steps - rounds)
+    """Local steps: a compressed one sends one part.
+
+    The end of the run ends a round too; those that a checkpoint ends early are not counted.
+    """
+    sent = min(-(-run.steps // run.every) * run.parts, run.steps)
+    return Kinds(full=0, compressed=sent, local=run.steps - sent)
 
 
 def zero_one(run: RunSteps) -> Kinds:
@@ -297,7 +186,7 @@ def zero_one(run: RunSteps) -> Kinds:
     dense_steps = min(dense_steps, end)
     between = end - dense_steps
     both = variance_steps(between, run.var_update_scaler)
-    syncs, refreshes = _syncs(run, end)
+    syncs, refreshes = _syncs(replace(run, full_exchange=None, half=False, flat=True), end)  # which it does not ask
     compressed = between - both + syncs - refreshes
     local = run.steps - end - syncs
     return Kinds(full=dense_steps, both=both + refreshes, compressed=compressed, local=local, refreshes=refreshes)
@@ -315,6 +204,7 @@ def variance_steps(steps: int, scaler: int) -> int:
     return found
 
 
+@lru_cache(maxsize=16)
 def _syncs(run: RunSteps, frozen_at: int) -> tuple[float, int]:
     """Steps after the freeze at which the sum of the updates is exchanged, and at how many of them v is refreshed."""
     beta2, part = run.beta2, run.refresh or PART

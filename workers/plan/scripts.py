@@ -45,12 +45,14 @@ from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, Share, StreamFeed
+from thinwire.workers.plan.asked import ASSUMED_STEPS, length_of, run_of_optimizer
 from thinwire.workers.plan.children import Children, Parent
-from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed
-from thinwire.workers.plan.schedule import ASSUMED_STEPS, RunSteps, length_of
+from thinwire.workers.plan.schedule import RunSteps
+from thinwire.workers.plan.ways import Busy, PlannedJob, Rehearsed
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.recipe import Recipe
-from thinwire.workers.session.body import STEPLESS, Found
+from thinwire.workers.session.body import STEPLESS
+from thinwire.workers.session.evaluation import Found
 from thinwire.workers.session.job import End, as_main, folder_of, run_entry, where_in_script
 from thinwire.workers.session.session import Session, placed
 from thinwire.workers.session.training import Run, ScriptError, SessionFeed, Surroundings
@@ -103,7 +105,7 @@ class Learned:
         """By its optimizer, and its scheduler where that says so. last: steps of the whole run, where known."""
         params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
         shapes = [[list(param.shape), str(param.dtype).removeprefix("torch.")] for param in params]
-        run, knows_length = asdict(RunSteps.of_optimizer(optimizer, last)), length_of(optimizer, last) is not None
+        run, knows_length = asdict(run_of_optimizer(optimizer, last)), length_of(optimizer, last) is not None
         return cls(shapes, forward_s, backward_s, timed, global_batch, run, knows_length, optimizer.overlaps)
 
     def as_job(self, spec: ScriptSpec) -> PlannedJob:
@@ -249,7 +251,12 @@ class DrySession(Session):
         """Nothing is saved."""
 
     def batches(self, dataset: Any, **given: Any) -> Iterator[Any]:
-        """As Session.batches, and each body is timed."""
+        """As Session.batches, and each body is timed. Raises: ScriptError for several optimizers, too."""
+        if len(self._optimizers) > 1:
+            raise ScriptError(
+                f"{len(self._optimizers)} optimizers are registered, and a forecast is of a run with one: rehearse the "
+                "script with one of them, the largest, for the others add their bytes"
+            )
         return self._timed(super().batches(dataset, **given))
 
     def __exit__(self, *error: Any) -> None:

@@ -5,7 +5,6 @@ Hyperparameters are as the constructors of thinwire.optim take them.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -22,9 +21,10 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.optimizers import CadaSpec, LocalStepsSpec
 from thinwire.contract.spec import PythonStdlib, TextFile, TextRecipe, TrainSpec
 from thinwire.optim import FlatOptimizer, LambBounds, OuterSGD, ZeroOneSchedule
-from thinwire.optim.named import OPTIMIZERS
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.variance.freezing import FreezingOptimizer
 from thinwire.workers.data.corpus import Corpus, Sample, Windows, load_corpus, spread
+from thinwire.workers.rates import risen_and_fallen
 from thinwire.workers.recipe import Recipe, moved
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,14 +37,6 @@ def learning_rate(spec: TrainSpec, step: int) -> float:
     """The rate of step `step` (from 1): linear to the peak over the warm-up, then cosine to final_fraction of it."""
     floor = 1.0 if spec.lr_schedule.decay == "constant" else spec.lr_schedule.final_fraction
     return risen_and_fallen(step, spec.steps, spec.lr_warmup_steps, floor, peak=spec.optimizer.lr)
-
-
-def risen_and_fallen(step: int, steps: int, warmup: int, floor: float, *, peak: float = 1.0) -> float:
-    """Linear to the peak over `warmup` steps, then a cosine to `floor` of it at the last; a floor of 1: constant."""
-    if step <= warmup:
-        return peak * step / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def hyperparameters(spec: TrainSpec) -> dict[str, Any]:
@@ -127,6 +119,7 @@ class OfJob(Recipe):
                 outer=OuterSGD(given.outer.lr, given.outer.momentum, given.outer.nesterov),
                 codec=given.codec,
                 overlap=given.overlap,
+                parts=given.parts,
                 total_steps=self.spec.steps,
                 group=group,
             )

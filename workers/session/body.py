@@ -3,6 +3,13 @@
 Gradients are weighed there by this rank's share of the step (hooks on the parameters, for this step only). A step that
 is lost in optimizer.step() is undone there; step() returns, the body ends, and `close` raises what became of it. Where
 the optimizer has counted the step all the same, as local steps do, it stands: a step that was made, with an error.
+
+Several optimizers may step with one batch, in any order and each as often as it likes. Then the batch is what counts,
+or does not: its steps are made one after another, for what the later ones compute hangs on what the former ones moved.
+So when one is lost, those before it in the body stand, on all ranks. The rest of the body sends nothing more. Whether
+the batch counts is known when the ranks meet again (joining.py): it does where some rank has made all of it, and then
+only the exchange that was lost has to be made up for; else `take_back` brings back what has moved, of which a copy is
+held from when the batch is given out (optim/engine/keeping.py).
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +30,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from thinwire.comm import CommError
 from thinwire.comm.protocol import Group
-from thinwire.contract.reports import wrong_with_reported_name
 from thinwire.contract.spec import uneven_boxes
-from thinwire.optim import FlatOptimizer
+from thinwire.optim.engine.keeping import Kept
 from thinwire.workers.data.feed import Share, own_part
 from thinwire.workers.ranks import Box
-from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.registered import Optimizers, Registered
 from thinwire.workers.session.training import ScriptError
 
 logger = logging.getLogger(__name__)
@@ -40,15 +46,12 @@ STEPLESS = 20
 """Batches in a row without optimizer.step() until the log says so."""
 
 
-Found = float | Tensor | Mapping[str, float | Tensor]
-"""What a function of run.evaluate_every returns."""
-
-
 @dataclass(frozen=True, slots=True)
 class Made:
     """A step that was made in a body. seconds: of the whole body; of these, optimizer_s: inside of step(), where known.
 
-    weight: of this rank's share. numbers: what the body has reported. left_out: the optimizer has not counted it.
+    weight: of this rank's share. numbers: what the body has reported. left_out: no optimizer has counted it.
+    elements: of the vectors that its steps were of, together; None: of a step of the one optimizer.
     lost: with what the exchange after it failed, where the step stands all the same.
     """
 
@@ -60,15 +63,18 @@ class Made:
     optimizer_s: float = 0.0
     left_out: bool = False
     lost: CommError | None = None
+    elements: int | None = None
 
 
 class _Body:
-    """One of them. lr: with which its step was made, once it was."""
+    """One of them. num_steps: of each optimizer when it began. phase, lr: of the first optimizer; lr: with which its
+    step was made, once it was. elements: as Made.elements, so far."""
 
-    def __init__(self, optimizer: FlatOptimizer[Any], share: Share) -> None:
-        self.share, self.optimizer = share, optimizer
-        self.num_steps, self.phase = optimizer.num_steps, optimizer.phase.value
-        self.lr = float(optimizer.param_groups[0]["lr"])
+    def __init__(self, optimizers: Optimizers, share: Share) -> None:
+        self.share, self.optimizers = share, optimizers
+        self.num_steps, self.phase = [one.num_steps for one in optimizers], optimizers[0].phase.value
+        self.lr = float(optimizers[0].param_groups[0]["lr"])
+        self.elements = 0
         self.has_stepped = False
         self.strangers: set[str] = set()
         self.began = time.perf_counter()
@@ -82,17 +88,20 @@ class Bodies:
     outside: says in words why optimizer.step() is refused where none is open; None where it is not.
     """
 
-    def __init__(self, optimizer: FlatOptimizer[Any], registered: Registered) -> None:
-        self._optimizer, self._registered = optimizer, registered
+    def __init__(self, registered: Registered) -> None:
+        self._optimizers, self._registered = registered.optimizers, registered
         self.outside: Callable[[], str | None] = lambda: None
         self._open: _Body | None = None
         self._lost: CommError | None = None
+        self._kept: list[Kept] = []
+        """Several optimizers, as they were when the last batch was given out."""
         self._stepless, self._pid = 0, os.getpid()
         self.numbers: dict[str, Tensor] = {}
         """What is reported of the step that is being made."""
-        optimizer.undone = self._note_undone
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        for optimizer in self._optimizers:
+            optimizer.undone = self._note_undone
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
 
     @property
     def is_open(self) -> bool:
@@ -106,14 +115,16 @@ class Bodies:
 
     @property
     def has_stepped(self) -> bool:
-        """Has the open body made its step, which counts?"""
+        """Has the open body made its step, or some of its steps, and do they count?"""
         return self._open is not None and self._open.has_stepped and not self.is_undone
 
     @property
     def has_counted(self) -> bool:
-        """Has the optimizer counted the step of the open body?"""
+        """Has an optimizer counted a step of the open body, which stands? Where several have lost one none does."""
         body = self._open
-        return body is not None and self._optimizer.num_steps > body.num_steps
+        if body is None or (self._lost is not None and len(self._optimizers) > 1):
+            return False
+        return any(one.num_steps > steps for one, steps in zip(self._optimizers, body.num_steps, strict=True))
 
     def refuse_fork(self, call: str) -> None:
         """Raises: ScriptError in a process that the script has forked."""
@@ -128,16 +139,17 @@ class Bodies:
         """The batch of this share is given out inside."""
         self.numbers = {}
         self._registered.remember()
-        self._open = body = _Body(self._optimizer, share)
+        if len(self._optimizers) > 1:
+            self._kept = [Kept(one) for one in self._optimizers]
+        self._open = body = _Body(self._optimizers, share)
         watching = _watching()
         watching.append(body)
         handles: list[Any] = []
         weight = share.weight
         if weight != 1.0:
-            for group in self._optimizer.param_groups:
-                for param in group["params"]:
-                    if param.requires_grad:
-                        handles.append(param.register_hook(lambda grad: grad * weight))
+            for param in (param for one in self._optimizers for group in one.param_groups for param in group["params"]):
+                if param.requires_grad:
+                    handles.append(param.register_hook(lambda grad: grad * weight))
         try:
             yield
         finally:
@@ -154,18 +166,38 @@ class Bodies:
         if body.strangers:
             raise ScriptError(
                 f"{', '.join(sorted(body.strangers))} made a step and is not registered: a worker that comes later "
-                "could not be given its state; there is one optimizer a run: register that, with all parameters"
+                "could not be given its state; say run.register(name=optimizer), of each optimizer that makes steps"
             )
         lost, self._lost = self._lost, None
+        for optimizer in self._optimizers:
+            optimizer.lost = None
         if lost is not None and not counted:
             self._registered.put_back()
             raise lost
         if lost is not None:
             logger.warning("step_stands step=%d reason=%r", body.share.step, str(lost))
+        self.let_go()
         self._note_stepless(body)
         seconds = time.perf_counter() - body.began
         weight, left_out = body.share.weight, not counted
-        return Made(body.phase, body.lr, seconds, weight, self.numbers, body.optimizer_s, left_out, lost)
+        elements = body.elements if len(self._optimizers) > 1 else None
+        return Made(body.phase, body.lr, seconds, weight, self.numbers, body.optimizer_s, left_out, lost, elements)
+
+    def take_back(self) -> None:
+        """The last batch does not count, on any rank: what its steps have moved is as when it was given out. Local."""
+        for kept in self._kept:
+            if kept.has_moved:
+                kept.put_back()
+        self.let_go()
+
+    def end(self) -> None:
+        """There is no further batch: one that was lost is not made again. Local."""
+        if self._open is None:
+            self.take_back()
+
+    def let_go(self) -> None:
+        """What the last batch has moved stands, or is gone. Local."""
+        self._kept = []
 
     def _note_stepless(self, body: _Body) -> None:
         self._stepless = 0 if body.has_stepped else self._stepless + 1
@@ -185,13 +217,15 @@ class Bodies:
             if words is not None:
                 raise ScriptError(f"optimizer.step() outside of the loop's body, {words}")
             return None
-        if body.has_stepped:
+        if body.has_stepped and len(self._optimizers) == 1:
             raise ScriptError(
                 f"optimizer.step() for a second time with one batch, at step {body.share.step}: a step of the run is "
                 "one step of the optimizer; call it once for each batch of run.batches()"
             )
         body.has_stepped = True
-        body.lr = float(self._optimizer.param_groups[0]["lr"])
+        if optimizer is self._optimizers[0]:
+            body.lr = float(optimizer.param_groups[0]["lr"])
+        body.elements += next(one for one in self._optimizers if one is optimizer).space.layout.num_live
 
         def computed() -> None:
             self._registered.before_step()
@@ -212,6 +246,9 @@ class Bodies:
             self._lost = error.with_traceback(None)
             if not self.has_counted:
                 self._registered.keep()
+            if len(self._optimizers) > 1:  # what its peers have, nobody knows: no more is sent with this batch
+                for optimizer in self._optimizers:
+                    optimizer.lost = self._lost
 
 
 def _watching() -> list[_Body]:
@@ -226,7 +263,7 @@ def _note_stranger(optimizer: Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # a compiled step is traced through this
         return
     for body in _watching():
-        if optimizer is not body.optimizer and optimizer is not body.optimizer.inside:
+        if not any(optimizer in (one, one.inside) for one in body.optimizers):
             body.strangers.add(type(optimizer).__name__)
 
 
@@ -301,21 +338,3 @@ def refuse_unequal(samples: int, box: Box, numbers: Iterable[int], weigh: Callab
             "that the job may have, from workers.min to workers.max; or let both be the same, and a job that has lost "
             "a box waits for another"
         )
-
-
-def by_name(found: Found) -> dict[str, float]:
-    """A number alone is the validation loss. Raises: ScriptError for what is neither a number nor numbers by name."""
-    named = found if isinstance(found, Mapping) else {"loss": found}
-    numbers = {}
-    for name, value in named.items():
-        try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError) as error:
-            what = f"{type(value).__name__} {str(value)[:100]!r}" + (f" as {name!r}" if found is named else "")
-            raise ScriptError(
-                f"the function of run.evaluate_every returned {what}: return the validation loss of this rank's part, "
-                'a number, or numbers by name, such as {"loss": 0.31, "accuracy": 0.92}'
-            ) from error
-        if wrong := wrong_with_reported_name(f"validation_{name}"):
-            raise ScriptError(f"the function of run.evaluate_every returned {str(name)[:100]!r}: {wrong}")
-    return numbers

@@ -3,7 +3,8 @@
 The loop is turned inside out: the script that draws a batch computes its step (`batches`, with body.py), or the steps
 of its optimizer are reported when they are made (own_loop.py). A step that is lost in the body's optimizer.step() is
 undone there; step() returns, the body ends, all that was registered is taken back, and the same step is given out
-again, cut for the ranks that there are then. One that stands, as a local step does, is committed before that.
+again, cut for the ranks that there are then. One that stands, as a local step does, is committed before that. Where
+there are several optimizers "a step" is all that they do with one batch.
 
 Knows no Ray and no service.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from thinwire.comm import Keeps, NonFiniteInput, PeerLost, SoloGroup
-from thinwire.comm.groups.texts import gather_texts, texts_if_they_differ
+from thinwire.comm.groups.texts import gather_texts
 from thinwire.contract.figures import summarise
 from thinwire.contract.reports import EventKind, Health
 from thinwire.contract.run_folder import RunFolder
@@ -38,7 +39,8 @@ from thinwire.workers.ranks import RunEnded
 from thinwire.workers.recipes.of_job import take_settings
 from thinwire.workers.replicas import ReplicasDiffer
 from thinwire.workers.saving import Saving, refuse_differing_shards, store_of
-from thinwire.workers.session.body import Bodies, Found, Made, by_name, refuse_unequal, weighed
+from thinwire.workers.session.body import Bodies, Made, refuse_unequal, weighed
+from thinwire.workers.session.evaluation import Found, evaluated
 from thinwire.workers.session.joining import Joined, Origin, Progress, join
 from thinwire.workers.session.training import ScriptError, Surroundings, Training
 from thinwire.workers.signature import signature
@@ -46,7 +48,7 @@ from thinwire.workers.telemetry import history
 from thinwire.workers.telemetry.lateness import Waits
 from thinwire.workers.telemetry.meter import Meter
 from thinwire.workers.telemetry.prediction import Prediction
-from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog, refuse_non_finite
+from thinwire.workers.telemetry.step_log import NonFiniteLoss, StepLog
 from thinwire.workers.telemetry.step_parts import StepClock
 from thinwire.workers.telemetry.trace import Trace
 from thinwire.workers.weights import StartRefused
@@ -73,6 +75,7 @@ class Course:
         run, ranks, reporter, checkpoint = around.run, around.ranks, around.reporter, around.checkpoint
         self.step = self.attended = self.left_out = 0
         self.training = training
+        self._counts = [0] * len(training.optimizers)  # steps that each had made when it was attended to last
         self.last, self.evaluate_every = training.feed.last, 0
         self.evaluate: Callable[[], Found] | None = None
         self.weight: Callable[[], float] = lambda: 1.0
@@ -98,7 +101,7 @@ class Course:
         self._log: StepLog | None = None
         self._trace = Trace.of(run.directory)
         self._shares: Iterator[Share] = iter(())
-        self._clock = StepClock(training.optimizer) if training.device.type == "cpu" else None
+        self._clock = StepClock(*training.optimizers) if training.device.type == "cpu" else None
         self.bodies = bodies
         if bodies is not None:
             bodies.outside = self._outside
@@ -152,6 +155,8 @@ class Course:
         """The body has left the loop, after the step that it has made, as on all ranks. Collective."""
         if self.bodies is not None and self.bodies.has_counted:
             self._take(self.bodies.close())
+        elif self.bodies is not None:
+            self.bodies.take_back()
         self.last = self.step
         if self.attended == self.step and self.step:
             self.attended -= 1
@@ -202,7 +207,8 @@ class Course:
         self._meter.attach(group.stats)
         with self._meter.part("control"):
             self._reporter.seated(group, self._around.device)  # before the state is given: who then has it says so
-            joined = join(self._around, self.training, group, self._progress() if has_state else None)
+            progress = self._progress() if has_state else None
+            joined = join(self._around, self.training, group, progress, self.bodies)
             self.training = joined.training
         seat = self._ranks.seat
         if self._trace is not None:
@@ -253,7 +259,7 @@ class Course:
         rates[self.step] = made.lr
         if self._trace is not None:
             self._trace.committed(self.step, self.training.optimizer)
-        self.log.record(self.step, made.phase, made.seconds, weight=made.weight, numbers=made.numbers)
+        self.log.record(self.step, made.phase, made.seconds, made.weight, made.numbers, made.elements)
         for old in [step for step in rates if step <= self.log.reported]:
             del rates[old]
 
@@ -292,8 +298,9 @@ class Course:
 
     def _replicas_equal(self) -> bool:
         training = self.training
-        if not training.optimizer.at_sync:
-            training.optimizer.prepare_to_save()
+        for optimizer in training.optimizers:
+            if not optimizer.at_sync:
+                optimizer.prepare_to_save()
         try:
             refuse_differing_shards(training, self._ranks.box, self.step)
         except ReplicasDiffer as error:
@@ -364,10 +371,11 @@ class Course:
 
     def _rehearse(self) -> None:
         """Do alone what is slow the first time, before its peers wait for this worker: compiling. Local."""
-        optimizer, spec = self.training.optimizer, self._around.spec
-        if spec is not None:
-            optimizer.keeps = Keeps(spec.workers.shadow)
-        compile_all(optimizer.space.p_N.dtype, optimizer.dtype_of("v_N", 1))
+        spec = self._around.spec
+        for optimizer in self.training.optimizers:
+            if spec is not None:
+                optimizer.keeps = Keeps(spec.workers.shadow)
+            compile_all(optimizer.space.p_N.dtype, optimizer.dtype_of("v_N", 1))
 
     def _hand_over(self, stop: Change) -> None:
         """End the generation as planned: nothing of it is lost. Raises: PeerLost; Dismissed where this one leaves."""
@@ -375,7 +383,8 @@ class Course:
         self.log.flush(self.step, {}, None)
         with self._meter.part("control"):
             self._ranks.box.share("handing over")
-            hand_over(self.training.optimizer)
+            for optimizer in self.training.optimizers:
+                hand_over(optimizer)
             all_leave = self._agreed(stop.leaving)
             self._ranks.box.share("the end of handing over")
         if all_leave and self._saving is not None:  # nobody is left to hold what the optimizer has handed over
@@ -412,11 +421,13 @@ class Course:
         started = None if resumed is not None else self._start()
         self.step = self.attended = resumed or started or 0
         self.left_out = self.step - training.optimizer.num_steps
+        self._counts = [optimizer.num_steps for optimizer in training.optimizers]
         self._reporter.resumed(resumed or 0)
         if started is not None:
             self._reporter.event(EventKind.STARTED_FROM, self.step, **self._origin.facts)
         batch = training.global_batch(self.step + 1)
-        if training.optimizer.set_global_batch(batch):  # a run with another global batch was saved
+        again = [one.set_global_batch(batch) for one in training.optimizers]  # of each, if another was saved
+        if any(again):
             self._reporter.event(EventKind.WARMUP_REARMED, self.step, global_batch=batch)
         self._new_log()
         self._draw()
@@ -460,6 +471,7 @@ class Course:
         self.log.prediction = self._prediction()
         self._reporter.went_back(now.reported)
         self.step, self.attended, self._due, self.left_out = now.step, now.attended, now.due, now.left_out
+        self._counts = [one.num_steps - (now.step - now.attended) for one in training.optimizers]
         if now.last is not None:  # of data whose end a newcomer has not read
             self.last = now.last
         if self.step == self.last:  # the last checkpoint may lack the part of a rank that was lost
@@ -524,7 +536,8 @@ class Course:
             self.log.end_round(self.step)
         if saving is not None:
             with meter.part("checkpoint"):
-                training.optimizer.prepare_to_save()
+                for optimizer in training.optimizers:
+                    optimizer.prepare_to_save()
         # Between the syncs of 0/1 Adam the ranks hold different parameters: an evaluation waits for the next one.
         evaluating = due and training.optimizer.at_sync
         if evaluating:
@@ -535,11 +548,12 @@ class Course:
             self._where.at(f"the report of the steps up to {step}")
             asked = self.log.flush(step, evaluation, found, asks_to_save=self._asks_to_save)
             self._asks_to_save, self._save_due = False, self._save_due or asked
-        frozen_at = training.optimizer.frozen_at
-        if frozen_at is not None and self.attended - self.left_out < frozen_at <= step - self.left_out:
-            self._reporter.event(EventKind.PHASE_CHANGE, frozen_at, **training.optimizer.stats())
-            if training.group.rank == 0:
-                logger.info("phase_change step=%d stats=%s", frozen_at, training.optimizer.stats())
+        for optimizer, before in zip(training.optimizers, self._counts, strict=True):
+            frozen_at = optimizer.frozen_at
+            if frozen_at is not None and before < frozen_at <= optimizer.num_steps:
+                self._reporter.event(EventKind.PHASE_CHANGE, frozen_at, **optimizer.stats())
+                if training.group.rank == 0:
+                    logger.info("phase_change step=%d stats=%s", frozen_at, optimizer.stats())
         if saving is not None:
             self._where.at(f"the checkpoint of step {step}")
             saving.save(training, meter, step, self.look)
@@ -548,32 +562,15 @@ class Course:
             self._saving.tell()
             self._saving.raise_if_attempt_over()
         self.attended, self._due = step, due and not evaluating
+        self._counts = [optimizer.num_steps for optimizer in training.optimizers]
 
     def _evaluate(self) -> dict[str, float]:
-        """What an evaluation found, by name, the validation loss as "loss": means over the ranks, by their weights.
-
-        The same on every rank. Collective. Raises: NonFiniteLoss, ScriptError, PeerLost.
-        """
+        """As evaluated(). Collective. Raises: NonFiniteLoss, ScriptError, PeerLost."""
         if self.evaluate is None:
             return {}
         self._ranks.box.share("the evaluation")
-        training = self.training
-        group, device = training.group, training.device
         with self._meter.part("evaluation"):
-            own, weight = by_name(self.evaluate()), self.weight()
-            here = json.dumps(sorted(own))
-            all_said = texts_if_they_differ(group, here, device) or [here]
-            names = sorted({name for text in all_said for name in json.loads(text)})
-            if not names:
-                return {}
-            row = [[own[name] * weight, weight] if name in own else [0.0, 0.0] for name in names]
-            sums = torch.tensor(row, dtype=torch.float64, device=device)
-            finite = torch.isfinite(sums).all()
-            group.mean_(sums)
-            found = dict(zip(names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
-            if training.refuses_nan and "loss" in found:
-                refuse_non_finite("validation loss", found["loss"], group, finite)
-            return found
+            return evaluated(self.training, self.evaluate, self.weight)
 
     def _health(self) -> Health:
         """How the optimizer is doing. Collective. Raises: PeerLost."""
@@ -585,7 +582,7 @@ class Course:
         optimizer, meter, run = self.training.optimizer, self._meter, self._run
         return summarise(
             history.read(RunFolder(run.directory).history),
-            parameters=optimizer.space.layout.num_live,
+            parameters=sum(one.space.layout.num_live for one in self.training.optimizers),
             frozen_at=optimizer.frozen_at,
             replicas_bit_equal=replicas_equal,
             checkpoint_bytes=meter.sent_bytes["checkpoint"],

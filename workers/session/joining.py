@@ -41,14 +41,16 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.contract.start import Start
 from thinwire.optim.engine.shares import agree_on_load
-from thinwire.optim.regroup import Regrouped, regroup
+from thinwire.optim.regroup import Regrouped, regroup_all
 from thinwire.workers.checkpoints import CheckpointId, CheckpointRefused, CheckpointStore
 from thinwire.workers.checkpoints.snapshot import Content
 from thinwire.workers.membership.seats import Seat
-from thinwire.workers.plan.schedule import RunSteps, full_steps
+from thinwire.workers.plan.asked import run_of_job, run_of_optimizer
+from thinwire.workers.plan.schedule import full_steps
 from thinwire.workers.ranks import Alone
 from thinwire.workers.replicas import ranks_that_differ
 from thinwire.workers.saving import of_shard, on_all, registered_in, restore, restored
+from thinwire.workers.session.body import Bodies
 from thinwire.workers.session.known_network import known_network
 from thinwire.workers.session.registered import State
 from thinwire.workers.session.training import ScriptError, Surroundings, Training
@@ -81,11 +83,14 @@ class Progress:
     last: int | None = None
 
     @classmethod
-    def common(cls, known: list[Progress], step: int) -> Self:
-        """From where all go on, by what each has reported, the optimizer having made `step` steps."""
+    def common(cls, known: list[Progress], step: int | None) -> Self:
+        """From where all go on, by what each has reported, the optimizer having made `step` steps.
+
+        None: of several optimizers, which are at the step of the rank that has come furthest.
+        """
         left_out = max((one.left_out for one in known), default=0)
         return cls(
-            step + left_out,
+            step + left_out if step is not None else max((one.step for one in known), default=0),
             min((one.reported for one in known), default=0),
             min((one.attended for one in known), default=0),
             any(one.due for one in known),
@@ -129,8 +134,16 @@ class Joined:
         }
 
 
-def join(around: Surroundings, training: Training, group: Group, progress: Progress | None) -> Joined:
-    """Go on over `group`. Collective. progress: None for a newcomer.
+def join(
+    around: Surroundings,
+    training: Training,
+    group: Group,
+    progress: Progress | None,
+    bodies: Bodies | None = None,
+) -> Joined:
+    """Go on over `group`. Collective. progress: None for a newcomer. bodies: None of a loop that draws no batch. Where
+
+    no rank has made the batch that was lost last, steps that stood in it are taken back; where one has, they count.
 
     An optimizer over fixed ranks that has made steps, or belongs to no job, or has buckets of the size that suits the
     network, stays as the script has made it.
@@ -144,24 +157,31 @@ def join(around: Surroundings, training: Training, group: Group, progress: Progr
     if not known and (around.ranks.elastic or (around.spec is not None and not optimizer.num_steps)):
         size = _bucket(around, training, group)
         size = int(around.ranks.box.share("the size of buckets", str(size))[0])
-    is_laid_out_anew = around.ranks.elastic or size not in (None, optimizer.bucket_elements)
+    has_other_size = size is not None and any(one.bucket_elements != size for one in training.optimizers)
+    is_laid_out_anew = around.ranks.elastic or has_other_size
     steps = [-1 if one is None else one.step for one in all_n]
+    if bodies is not None and progress is not None and progress.step == max(steps):
+        bodies.take_back()
     source = steps.index(max(steps)) if known else 0
     lacking = [rank for rank, step in enumerate(steps) if rank != source and (step != max(steps) or not known)]
     given = _given_by(training, group, source, lacking)
     around.ranks.box.share("regroup()")
     if is_laid_out_anew:
-        change = regroup(optimizer, group, has_state=progress is not None, bucket_elements=size, buffers=())
-    elif optimizer.group.size == group.size:
-        change = Regrouped(optimizer.num_steps, None)
+        has_state = progress is not None
+        change = regroup_all(training.optimizers, group, has_state=has_state, bucket_elements=size, buffers=())
     else:
-        raise ScriptError(
-            f"the {type(optimizer).__name__} was made for {optimizer.group.size} ranks, and there are {group.size}: "
-            "make it inside of `with session() as run:`, with group=run.group"
-        )
+        change = Regrouped(optimizer.num_steps, None)
+        for one in training.optimizers:
+            if one.group.size != group.size:
+                raise ScriptError(
+                    f"the {type(one).__name__} was made for {one.group.size} ranks, and there are {group.size}: make "
+                    "it inside of `with session() as run:`, with group=run.group"
+                )
     if given is not None:  # not before: a rank with only half of a step would not know which half
         training.registered.load(*given)
-    now = Progress.common(known, change.step)
+    if bodies is not None:
+        bodies.let_go()
+    now = Progress.common(known, change.step if len(training.optimizers) == 1 else None)
     redone = max(0, max((one.step for one in known), default=0) - now.step)
     return Joined(replace(training, group=group), change, now, redone)
 
@@ -198,7 +218,7 @@ def _bucket(around: Surroundings, training: Training, group: Group) -> int:
     """The size of a new run's buckets. Collective. Raises: PeerLost; OSError."""
     if around.spec is not None and around.spec.bucket_elements is not None:
         return around.spec.bucket_elements
-    numel = training.optimizer.space.layout.num_live
+    numel = max(one.space.layout.num_live for one in training.optimizers)
     directory = around.run.directory if around.ranks.box.rank == 0 else None  # a box has that of its first process
     return kept_bucket(directory, group, numel, training.device, _full_steps(around.spec, training))
 
@@ -207,8 +227,9 @@ def _full_steps(spec: TrainSpec | ScriptSpec | None, training: Training) -> Full
     """Of the run, as `thinwire plan` takes them: buckets are made for those too."""
     try:
         if isinstance(spec, TrainSpec):
-            return full_steps(RunSteps.of_job(spec))
-        return full_steps(RunSteps.of_optimizer(training.optimizer, training.feed.last))
+            return full_steps(run_of_job(spec))
+        largest = max(training.optimizers, key=lambda one: one.space.layout.num_live)
+        return full_steps(run_of_optimizer(largest, training.feed.last))
     except ValueError as error:
         logger.warning("buckets_for_compressed_steps_alone reason=%r", str(error))
         return NO_FULL_STEPS
@@ -419,7 +440,8 @@ class Origin:
                 f"{self._at} cannot be gone on from: {error}. To begin with its weights alone, with an optimizer that "
                 "has seen nothing, say start.what = weights"
             ) from error
-        agree_on_load(training.optimizer)
+        for optimizer in training.optimizers:
+            agree_on_load(optimizer)
         return which.step
 
 

@@ -1,4 +1,4 @@
-"""What a script's loop changes besides the model's parameters: taken back with a lost step, given to newcomers, saved.
+"""What a script's loop changes besides what optimizers step: taken back with a lost step, given to newcomers, saved.
 
 Anything with a state_dict() may be registered. A step that was lost is made again, so whatever moved in it has to be as
 it was before. To copy all of it at each step would double the cost of an average of the weights. So:
@@ -8,8 +8,8 @@ it was before. To copy all of it at each step would double the cost of an averag
     all other tensors          copied at the moment of the loss, inside of step(): what follows it in the loop's body
                                has not moved them yet
 
-Which tensors move before the step is seen in the first step, of which all are copied and compared, and from then on by
-their version counters.
+Which tensors move before the step is seen in the first batch, in which all are copied and compared, and from then on by
+their version counters. Where several optimizers step with one batch, before the last of their steps.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from thinwire.workers.checkpoints.manifest import from_json, to_json
 from thinwire.workers.checkpoints.shard import DTYPES
 
 logger = logging.getLogger(__name__)
+
+Optimizers = tuple[FlatOptimizer[Any], ...]
 
 State = tuple[Any, dict[str, Tensor]]
 """Plain values by name, and the tensors that were taken out of them, by their place."""
@@ -81,14 +83,18 @@ class _Kept:
 
 
 class Registered:
-    """All that one script has registered, by name, beside its optimizer."""
+    """All that one script has registered, by name, beside its optimizers.
 
-    def __init__(self, optimizer: FlatOptimizer[Any]) -> None:
-        self._optimizer = optimizer
+    optimizers: in the order in which they were registered, the same on every rank. The first one's phase and rate are
+    the run's.
+    """
+
+    def __init__(self, *optimizers: FlatOptimizer[Any]) -> None:
+        self.optimizers = optimizers
         self._objects: dict[str, _Object] = {}
         self._modules: dict[str, nn.Module] = {}
         self._moves: set[str] = set()
-        self._has_learned = False
+        self._has_seen = self._has_learned = False
         self._plain: dict[str, Any] = {}
         self._kept: dict[str, _Kept] = {}
         self._hypers: list[dict[str, Any]] = []
@@ -121,11 +127,11 @@ class Registered:
 
     def add(self, name: str, value: Any, *, volatile: bool = True) -> None:
         """Raises: TypeError where nothing can be read from it or written to it."""
-        read, write = _access(name, value, self._optimizer)
+        read, write = _access(name, value, self.optimizers)
         self._objects[name] = _Object(read, write, volatile)
         if isinstance(value, nn.Module):
             self._modules[name] = value
-        self._has_learned = False
+        self._has_seen = False
 
     def refuse_unwritable(self) -> None:
         """Raises: ValueError naming the object and the place of what no checkpoint and no message can hold, or what
@@ -184,10 +190,12 @@ class Registered:
         tensors: dict[str, Tensor] = {}
         volatile = {name: one for name, one in self._objects.items() if one.volatile}
         self._plain = {name: take_apart(one.read(), name, tensors) for name, one in volatile.items()}
+        self._has_learned = self._has_seen
         copies = self._moves if self._has_learned else tensors.keys()
         self._kept = {name: _Kept(x, x._version, x.clone() if name in copies else None) for name, x in tensors.items()}
-        groups = self._optimizer.param_groups
-        self._hypers = [{key: copy.deepcopy(value) for key, value in g.items() if key != "params"} for g in groups]
+        self._hypers = [
+            {key: copy.deepcopy(value) for key, value in g.items() if key != "params"} for g in self._groups()
+        ]
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -196,7 +204,10 @@ class Registered:
             by_value = not self._has_learned and kept.copied is not None and not torch.equal(kept.live, kept.copied)
             if kept.has_moved or by_value:
                 self._moves.add(name)
-        self._has_learned = True
+        self._has_seen = True
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -212,13 +223,13 @@ class Registered:
                 kept.copied = kept.live.clone()
 
     def put_back(self) -> None:
-        """All is as when the batch was given out, hyperparameters of the optimizer too."""
+        """All is as when the batch was given out, hyperparameters of the optimizers too."""
         self.keep()
         copies = {name: kept.copied for name, kept in self._kept.items() if kept.copied is not None}
         for name, plain in self._plain.items():
             one = self._objects[name]
             one.write(_as_there(one.read(), put_together(plain, copies)))
-        for group, hyper in zip(self._optimizer.param_groups, self._hypers, strict=False):
+        for group, hyper in zip(self._groups(), self._hypers, strict=False):
             for key in set(group) - set(hyper) - {"params"}:
                 del group[key]
             group.update(hyper)
@@ -230,10 +241,10 @@ def weight_name(modules: list[str], module: str, name: str) -> str:
     return name if modules == [module] else f"{module}.{name}"
 
 
-def _access(name: str, value: Any, optimizer: FlatOptimizer[Any]) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+def _access(name: str, value: Any, optimizers: Optimizers) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     """How to read and to write it."""
     if isinstance(value, nn.Module):
-        return lambda: _module_state(value, optimizer), lambda state: _load_module(name, value, state, optimizer)
+        return lambda: _module_state(value, optimizers), lambda state: _load_module(name, value, state, optimizers)
     if isinstance(value, dict):
         return lambda: value, lambda state: _refill(value, state)
     if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
@@ -308,15 +319,15 @@ def _as_there(mine: Any, state: Any) -> Any:
     return state
 
 
-def _module_state(module: nn.Module, optimizer: FlatOptimizer[Any]) -> dict[str, Any]:
-    """All of its state_dict but what the optimizer steps."""
-    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+def _module_state(module: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    """All of its state_dict but what an optimizer steps."""
+    stepped = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
     return {name: value for name, value in module.state_dict(keep_vars=True).items() if id(value) not in stepped}
 
 
 @torch.no_grad()
-def _load_module(name: str, module: nn.Module, state: dict[str, Any], optimizer: FlatOptimizer[Any]) -> None:
-    mine = _module_state(module, optimizer)
+def _load_module(name: str, module: nn.Module, state: dict[str, Any], optimizers: Optimizers) -> None:
+    mine = _module_state(module, optimizers)
     if mine.keys() != state.keys():
         raise ValueError(
             f"the module registered as {name!r} has {sorted(mine.keys() - state.keys())}, which what is loaded lacks, "

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import operator
 import os
-import tempfile
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,30 +20,29 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import Subset
 
-from thinwire.comm import NonFiniteInput, PeerLost, SoloGroup, TorchGroup, prepare_nccl
+from thinwire.comm import NonFiniteInput, PeerLost
 from thinwire.comm.protocol import Group
 from thinwire.contract.run_folder import RunFolder
-from thinwire.contract.spec import Checkpoint, TrainSpec
+from thinwire.contract.spec import TrainSpec
 from thinwire.contract.summary import Summary
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import MapFeed, StreamFeed, feed_of
 from thinwire.workers.data.order import share
-from thinwire.workers.error_words import in_words
 from thinwire.workers.membership.state import MembershipError
 from thinwire.workers.owed import LEAVE_S
-from thinwire.workers.ranks import FixedRanks, RunEnded
+from thinwire.workers.ranks import RunEnded
 from thinwire.workers.replicas import ReplicasDiffer
-from thinwire.workers.session.body import Bodies, Found
+from thinwire.workers.session.body import Bodies
 from thinwire.workers.session.course import Course
+from thinwire.workers.session.evaluation import Found
+from thinwire.workers.session.outside import outside_of_a_job
 from thinwire.workers.session.own_loop import OwnLoop
 from thinwire.workers.session.registered import Registered
-from thinwire.workers.session.training import Left, Run, ScriptError, SessionFeed, Surroundings, Training
-from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.session.training import Left, ScriptError, SessionFeed, Surroundings, Training
 from thinwire.workers.telemetry.step_log import NonFiniteLoss
 
 logger = logging.getLogger(__name__)
@@ -61,7 +57,7 @@ class Session:
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._given: dict[str, Any] = {}
-        self._optimizer: FlatOptimizer[Any] | None = None
+        self._optimizers: list[FlatOptimizer[Any]] = []
         self._course: Course | None = None
         self._batches: Generator[Any, None, None] | None = None
         self._own: OwnLoop | None = None
@@ -94,8 +90,10 @@ class Session:
         finally:
             if course is not None:
                 course.is_over = True
-            if self._optimizer is not None:
-                self._optimizer.undone = None
+                if course.bodies is not None:
+                    course.bodies.end()
+            for optimizer in self._optimizers:
+                optimizer.undone = optimizer.lost = None
             if self._own is not None:
                 self._own.close()
             if self._batches is not None:
@@ -173,11 +171,13 @@ class Session:
         return folder
 
     def register(self, **objects: Any) -> None:
-        """Name what the loop changes: models, the optimizer, schedulers, averages, counters, generators.
+        """Name what the loop changes: models, optimizers, schedulers, averages, counters, generators.
 
         They are taken back with a step that is lost, given to workers that come later, and in every checkpoint. They
         are the run's, the same on every rank: at the start those of rank 0.
-        Raises: TypeError for what has no state; ValueError for a second optimizer or a name that is taken.
+        Of several optimizers, such as those of a GAN, the first one's rate and phase are reported.
+        Raises: TypeError for what has no state; ValueError for a name that is taken, or parameters that are stepped by
+        two optimizers.
         """
         if self._course is not None:
             raise ScriptError(f"run.register({', '.join(objects)}) comes too late: call it before run.batches()")
@@ -187,13 +187,7 @@ class Session:
                     f"run.register({name}=...): that name is taken by a {type(self._given[name]).__name__}"
                 )
             if isinstance(value, FlatOptimizer):
-                if self._optimizer is not None:
-                    raise ValueError(
-                        f"run.register({name}=...): a second optimizer, {type(value).__name__}: a step of the run is a "
-                        "step of one optimizer; give it the parameters of both, as two groups"
-                    )
-                self._optimizer = value
-                self._watch(value)
+                self._add_optimizer(name, value)
             elif isinstance(value, Optimizer):
                 raise TypeError(
                     f"run.register({name}=...): a {type(value).__name__} sends no gradient to the other workers: use "
@@ -201,13 +195,40 @@ class Session:
                 )
             self._given[name] = value
 
+    def _add_optimizer(self, name: str, optimizer: FlatOptimizer[Any]) -> None:
+        of_others = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        if any(id(param) in of_others for group in optimizer.param_groups for param in group["params"]):
+            raise ValueError(
+                f"run.register({name}=...): this {type(optimizer).__name__} has parameters that an optimizer has which "
+                "was registered before: each parameter is stepped by one"
+            )
+        self._optimizers.append(optimizer)
+        self._watch(optimizer)
+
+    @property
+    def _optimizer(self) -> FlatOptimizer[Any] | None:
+        """The first one."""
+        return self._optimizers[0] if self._optimizers else None
+
     def _watch(self, optimizer: FlatOptimizer[Any]) -> None:
         """In a job: of steps that are made without batches() the job has to know too."""
         around = self._around
         if around.spec is None:
             return
-        if not around.ranks.elastic:
+        if not around.ranks.elastic and len(self._optimizers) == 1:
             self._own = OwnLoop(around, optimizer)
+            return
+
+        def refuse_several(*_: Any) -> None:
+            if self._course is None:
+                raise ScriptError(
+                    f"optimizer.step() of a second optimizer, {type(optimizer).__name__}, before run.batches(): in a "
+                    "loop that draws no batch nobody knows which of their steps are one step of the run. Draw from "
+                    "run.batches()"
+                )
+
+        if not around.ranks.elastic:
+            optimizer.register_step_pre_hook(refuse_several)
             return
 
         def refuse(*_: Any) -> None:
@@ -294,7 +315,12 @@ class Session:
 
         Or what computes it, which CADA needs: it may be called twice.
         """
-        optimizer = self._in_loop("step")[0].training.optimizer
+        optimizer, *others = self._in_loop("step")[0].training.optimizers
+        if others:
+            raise ScriptError(
+                f"run.step() with {1 + len(others)} optimizers: nobody knows which of them it is of; write "
+                "loss.backward(), optimizer.step() and optimizer.zero_grad() of each"
+            )
         found: list[Tensor] = []
 
         def closure() -> float:
@@ -337,6 +363,7 @@ class Session:
                 "run.batches(..., epochs=N) in one loop; of two datasets make one"
             )
         optimizer = self._its_optimizer()
+        self._refuse_together()
         spec = self._around.spec
         of_job = (None, None, None) if spec is None else (spec.global_batch, spec.steps, spec.seed)
         chosen = [
@@ -352,11 +379,11 @@ class Session:
         if self._own is not None:
             self._own.close()
             self._own = None
-        registered, around = Registered(optimizer), self._around
-        self._add_all(registered, optimizer, feed)
+        registered, around = Registered(*self._optimizers), self._around
+        self._add_all(registered, feed)
         refuses_nan = isinstance(spec, TrainSpec)
         training = Training(around.group, around.device, optimizer, registered, feed, refuses_nan=refuses_nan)
-        self._course = course = Course(around, training, Bodies(optimizer, registered))
+        self._course = course = Course(around, training, Bodies(registered))
         course.weigh = weigh
         if self._evaluation is not None:
             course.evaluate_every, course.evaluate, course.weight = self._evaluation
@@ -367,13 +394,16 @@ class Session:
         """What the loop draws from. Another kind of session may take another one."""
         return feed
 
-    def _add_all(self, registered: Registered, optimizer: FlatOptimizer[Any], feed: SessionFeed) -> None:
+    def _add_all(self, registered: Registered, feed: SessionFeed) -> None:
         for name, value in self._given.items():
-            if value is not optimizer:
+            if not isinstance(value, FlatOptimizer):
                 registered.add(name, value)
-        model = optimizer.model
-        if model is not None and not any(value is model for value in self._given.values()):
-            registered.add("model of the optimizer", model)
+        there = list(self._given.values())
+        for number, optimizer in enumerate(self._optimizers, 1):
+            model = optimizer.model
+            if model is not None and not any(value is model for value in there):
+                there.append(model)
+                registered.add("model of the optimizer" if number == 1 else f"model of optimizer {number}", model)
         if isinstance(feed, StreamFeed):
             registered.add("place in the dataset", feed, volatile=False)
         registered.refuse_unwritable()
@@ -447,6 +477,25 @@ class Session:
         course.bodies.refuse_fork(call)
         return course, course.bodies
 
+    def _refuse_together(self) -> None:
+        """Raises: ScriptError for an optimizer that cannot step beside another one, whose steps are taken back."""
+        if len(self._optimizers) < 2:
+            return
+        for one in self._optimizers:
+            name, why = type(one).__name__, None
+            if one.overlaps:
+                why = (
+                    "with overlap=True backward sends, and two of them in an order that ranks may not share: leave out"
+                )
+            elif type(one).common_steps is not FlatOptimizer.common_steps:
+                why = "it makes steps that ranks do not share: make it one that exchanges in each step"
+            elif one.takes_closure:
+                why = "its step() decides by what it computes whether it sends: take 1-bit Adam"
+            elif one.space.box is not None:
+                why = "it is of a model that is sharded: give one optimizer all of its parameters, in groups"
+            if why is not None:
+                raise ScriptError(f"{name} is one of {len(self._optimizers)} optimizers of this run, and {why}")
+
     def _its_optimizer(self) -> FlatOptimizer[Any]:
         if self._optimizer is not None:
             return self._optimizer
@@ -505,57 +554,4 @@ def begin(folder: str | os.PathLike[str] | None = None, save_every: int = 500, k
             raise ScriptError("session() for a second time in a job: a script trains one run")
         begun.append(make())
         return begun[0]
-    return Session(_outside_of_a_job(folder, save_every, keep))
-
-
-def _outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Surroundings:
-    checkpoint, directory = _kept(folder, save_every, keep)  # before a process group is made
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    made = False
-    if launched and not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            prepare_nccl()
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        made = True
-    group: Group = TorchGroup.apart() if dist.is_initialized() else SoloGroup()
-
-    def end(error: BaseException | None) -> None:
-        """Of a process group that this session has made: its peers hear why."""
-        if isinstance(group, TorchGroup) and made:
-            if error is not None:
-                group.leave(f"its session ended with {in_words(error)}"[:500])
-            dist.destroy_process_group()
-
-    return Surroundings(
-        ranks=FixedRanks(group),
-        device=device,
-        run=Run(directory, created_at=time.time()),
-        reporter=Reporter(),
-        checkpoint=checkpoint,
-        group=group,
-        close=end,
-    )
-
-
-def _kept(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> tuple[Checkpoint | None, Path]:
-    """What is saved, and the folder, which is made. Raises: TypeError, ValueError for what cannot be; OSError."""
-    try:
-        save_every, keep = operator.index(save_every), operator.index(keep)
-    except TypeError:
-        raise TypeError(f"session(save_every={save_every!r}, keep={keep!r}): give whole numbers") from None
-    if save_every < 1 or keep < 1:
-        raise ValueError(f"session(save_every={save_every}, keep={keep}): give numbers from 1")
-    if folder is None:
-        return None, Path(tempfile.gettempdir())
-    where = os.fsdecode(folder)
-    if "://" in where:
-        raise ValueError(
-            f"session(folder={where!r}): must be a folder of this machine's file system. The checkpoints of a job may "
-            "be at a URL: checkpoint.store in its file"
-        )
-    directory = Path(where).resolve()
-    directory.mkdir(parents=True, exist_ok=True)
-    return Checkpoint(every_steps=save_every, keep=keep), directory
+    return Session(outside_of_a_job(folder, save_every, keep))

@@ -15,7 +15,7 @@ from thinwire.contract.start import Start
 from thinwire.optim import FlatOptimizer
 from thinwire.workers.data.feed import Feed
 from thinwire.workers.ranks import Ranks
-from thinwire.workers.session.registered import Registered
+from thinwire.workers.session.registered import Optimizers, Registered
 from thinwire.workers.telemetry.reporter import Reporter
 
 
@@ -91,6 +91,7 @@ class SessionFeed(Feed, Protocol):
 class Training:
     """Over one group; over another group it is another one.
 
+    optimizer: the first that was registered, whose phase and rate are the run's.
     registered: what else belongs to the state of a step. rates: with which steps were made that are not reported yet.
     refuses_nan: a loss that is not finite ends the run, as in a job of a built-in recipe; what a script reports is its
     own affair, and its gradients are looked at in any case.
@@ -107,6 +108,11 @@ class Training:
     def global_batch(self, step: int) -> int:
         """Samples of a step, over all ranks."""
         return self.feed.samples(step)
+
+    @property
+    def optimizers(self) -> Optimizers:
+        """All that step in the loop, in the order in which they were registered."""
+        return self.registered.optimizers
 
     def lr(self, step: int) -> float:
         """The rate with which the step was made, or the one of now."""

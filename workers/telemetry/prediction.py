@@ -70,7 +70,7 @@ class Prediction:
     def _predict(self, sample: Sample, optimizer: FlatOptimizer[object], busy_s: float) -> float:
         overlapped = optimizer.stats().get("overlapped", {}).get("in_backward", 0) > 0
         full_bytes = 4 * optimizer.space.layout.num_live if optimizer.full_exchange == "fp32" else None
-        sent = _sent(sample, full_bytes, len(optimizer.reduce.buckets))
+        sent = _sent(sample, full_bytes, len(optimizer.reduce.at))
         network = self._network
         assert network is not None
         on_gpu = optimizer.space.p_N.device.type == "cuda"

@@ -80,7 +80,7 @@ class StepLog:
         waits: Waits,
         clock: StepClock | None = None,
     ) -> None:
-        """clock: of training.optimizer; None on a GPU (step_parts.py)."""
+        """clock: of training.optimizers; None on a GPU (step_parts.py)."""
         self.training = training
         self.reported = reported
         self.waits = waits
@@ -125,19 +125,20 @@ class StepLog:
         step: int,
         phase: str,
         seconds: float,
-        *,
         weight: float = 1.0,
         numbers: Mapping[str, torch.Tensor] | None = None,
+        elements: int | None = None,
     ) -> None:
         """Take a committed step. numbers: what the loop has reported, "loss" too; they stay on their device.
 
-        weight: of this rank's share, and so of its numbers.
+        weight: of this rank's share, and so of its numbers. elements: of all vectors that were exchanged, where several
+        optimizers have stepped; None: those of the one.
         """
         training = self.training
         group, batch = training.group, training.global_batch(step)
         optimizer = training.optimizer
         # Beside the steps of a round the second half of an exchange goes out: bytes of the round, not of these steps.
-        sent = 0 if optimizer.steps_beside and not optimizer.at_round_end else self._sent_since()
+        sent = 0 if optimizer.steps_beside and not optimizer.has_sent else self._sent_since()
         self._num_windows += len(share(batch, group.rank, group.size))
         sample = Sample(
             step=step,
@@ -146,11 +147,11 @@ class StepLog:
             lr=training.lr(step),
             step_seconds=seconds,
             samples_per_second=batch / seconds,
-            **self._in_bytes(sent),
+            **self._in_bytes(sent, elements),
             world_size=group.size,
             time=time.time(),
         )
-        if self.prediction is not None:
+        if self.prediction is not None and elements is None:
             predicted_s = self.prediction.of_step(sample, training.optimizer)
             sample = sample.model_copy(update={"predicted_step_seconds": predicted_s})
         waited_s, times = self.waits.of_step(), None if self._clock is None else self._clock.take()
@@ -176,10 +177,11 @@ class StepLog:
         self._sent_bytes += sent
         return sent
 
-    def _in_bytes(self, sent: int) -> dict[str, Any]:
-        """What a sample says of a step that has sent so much."""
+    def _in_bytes(self, sent: int, elements: int | None = None) -> dict[str, Any]:
+        """What a sample says of a step that has sent so much. elements: as in record()."""
         training = self.training
-        dense_bytes = ring_bytes(training.optimizer.space.layout.num_live, training.group.size, 4)
+        numel = training.optimizer.space.layout.num_live if elements is None else elements
+        dense_bytes = ring_bytes(numel, training.group.size, 4)
         ratio = dense_bytes / sent if sent else None
         return {"payload_bytes": sent, "payload_bytes_total": self._sent_bytes, "compression_ratio": ratio}
 

@@ -29,23 +29,33 @@ class StepTimes:
     encode_s: float
     encode_inside_s: float
 
+    def plus(self, other: StepTimes) -> StepTimes:
+        """Of both."""
+        return StepTimes(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
 
 class StepClock:
-    """Watches the calls of one optimizer's step()."""
+    """Watches the calls of step(), of one optimizer or of several that step with the same batches, over one group."""
 
-    def __init__(self, optimizer: FlatOptimizer[Any]) -> None:
-        self._optimizer = optimizer
-        self._stats: Stats = optimizer.group.stats
+    def __init__(self, *optimizers: FlatOptimizer[Any]) -> None:
+        self._optimizer = optimizers[0]
+        self._is_one = len(optimizers) == 1
+        self._stats: Stats = self._optimizer.group.stats
         self._encoded_s = self._stats.encode_s  # when the last step() was over
         self._began: tuple[float, float, float] | None = None
         self._times: StepTimes | None = None
-        self._handles = [
-            optimizer.register_step_pre_hook(lambda _, args, kwargs: self._begin(_closure(args, kwargs))),
-            optimizer.register_step_post_hook(lambda *_: self._end()),
-        ]
+        self._handles = []
+        for one in optimizers:
+            self._handles += [
+                one.register_step_pre_hook(lambda _, args, kwargs: self._begin(_closure(args, kwargs))),
+                one.register_step_post_hook(lambda *_: self._end()),
+            ]
 
     def take(self) -> StepTimes | None:
-        """Of the last step() that ended well and was not taken yet; None where nothing is known of it."""
+        """Of the last step() that ended well and was not taken yet; None where nothing is known of it.
+
+        Of several optimizers the sum of all since the last take().
+        """
         times, self._times = self._times, None
         return times
 
@@ -59,6 +69,8 @@ class StepClock:
         stats = self._optimizer.group.stats
         if stats is not self._stats:  # other ranks, another count
             self._stats, self._encoded_s = stats, 0.0
+            if not self._is_one:
+                self._times = None  # of a batch that was lost
         if closure is None:
             self._began = time.perf_counter(), stats.waited_s, stats.encode_s
 
@@ -66,12 +78,13 @@ class StepClock:
         stats, began = self._stats, self._began
         if began is not None and stats is self._optimizer.group.stats:
             began_s, waited_s, encoded_s = began
-            self._times = StepTimes(
+            times = StepTimes(
                 inside_s=time.perf_counter() - began_s,
                 waited_s=stats.waited_s - waited_s,
                 encode_s=stats.encode_s - self._encoded_s,
                 encode_inside_s=stats.encode_s - encoded_s,
             )
+            self._times = times if self._is_one or self._times is None else self._times.plus(times)
         self._encoded_s = stats.encode_s
 
 

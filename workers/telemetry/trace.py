@@ -5,7 +5,8 @@ A line is written before the next step begins. Times are of the machine's monoto
 share, so that lines of several workers can be ordered; a trace is of one machine.
 
     {"kind": "fed", "step", "generation", "rank", "rows"}                       a checksum of each sample it was given
-    {"kind": "committed", "step", "generation", "rank", "size", "digest"}       of its parameters; null between syncs
+    {"kind": "committed", "step", "generation", "rank", "size", "digest"}       of its parameters, of several optimizers
+                                                                                those of the first; null between syncs
     {"kind": "ended", "why"}                                                    the exception that ended it, or "well"
 """
 

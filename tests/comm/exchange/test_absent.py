@@ -1,5 +1,7 @@
 """A rank that gives nothing in an exchange keeps what it does not give, and changes nothing of the others."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tests.comm.exchange.test_bucketed import make
 from tests.comm.exchange.test_node_first import BOXES
 from tests.comm.exchange.test_node_first import make as make_by_node
 from tests.comm.exchange.test_plain import CODECS, LAYOUT, inputs
+from tests.covering import parametrize
 from thinwire.comm import Keeps, run_threads
 from thinwire.comm.exchange.reducer import flat_reducer, lone_reducer
 
@@ -32,8 +35,11 @@ def rounds_of(reducer, memory, rank, rounds, sits_out):
     return applied, given
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@parametrize(
+    ("name", "size"),
+    [("sign", 1), *itertools.product(CODECS, (2, 3, 5))],  # one rank alone has no codec
+    usual=[0, *(1 + 3 * k + k % 3 for k in range(len(CODECS)))],
+)
 @pytest.mark.law
 def test_what_a_rank_does_not_give_leaves_later(name, size):
     rounds = inputs(size, 9, torch.float64)

@@ -176,7 +176,7 @@ def test_weights_of_a_file_are_taken_and_those_of_another_model_refused(tmp_path
     [
         (["--data", "{}/none.jsonl"], "there is no such file"),
         (["--data", "{}/rows.jsonl", "{}/rows.parquet"], "give files of one kind"),
-        (["--data", "{}/rows.doc"], "give files whose ending is one of .txt"),
+        (["--data", "{}/rows.pdf"], "give files whose ending is one of .txt"),
         (["--data", "{}/rows.jsonl", "--column", "body"], "--column body: .*has text, other"),
         (["--data", "{}/rows.jsonl", "--column", "other"], "--column other: .*has int64 there"),
         (["--data", "{}/empty.jsonl"], "empty.jsonl: there is no row in it"),

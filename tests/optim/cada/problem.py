@@ -21,9 +21,9 @@ def loss_of(net, step, rank):
     return (net(x.to(dtype)) - torch.sin(2 * x[:, :1] + 0.3 * rank).to(dtype)).square().mean()
 
 
-def closure_of(net, step, rank):
+def closure_of(net, step, rank, unit=1.0):
     def closure():
-        loss = loss_of(net, step, rank)
+        loss = unit * loss_of(net, step, rank)
         loss.backward()
         return loss
 

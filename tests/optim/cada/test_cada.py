@@ -8,7 +8,6 @@ from tests.optim.cada.problem import SIZES, SOME, closure_of, made, network, sen
 from tests.reference.cada import ReferenceCada
 from thinwire.comm import NonFiniteInput, SoloGroup, run_threads
 from thinwire.comm.errors import WireMismatch
-from thinwire.optim import CADA
 
 STEPS = 40
 
@@ -153,25 +152,28 @@ def test_where_nobody_sends_a_byte_from_each_rank_is_all_that_crosses(size):
 
 
 @pytest.mark.law
-def test_groups_with_rates_of_their_own_are_each_divided_by_theirs():
-    """Of which one has a rate of 0 for a while, and does not move."""
+@pytest.mark.parametrize("rule", [1, 2])
+def test_who_sends_depends_neither_on_the_unit_of_the_loss_nor_on_the_rate(rule):
+    """Of steps of rate 0: with a rate, a loss 1000 times as large moves x alike, but for eps."""
 
-    def work(group):
-        net = network()
-        half = list(net.parameters())
-        groups = [{"params": half[:2]}, {"params": half[2:], "lr": 0.003}]
-        optimizer = CADA.sized(64)(groups, lr=0.01, group=group, **SOME)
-        for step in range(1, 9):
-            optimizer.param_groups[1]["lr"] = 0.0 if step in (3, 4) else 0.003
-            train(net, optimizer, 1, group.rank)
-            moved = optimizer.saved["moved"]
-            assert [len(row) for row in moved] == [min(step, 4)] * 2
-            assert (moved[1][-1] == 0) == (step in (3, 4))
-            lrs = [0.01, optimizer.param_groups[1]["lr"]]
-            due = sum(sum(row) / lr**2 for row, lr in zip(moved, lrs, strict=True) if lr)
-            assert optimizer._allowed == pytest.approx(SOME["threshold"] * due / (9 * 4))
+    def uploads_of(unit, lr):
+        def work(group):
+            net, found = network(), []
+            optimizer = made(net, group, rule=rule, lr=0.01, eps=1e-300)
+            for step in range(1, 25):
+                optimizer.param_groups[0]["lr"] = lr if step > 16 else 0.01
+                closure = closure_of(net, step, group.rank, unit)
+                optimizer.step(closure)
+                found.append(optimizer.stats()["num_uploads"])
+            return found
 
-    run_threads(3, work)
+        return run_threads(3, work)[0]
+
+    due = uploads_of(1.0, 0.01)
+    assert 24 < due[-1] < 3 * 24
+    assert uploads_of(1024.0, 0.01) == due
+    assert uploads_of(1.0, 0.0)[:17] == due[:17]
+    assert uploads_of(1.0, 0.0)[-1] < 3 * 24
 
 
 class WithStatistics(torch.nn.Module):

@@ -136,14 +136,28 @@ def test_a_damaged_share_is_refused_and_nothing_changes(change):
     assert torch.equal(held(optimizer), before)
 
 
-def test_moves_that_are_no_lengths_are_refused():
+def test_lengths_that_are_none_are_refused():
     net = network()
     optimizer = made(net, SoloGroup())
     train(net, optimizer, 3, 0)
     saved = optimizer.state_dict()
-    saved["saved"]["moved"] = [[-1.0]]
-    with pytest.raises(ValueError, match=r"saved\['moved'\] = \[\[-1.0\]\]: must be lists of numbers"):
+    saved["saved"]["lengths"] = [-1.0]
+    with pytest.raises(ValueError, match=r"saved\['lengths'\] = \[-1.0\]: must be numbers"):
         optimizer.load_state_dict(saved)
+
+
+def test_a_state_from_before_lengths_were_kept_loads_and_goes_by_those_of_its_next_steps():
+    net = network()
+    optimizer = made(net, SoloGroup())
+    train(net, optimizer, 3, 0)
+    saved = optimizer.state_dict()
+    del saved["saved"]["lengths"]
+    saved["names"] = [name for name in saved["names"] if name != "lengths"]
+    saved["saved"]["moved"] = [[1.0, 2.0]]
+    optimizer.load_state_dict(saved)
+    train(net, optimizer, 2, 0)
+    assert len(optimizer.saved["lengths"]) == 2
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 class CadaRank(Rank):
@@ -196,11 +210,12 @@ def test_the_mean_of_what_ranks_sent_goes_over_3_4_2_and_1_ranks(rule):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("rule", [1, 2])
-@pytest.mark.parametrize(
-    ("collective", "call"), [("all_gather", 0), ("all_to_all_v", 1), ("sum", 1), ("all_gather", 3)]
+@every_value(
+    {
+        "rule, when": [(rule, when) for rule in (1, 2) for when in When],
+        "collective, call": [("all_gather", 0), ("all_to_all_v", 1), ("sum", 1), ("all_gather", 3)],
+    }
 )
-@pytest.mark.parametrize("when", list(When))
 def test_after_a_death_in_a_step_all_hold_the_same_and_send(rule, collective, call, when):
     """Some survivors may have made the step, and some not."""
     ranks = new_ranks(4, rule)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.comm.gloo_ranks import said, start
+from tests.covering import every_value
 
 TRAIN = """
 import copy
@@ -76,8 +77,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("kind", "more"), [("OneBitAdam", {"warmup": 10}), ("Adam", {})])
-@pytest.mark.parametrize("size", [2, 3])
+@every_value({"kind, more": [("OneBitAdam", {"warmup": 10}), ("Adam", {})], "size": (3, 2)})
 def test_a_collective_of_the_users_own_between_backward_and_step_meets_none_of_ours(tmp_path, kind, more, size):
     """Where ranks have used different experts, so that hooks have launched different buckets."""
     ranks = start(OWN_COLLECTIVE.replace("KIND", kind).replace("MORE", str(more)), size, tmp_path, timeout_s=120)

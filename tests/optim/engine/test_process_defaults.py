@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.constructing import construct
 from thinwire.comm import run_threads
 from thinwire.comm.groups.blocking import SoloGroup
@@ -104,15 +105,14 @@ def life(kind, dtype, group):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_the_same_under_every_default_dtype(kind):
+@every_value({"kind": KINDS, "other": (torch.bfloat16, torch.float16, torch.float64)})
+def test_a_run_is_the_same_under_every_default_dtype(kind, other):
     parameters = [torch.float64] if "64" in kind else [torch.float32, torch.bfloat16]
     for dtype in parameters:
         expected = run_threads(2, lambda group, dtype=dtype: life(kind, dtype, group))
-        for other in (torch.bfloat16, torch.float16, torch.float64):
-            with default(other):
-                found = run_threads(2, lambda group, dtype=dtype: life(kind, dtype, group))
-            assert_same(found, expected)
+        with default(other):
+            found = run_threads(2, lambda group, dtype=dtype: life(kind, dtype, group))
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

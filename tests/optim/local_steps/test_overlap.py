@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import every_value
 from tests.optim.local_steps.test_local_steps import EVERY, left, made, moments, same
 from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.regroup.ranks import new_ranks, together
@@ -49,8 +50,8 @@ def test_a_ranks_own_move_is_replaced_by_that_of_all_one_round_later(size, codec
             optimizer.step()
             optimizer.zero_grad()
             assert not optimizer.at_sync
-            sent, before = optimizer.vectors.start_N - optimizer.vectors.base_N, residual
-            assert torch.equal(optimizer.space.p_N, optimizer.vectors.base_N)
+            sent, before = optimizer.vectors.start_N - optimizer.vectors.base_b, residual
+            assert torch.equal(optimizer.space.p_N, optimizer.vectors.base_b)
             if arrived and size > 1:
                 assert not torch.equal(began, common)
         optimizer.prepare_to_save()
@@ -119,9 +120,7 @@ def test_in_low_precision_a_round_that_was_refused_has_moved_parameters_and_mast
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("inner", ["adamw", "muon"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("steps", [EVERY, EVERY + 2, 2 * EVERY, 2 * EVERY + 3])
+@every_value({"steps": (EVERY, EVERY + 2, 2 * EVERY + 3, 2 * EVERY), "size": (2, 3, 1), "inner": ("adamw", "muon")})
 def test_a_save_waits_for_all_and_the_loaded_run_is_the_one_that_went_on(size, inner, steps):
     def work(group):
         net, again = network(), network(seed=9)
@@ -225,9 +224,9 @@ def test_a_death_in_an_exchange_under_way_costs_the_moves_of_the_dead_rank_alone
         group.arm(replace(fault, call=last if bucket == LAST else bucket))
         rank.train(group, 2 * EVERY)
         state = rank.optimizer.vectors
-        rank.common, rank.sent = state.start_N.clone(), state.start_N - state.base_N
+        rank.common, rank.sent = state.start_N.clone(), state.start_N - state.base_b
         rank.train(group, 3 * EVERY - 1)
-        rank.since = state.base_N - rank.optimizer.space.p_N
+        rank.since = state.base_b - rank.optimizer.space.p_N
         group.leave("as who is gone")
 
     together(ranks, work)
@@ -272,7 +271,7 @@ def test_a_death_between_two_rounds_keeps_all_that_the_others_have_moved_by():
         rank.regroup(group)
         rank.train(group, EVERY + 2)
         rank.optimizer.settle()  # as a rank that saves its share does
-        began = rank.optimizer.vectors.base_N - rank.optimizer.space.p_N
+        began = rank.optimizer.vectors.base_b - rank.optimizer.space.p_N
         return rank.optimizer.vectors.start_N.clone(), began, rank.optimizer
 
     found = together(ranks, work)

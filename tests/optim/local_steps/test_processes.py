@@ -85,6 +85,40 @@ say("held", optimizer.space.p_N.double().sum().item().hex())
 )
 
 
+KILLED_IN_PARTS = (
+    LATE
+    + """
+store = dist.FileStore(os.path.join(folder, "first"), size)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+net = network(torch.DTYPE)
+group = TorchGroup()
+optimizer = late(net, group, "adamw", every=6, parts=3)
+go(9)  # one part after steps 2, 4 and so on
+if rank == 2:
+    until(("launched", 0), ("launched", 1))
+    os.kill(os.getpid(), signal.SIGKILL)
+go(11)
+say("launched", optimizer.num_steps)
+try:
+    go(12)
+    say("lost", "nobody")
+except PeerLost as error:
+    say("lost", error.ranks)
+start_N = optimizer.vectors.start_N.clone()
+dist.destroy_process_group()
+store = dist.FileStore(os.path.join(folder, "second"), 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+group = TorchGroup()
+told = regroup(optimizer, group, has_state=True)
+say("told", (told.step, told.lost))
+assert torch.equal(optimizer.space.p_N, start_N)
+go(25)
+optimizer.prepare_to_save()
+say("held", optimizer.space.p_N.double().sum().item().hex())
+"""
+)
+
+
 def ended(ranks, gone=()):
     codes = [rank.wait(timeout=120) for rank in ranks]
     assert [code for at, code in enumerate(codes) if at not in gone] == [0] * (len(ranks) - len(gone))
@@ -105,4 +139,13 @@ def test_who_is_killed_while_an_exchange_is_under_way_costs_its_own_moves(tmp_pa
     for rank in range(2):
         assert said(tmp_path, rank, "lost") == "(2,)"
         assert eval(said(tmp_path, rank, "told")) == (12, 8)
+    assert len({said(tmp_path, rank, "held") for rank in range(2)}) == 1
+
+
+@parametrize("dtype", ["float32", "bfloat16"], usual=[1])
+def test_who_is_killed_while_a_part_is_under_way_is_named_when_the_next_is_due(tmp_path, dtype):
+    ended(start(KILLED_IN_PARTS.replace("DTYPE", dtype), 3, tmp_path), gone=(2,))
+    for rank in range(2):
+        assert said(tmp_path, rank, "lost") == "(2,)"
+        assert eval(said(tmp_path, rank, "told")) == (12, (2,))
     assert len({said(tmp_path, rank, "held") for rank in range(2)}) == 1

@@ -343,8 +343,7 @@ def test_who_would_compress_torchs_is_told_of_ours():
         compressed(torch.optim.Muon(torch.nn.Linear(3, 4, bias=False).parameters()))
 
 
-@pytest.mark.parametrize("narrow", [(), ("momentum", "error_memory")], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [2, 3])
+@every_value({"narrow": [(), ("momentum", "error_memory")], "size": (2, 3)})
 def test_state_is_8_and_a_half_bytes_a_parameter_and_4_for_the_server_and_half_in_bfloat16(size, narrow):
     def work(group):
         net = torch.nn.Linear(1024, 1024, bias=False)

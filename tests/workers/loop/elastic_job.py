@@ -144,7 +144,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
             while (run_dir / f"hang-{slot}").exists() and member._state.ended is None:
                 time.sleep(0.005)
             if (run_dir / f"nan-{slot}").exists():
-                first = bodies._optimizer.param_groups[0]["params"][0]
+                first = bodies._optimizers[0].param_groups[0]["params"][0]
                 first.register_hook(lambda gradient: gradient * torch.nan)
             if (run_dir / f"full-{slot}").exists():
                 raise OSError(28, "No space left on device")

@@ -258,7 +258,7 @@ def after_each_step(monkeypatch, look: Callable) -> None:
     def closed(bodies):
         step = bodies._open.share.step
         made = close(bodies)
-        look(step, bodies._optimizer)
+        look(step, bodies._optimizers[0])
         return made
 
     monkeypatch.setattr(Bodies, "close", closed)

@@ -348,6 +348,7 @@ def test_a_number_that_anybody_has_heard_of_is_not_given_again():
 def test_a_proposal_that_is_refused_is_made_again_twice_as_far_and_rests_after_ten():
     told = formed(1, most=2)
     told.come("new", 1, 1.0)
+    told.run(1.0, 1.05, {})
     for number in range(1, 11):
         told.answer("w0", number, 1.0, yes=False, step=0)
     steps = [event.fields["step"] for event in told.events if event.kind == "proposed"]
@@ -359,6 +360,7 @@ def test_a_proposal_that_is_refused_is_made_again_twice_as_far_and_rests_after_t
 def test_nothing_is_confirmed_before_all_have_said_yes():
     told = formed(2, most=3)
     told.come("new", 2, 1.0)
+    told.run(1.0, 1.05, {})
     told.answer("w0", 1, 1.0)
     told.run(1.0, 2.0, {"w0": 0.0, "w1": 0.0, "new": 0.0})
     assert "confirmed" not in told.kinds()

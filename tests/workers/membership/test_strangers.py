@@ -78,7 +78,7 @@ def test_a_member_that_sends_garbage_is_lost(job: Job, garbage: bytes):
     job.serve(2, 2)
     a = job.member(0)
     seat = later(lambda: a.join(newcomer(), 5.0))
-    hello = {"kind": "hello", "seat": None}
+    hello = {"kind": "hello", "seated": 0}
     hello["identity"] = {"id": "z", "slot": 1, "host": "h", "pid": 1, "node": ""}
     join = {"kind": "join", "after": 0, "standing": {"generation": None, "rank": None, "step": 0, "has_state": False}}
     with socket.create_connection(job.server.address, 5.0) as other:
@@ -91,7 +91,7 @@ def test_a_member_that_sends_garbage_is_lost(job: Job, garbage: bytes):
 def test_the_end_of_a_connection_that_was_not_seen_to_be_welcome_proves_no_death(job: Job):
     job.serve(1, 1)
     who = {"id": "z", "slot": 0, "host": "h", "pid": 1, "node": ""}
-    hello = key() + json.dumps({"kind": "hello", "seat": None, "identity": who}).encode() + b"\n"
+    hello = key() + json.dumps({"kind": "hello", "seated": 0, "identity": who}).encode() + b"\n"
     join = {"kind": "join", "after": 0, "standing": {"generation": None, "rank": None, "step": 0, "has_state": False}}
     with socket.create_connection(job.server.address, 5.0) as first:
         first.sendall(hello + json.dumps(join).encode() + b"\n")
@@ -111,6 +111,20 @@ def test_strangers_that_only_hang_keep_no_member_out(job: Job, monkeypatch):
             hanging.enter_context(socket.create_connection(job.server.address, 5.0))
         (a,), seats = job.seated(0)
         assert a.join(standing(seats[0]), 5.0).generation == 2
+
+
+def test_as_many_as_the_job_may_have_may_come_at_once(job: Job, monkeypatch):
+    monkeypatch.setattr(server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(server, "HELLO_S", 600.0)
+    job.serve(1, 8)
+    with contextlib.ExitStack() as hanging:
+        silent = [hanging.enter_context(socket.create_connection(job.server.address, 5.0)) for _ in range(7)]
+        job.member(0)
+        eventually(lambda: "connected" in job.kinds())
+        for one in silent:
+            one.setblocking(False)
+            with pytest.raises(BlockingIOError):  # open, and nothing was said
+                one.recv(1)
 
 
 def test_a_server_that_has_no_thread_left_for_a_moment_takes_who_comes_again(job: Job, monkeypatch):

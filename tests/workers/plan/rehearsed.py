@@ -2,7 +2,9 @@
 
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import Link
-from thinwire.workers.plan.forecast import Busy, PlannedJob, Rehearsed, forecast
+from thinwire.workers.plan.asked import job_of_recipe
+from thinwire.workers.plan.forecast import forecast
+from thinwire.workers.plan.ways import Busy, Rehearsed
 
 MILLION = 1_000_000
 SLOW = Link(1e-4, 12.5e6, "100 Mbit/s")
@@ -33,4 +35,4 @@ def rehearsed(**changes) -> Rehearsed:
 
 
 def plan(spec, link=SLOW, workers=2, per_machine=1, **changes):
-    return forecast(PlannedJob.of_recipe(spec), link, workers, per_machine, rehearsed(**changes))
+    return forecast(job_of_recipe(spec), link, workers, per_machine, rehearsed(**changes))

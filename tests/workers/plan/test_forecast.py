@@ -13,7 +13,7 @@ from tests.workers.small_job import small_spec
 from thinwire.comm.wire.step_time import Transport
 from thinwire.contract.plan import Link, PlanRequest
 from thinwire.workers.plan import run
-from thinwire.workers.plan.forecast import COMPRESSED, Busy
+from thinwire.workers.plan.ways import COMPRESSED, Busy
 
 SPEC = small_spec(
     steps=1000,
@@ -46,6 +46,16 @@ def test_a_run_by_hand():
     assert found.verdict.startswith("Compress, with ")
 
 
+def test_the_time_to_the_same_loss_is_the_runs_by_the_steps_of_our_studies_or_none():
+    adams = plan(SPEC)
+    for name in ("dense_fp32", "dense_bf16", *COMPRESSED):
+        assert adams.method(name).same_loss_s == adams.method(name).run_s
+    assert adams.method("local_steps").same_loss_s is None
+    muons = plan(small_spec(steps=1000, global_batch=4096, optimizer={"name": "onebit_muon"}))
+    assert muons.method("onebit_muon").same_loss_s == pytest.approx(0.4 * muons.method("onebit_muon").run_s)
+    assert json.loads(json.dumps(muons.as_json()))["methods"][-1]["same_loss_s"] is None
+
+
 def test_lines_of_each_kind_of_collective_change_what_is_predicted_and_advised():
     """Rings as before, all-to-all and all-gather with a round of 20 ms and a tenth of the bandwidth; then of no use."""
     before, bits = plan(SPEC), 3_125_000 + 4 * 6104
@@ -58,6 +68,18 @@ def test_lines_of_each_kind_of_collective_change_what_is_predicted_and_advised()
     useless = plan(SPEC, link=replace(SLOW, rows=(2e-2, SLOW.bytes_per_s / 100)))
     assert (before.compress, useless.compress) == (True, False)
     assert (before.best in COMPRESSED, useless.best) == (True, "dense_bf16")
+
+
+def test_a_job_that_goes_node_first_is_planned_so_where_machines_have_several_workers():
+    """Two machines of two: one sends 25 MB / 8 and its scales for both, where flat both send to both of the other."""
+    spec = small_spec(**SPEC.model_dump() | {"topology": "node_first", "workers": {"min": 1, "max": 4}})
+    flat, nodes, one_each = plan(SPEC, workers=4, per_machine=2), plan(spec, workers=4, per_machine=2), plan(spec)
+    bits, wire_s = 3_125_000 + 4 * 6104, 12.5e6
+    assert nodes.method("onebit_adam").step_s == pytest.approx(0.23 + bits / wire_s + 2e-4, rel=1e-3)
+    assert flat.method("onebit_adam").step_s == pytest.approx(0.23 + 1.75 * bits / wire_s + 4e-4, rel=1e-3)
+    assert nodes.method("onebit_adam").warmup_step_s < flat.method("onebit_adam").warmup_step_s
+    assert "node first: what crosses inside of a machine takes no time" in nodes.assumed
+    assert one_each.method("onebit_adam") == plan(SPEC).method("onebit_adam")
 
 
 def test_what_sending_costs_the_processor_is_not_added_to_lines_that_were_measured_through_it(monkeypatch):
@@ -108,6 +130,11 @@ def test_local_steps_exchange_once_in_a_round_and_are_advised_to_who_asks_for_th
     busy_s = 990 * 0.24 + 10 * 0.26
     assert late.method("local_steps").run_s == pytest.approx(busy_s)  # 100 steps hide an exchange of 2 s
     assert late.method("local_steps").run_bytes == asked.method("local_steps").run_bytes
+    in_parts = plan(small_spec(**SPEC.model_dump(exclude={"optimizer"}) | {"optimizer": {**given, "parts": 4}}))
+    of_parts, whole = in_parts.method("local_steps"), asked.method("local_steps")
+    assert of_parts.run_bytes == pytest.approx(whole.run_bytes, rel=0.01)
+    assert of_parts.run_s == pytest.approx(whole.run_s, rel=0.01)  # as long in all, a quarter of it at a time
+    assert any("in 4 parts of 6,250,000 values, of which one crosses every 25" in note for note in in_parts.assumed)
 
 
 @pytest.mark.parametrize(

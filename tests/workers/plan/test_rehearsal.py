@@ -18,9 +18,9 @@ from thinwire.comm.wire.network import Network
 from thinwire.comm.wire.step_time import Transport, dense_32, one_bit
 from thinwire.contract.plan import Link, PlanFailed, PlanRequest
 from thinwire.workers.plan import children, rehearsal
-from thinwire.workers.plan.forecast import COMPRESSED, compressed_for
 from thinwire.workers.plan.rehearsal import Orders, Setting, as_rehearsed, rehearse, slowest, spawn
 from thinwire.workers.plan.run import orders_of, run
+from thinwire.workers.plan.ways import COMPRESSED, compressed_for
 from thinwire.workers.recipes import recipe_of
 
 SPEC = small_spec(steps=100, global_batch=4)

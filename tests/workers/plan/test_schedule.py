@@ -8,9 +8,10 @@ from thinwire.comm.codecs import Int8Codec, ThresholdCodec
 from thinwire.comm.groups.blocking import MirroredGroup, SoloGroup
 from thinwire.comm.wire.network import Exchange
 from thinwire.optim import OneBitSGD
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.engine.schedule import Wire, is_variance_step
-from thinwire.optim.named import OPTIMIZERS
 from thinwire.workers.plan import schedule
+from thinwire.workers.plan.asked import run_of_job, run_of_optimizer
 from thinwire.workers.plan.schedule import RunSteps
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.recipes.of_job import hyperparameters, learning_rate
@@ -19,7 +20,7 @@ ZERO_ONE = {"name": "zero_one_adam", "lr": 1e-3, "betas": [0.9, 0.99]}
 
 
 def small_run(**changes):
-    return RunSteps.of_job(small_spec(**changes))
+    return run_of_job(small_spec(**changes))
 
 
 def kinds_that_ran(spec):
@@ -57,7 +58,7 @@ def kinds_that_ran(spec):
 def test_kinds_are_those_that_the_optimizer_makes(optimizer):
     spec = small_spec(steps=150, optimizer=optimizer, lr_schedule={"warmup": 12})
     count = schedule.zero_one if optimizer["name"] == "zero_one_adam" else schedule.one_bit
-    kinds = count(RunSteps.of_job(spec))
+    kinds = count(run_of_job(spec))
     ran = kinds_that_ran(spec)
     assert {name: getattr(kinds, name) for name in ran} == ran
     assert kinds.latest_warmup is None
@@ -115,12 +116,13 @@ def test_an_optimizer_says_of_its_run_what_its_job_file_says(name):
     given = {"name": name, "lr": 1e-3}
     if name == "local_steps":
         given = {"name": name, "every": 8, "codec": "int8", "inner": {"name": "adam", "lr": 1e-3, "betas": (0.8, 0.95)}}
+        given |= {"parts": 3, "overlap": True}
     spec = small_spec(steps=100, optimizer=given, lr_schedule={"warmup": 9, "decay": "constant"})
     param = torch.nn.Parameter(torch.ones(8, 8))
     optimizer = recipe_of(spec).optimizer([param], MirroredGroup(2))
-    found, told = RunSteps.of_optimizer(optimizer, 100), RunSteps.of_job(spec)
+    found, told = run_of_optimizer(optimizer, 100), run_of_job(spec)
     assert schedule.full_steps(found) == schedule.full_steps(told)
-    for of_run in ("steps", "method", "beta2", "inner", "every", "codec", "own"):
+    for of_run in ("steps", "method", "beta2", "inner", "every", "parts", "late", "codec", "own"):
         assert getattr(found, of_run) == getattr(told, of_run), of_run
 
 
@@ -158,4 +160,4 @@ def test_a_run_of_a_billion_steps_takes_no_time_to_count():
 def test_a_codec_with_settings_of_a_script_s_own_is_not_taken_for_the_one_of_that_name(codec, due):
     """Its bytes would be another's."""
     optimizer = OneBitSGD(torch.nn.Linear(2, 2).parameters(), codec=codec, group=SoloGroup())
-    assert RunSteps.of_optimizer(optimizer, 100).codec == due
+    assert run_of_optimizer(optimizer, 100).codec == due

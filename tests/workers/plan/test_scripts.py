@@ -11,8 +11,9 @@ from tests.workers.plan.rehearsed import rehearsed
 from thinwire.contract.plan import Link, PlanFailed, PlanRequest
 from thinwire.contract.spec import read_spec
 from thinwire.workers.plan import scripts
+from thinwire.workers.plan.asked import ASSUMED_STEPS
 from thinwire.workers.plan.run import run
-from thinwire.workers.plan.schedule import ASSUMED_STEPS, RunSteps
+from thinwire.workers.plan.schedule import RunSteps
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps, slowest_of, with_script
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

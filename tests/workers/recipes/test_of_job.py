@@ -9,14 +9,15 @@ import pytest
 import torch
 import yaml
 
+from tests.covering import every_value
 from tests.workers.by_hand import build
 from tests.workers.small_job import run_small, small_spec
 from thinwire.comm import SoloGroup
 from thinwire.contract.optimizers import Optimizer, OuterSpec
 from thinwire.contract.spec import TrainSpec
 from thinwire.optim import LambBounds, OuterSGD, ZeroOneSchedule
+from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.engine.options import CheckedOptions
-from thinwire.optim.named import OPTIMIZERS
 from thinwire.workers.recipes import recipe_of
 from thinwire.workers.recipes.of_job import learning_rate
 
@@ -95,8 +96,7 @@ def test_a_job_of_cada_counts_its_uploads_and_a_resumed_one_is_the_one_that_went
         assert (one.loss, one.payload_bytes_total) == (samples[one.step].loss, samples[one.step].payload_bytes_total)
 
 
-@pytest.mark.parametrize("inner", ["adam", "lamb", "sgd", "muon"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@every_value({"inner": ("adam", "lamb", "sgd", "muon"), "precision": ("float32", "bfloat16")})
 def test_a_job_of_local_steps_exchanges_once_a_round_by_the_rates_of_its_schedule(tmp_path, inner, precision):
     """Rounds of 4 of 12 steps; the save at 8 ends none early."""
     given = {"name": "local_steps", "every": 4, "inner": {"name": inner, "lr": 4e-3}, "codec": "int8"}
@@ -110,6 +110,19 @@ def test_a_job_of_local_steps_exchanges_once_a_round_by_the_rates_of_its_schedul
     assert [one.lr for one in steps] == [learning_rate(spec, one.step) for one in steps]
     ratio = summary["compression_ratio"]
     assert ratio["overall"] == ratio["compressed_phase"] == pytest.approx(4 * 4, rel=0.1)  # 8 bits, one step in four
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_job_of_local_steps_in_parts_exchanges_one_after_another(tmp_path, overlap):
+    """Two parts, rounds of 4 of 12 steps; the save at the end ends all."""
+    given = {"name": "local_steps", "every": 4, "inner": {"name": "sgd", "lr": 4e-3}, "parts": 2, "overlap": overlap}
+    spec = small_spec(steps=12, optimizer=given, checkpoint={"every_steps": 12}, evaluation={"every_steps": 12})
+    (summary, samples, _), *_ = run_small(tmp_path, spec, 2)
+    assert summary["replicas_bit_equal"] is True
+    sent = {one.step: one.payload_bytes for one in samples if one.payload_bytes}
+    assert list(sent) == [2, 4, 6, 8, 10, 12]
+    assert 0.4 < sent[8] / (sent[6] + sent[8]) < 0.6
+    assert summary["payload_bytes"]["sent"] == sum(sent.values())
 
 
 def test_what_a_checkpoint_ends_early_is_a_round_s_exchange_in_the_history_and_the_ratio(tmp_path):

@@ -22,7 +22,7 @@ def made():
     param = parameter()
     optimizer = Adam([param], lr=0.1, group=SoloGroup())
     param.grad = torch.ones(3)
-    return optimizer, Bodies(optimizer, Registered(optimizer))
+    return optimizer, Bodies(Registered(optimizer))
 
 
 def test_a_body_that_begins_or_ends_beside_another_optimizers_step_does_not_break_that():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinwire.comm import SoloGroup
-from thinwire.optim import OneBitAdam
+from thinwire.optim import Adam, OneBitAdam
 from thinwire.train import session
 from thinwire.workers.plan import scripts
 from thinwire.workers.plan.scripts import SETTLING, DrySession
@@ -166,8 +166,16 @@ def test_a_dataset_that_is_short_is_gone_through_again_and_its_length_is_known(e
             f"{STEPLESS} batches without optimizer.step()",
         ),
         (lambda run: (Script(run), next(run.batches(DATA, global_batch=2))), "4 workers for global_batch = 2"),
+        (
+            lambda run: (
+                Script(run),
+                run.register(second=Adam(torch.nn.Linear(1, 1).parameters(), group=run.group)),
+                next(run.batches(DATA, global_batch=8)),
+            ),
+            "2 optimizers are registered, and a forecast is of a run with one",
+        ),
     ],
-    ids=["own loop", "no optimizer", "no step", "few samples"],
+    ids=["own loop", "no optimizer", "no step", "few samples", "two optimizers"],
 )
 def test_what_cannot_be_learned_is_said(ends, script, words):
     with pytest.raises(ScriptError) as told:

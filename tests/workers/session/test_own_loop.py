@@ -129,6 +129,18 @@ def test_a_job_whose_workers_come_and_go_says_what_to_draw_from(tmp_path):
             optimizer.step()
 
 
+def test_a_second_optimizer_that_steps_without_a_batch_is_refused(tmp_path):
+    group = SoloGroup()
+    place = Surroundings(
+        FixedRanks(group), torch.device("cpu"), Run(tmp_path, 0.0), Reporter(), None, group, spec_of(tmp_path)
+    )
+    with placed(place), session() as run:
+        optimizers = [Adam(torch.nn.Linear(2, 1).parameters(), group=run.group) for _ in range(2)]
+        run.register(first=optimizers[0], second=optimizers[1])
+        with pytest.raises(ScriptError, match=r"a second optimizer, Adam, before run.batches\(\)"):
+            optimizers[1].step()
+
+
 SCALED = """
 import torch
 from thinwire.optim import Adam

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter, defaultdict
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from thinwire.comm import SoloGroup, run_threads
 from thinwire.contract.reports import MOST_REPORTED
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import Checkpoint
-from thinwire.optim import Adam, LocalSteps, OneBitAdam
+from thinwire.optim import CADA, Adam, LocalSteps, OneBitAdam, ZeroOneAdam
 from thinwire.train import Recipe, session, train
 from thinwire.workers.checkpoints.manifest import checkpoints, from_json, to_json
 from thinwire.workers.checkpoints.shard import DTYPES
@@ -484,6 +485,14 @@ def test_the_optimizer_inside_of_local_steps_is_no_stranger():
         assert script(run, net()) == (5, True)
 
 
+TOGETHER = {
+    "overlapped": partial(OneBitAdam, lr=1e-3, overlap=True),
+    "of rounds": partial(ZeroOneAdam, lr=1e-3, total_steps=9),
+    "of a closure": partial(CADA, lr=1e-3),
+    "a step of two": Adam,
+}
+
+
 def wrong(what):
     with session() as run:
         model = net()
@@ -497,7 +506,9 @@ def wrong(what):
         elif what == "unwritable":
             run.register(optimizer=optimizer, thing={"seen": {1, 2}})
         elif what == "two":
-            run.register(optimizer=optimizer, other=Adam(net().parameters(), group=run.group))
+            run.register(optimizer=optimizer, other=Adam(model.parameters(), group=run.group))
+        elif what in TOGETHER:
+            run.register(optimizer=optimizer, other=TOGETHER[what](net().parameters(), group=run.group))
         else:
             run.register(optimizer=optimizer, model=model)
         other = torch.optim.SGD(net().parameters(), lr=0.1)
@@ -513,6 +524,8 @@ def wrong(what):
             optimizer.step()
             if what == "twice":
                 optimizer.step()
+            if what == "a step of two":
+                run.step(model(x).mean())
             if what == "a stranger":
                 other.step()
             if what == "no number":
@@ -528,7 +541,11 @@ def wrong(what):
         ("of torch", r"optimizer=...\): a SGD sends no gradient"),
         ("stateless", r"thing=...\): a object has no state_dict"),
         ("unwritable", r"thing=...\): its state\['seen'\] is set"),
-        ("two", r"other=...\): a second optimizer, Adam"),
+        ("two", r"other=...\): this Adam has parameters that an optimizer has which was registered before"),
+        ("overlapped", "OneBitAdam is one of 2 optimizers of this run, and with overlap=True"),
+        ("of rounds", "ZeroOneAdam is one of 2 optimizers of this run, and it makes steps that ranks do not share"),
+        ("of a closure", "CADA is one of 2 optimizers of this run, and its step"),
+        ("a step of two", r"run.step\(\) with 2 optimizers"),
         ("twice", "for a second time with one batch, at step 1"),
         ("a stranger", "SGD made a step and is not registered"),
         ("no number", "a tensor of 2 elements"),

@@ -48,7 +48,7 @@ def trained(tmp_path, monkeypatch, **changes):
             optimizer.group.stats.waited_s += LATE_S
 
     def late(bodies, share):
-        optimizer = bodies._optimizer
+        optimizer = bodies._optimizers[0]
         if optimizer.group.rank not in watched:
             watched.add(optimizer.group.rank)
             optimizer.register_step_pre_hook(wait)

@@ -52,10 +52,14 @@ class Settings:
     save_every: int = 3
     store_s: float | None = None
     """How long a write takes at most; drawn where it is None."""
+    tick_s: float = 0.4
+    """Of the real server's 0.05 s: the rules ask for several a second."""
 
 
 class Job:
     """A run of one seed."""
+
+    group_type: type[Group] = Group
 
     def __init__(self, seed: int, settings: Settings) -> None:
         self.settings = settings
@@ -127,7 +131,7 @@ class Job:
         """That of a seat; all who have the same seats have the same."""
         key = (seat.generation, tuple(member.identity.id for member in seat.members))
         if key not in self._groups:
-            group = self._groups[key] = Group(self, seat)
+            group = self._groups[key] = self.group_type(self, seat)
             for other in self._groups.values():
                 other.followed_by(group)
         return self._groups[key]

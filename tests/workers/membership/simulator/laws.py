@@ -27,7 +27,6 @@ from tests.workers.membership.simulator.checkpoints import Checkpoint
 from tests.workers.membership.simulator.group import Branch, Group
 from thinwire.workers.membership import messages as m
 from thinwire.workers.membership.commit_lease import LEASE_S
-from thinwire.workers.membership.seats import Seat
 
 if TYPE_CHECKING:
     from tests.workers.membership.simulator.job import Job
@@ -69,8 +68,15 @@ class Laws:
         """For how long the server has not heard each worker."""
         return {id: self._job.clockwork.now - at for id, at in self._heard_at.items()}
 
-    def seated(self, seat: Seat, id: str) -> None:
-        """The server seats a worker."""
+    def seated(self, seating: m.Seating, id: str) -> None:
+        """The server seats a worker. By what crosses the wire it has the same seat: of many, some are tried."""
+        seat, state = seating.seat, self._job.workers[id].state
+        tried = seat.rank % (1 + seat.size // 20) == 0
+        if tried and seating.change is not None and (state.seat is None or seat.generation > state.seat.generation):
+            told = m.from_server.validate_json(m.encoded(seating))
+            assert isinstance(told, m.Seating)
+            if told.seat_after(state.seat) != seat:
+                self._break(1, f"{id} is told another seat than it has: {told}, {seat}")
         ids = tuple(member.identity.id for member in seat.members)
         if self._seats.setdefault(seat.generation, ids) != ids:
             self._break(1, f"two generations have the number {seat.generation}: {self._seats[seat.generation]}, {ids}")

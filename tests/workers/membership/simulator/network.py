@@ -57,6 +57,10 @@ class Network:
         """Of one packet."""
         return self._clockwork.chance.uniform(0.001, self.delay_s)
 
+    def carry(self, source: Process, target: Process, message: Any) -> float:
+        """How long this message, or the end of a connection, takes between a worker and the server."""
+        return self.delay()
+
     def watch(self, call: Callable[[], bool]) -> None:
         """Call it at each heal, until it answers False."""
         self._changed.append(call)
@@ -166,7 +170,8 @@ class Connection:
             return
         if self._network.up(side.process.machine, side.other.process.machine):
             side.moving = True
-            self._clockwork.after(self._network.delay(), lambda: self._arrive(side))
+            carried_s = self._network.carry(side.process, side.other.process, side.queue[0])
+            self._clockwork.after(carried_s, lambda: self._arrive(side))
         else:
             self._unacknowledged(side)
 

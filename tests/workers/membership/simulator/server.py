@@ -14,9 +14,6 @@ from thinwire.workers.membership.rules import Rules
 if TYPE_CHECKING:
     from tests.workers.membership.simulator.job import Job
 
-TICK_S = 0.4
-"""Of the real one's 0.05 s: the rules ask for several a second."""
-
 
 class Server(Process):
     """From its start to its death. Another one knows only what the job's key-value store has kept."""
@@ -41,9 +38,13 @@ class Server(Process):
         """Is it here?"""
         return id in self._outboxes
 
+    @property
+    def num_connected(self) -> int:
+        return len(self._outboxes)
+
     def _meet(self, connection: Connection, side: Side, hello: m.Hello) -> None:
         id = hello.identity.id
-        refusal = self.rules.hello(hello.identity, hello.seat, self.now())
+        refusal = self.rules.hello(hello.identity, hello.seated, self.now())
         if refusal is None:
             if before := self._outboxes.get(id):
                 before[0].close(before[1])
@@ -76,7 +77,7 @@ class Server(Process):
             match effect:
                 case Send(to, message):
                     if isinstance(message, m.Seating):
-                        self._job.laws.seated(message.seat, to)
+                        self._job.laws.seated(message, to)
                     elif isinstance(message, m.Refusal):
                         self._job.laws.told(to, message)
                     if to in self._outboxes:
@@ -96,4 +97,4 @@ class Server(Process):
     def _tick(self) -> None:
         self.rules.tick(self.now())
         self.do_effects()
-        self.after(TICK_S, "clock", self._tick)
+        self.after(self._job.settings.tick_s, "clock", self._tick)

@@ -1,0 +1,80 @@
+import json
+import math
+
+import pytest
+
+from benchmarks.papers import rows, runs, volume
+from benchmarks.papers.published import table
+from benchmarks.papers.volume import by_our_rules
+
+
+def test_the_plans_count_the_bytes_that_the_papers_publish():
+    """As far as a sentence rounds. 87 % and 54 % of 0/1 Adam are upper ends, which DeepSpeed's file does not reach."""
+    adam, lamb = volume.volume(volume.ADAM_LARGE), volume.volume(volume.LAMB_LARGE)
+    by_formula = 1 / (23 / 152 + (1 - 23 / 152) / 16)  # of DeepSpeed's post, which counts no scales
+    assert by_formula == pytest.approx(4.893, abs=0.001)
+    assert by_formula * 0.99 < adam.over_half < by_formula
+    assert lamb.over_half == pytest.approx(4.6, abs=0.05)
+    zero_one = volume.volume(volume.ZERO_ONE_LARGE)
+    assert 0.83 < 1 - zero_one.bits / adam.bits < 0.87
+    assert 0.50 < 1 - zero_one.rounds < 0.54
+
+
+def test_a_rule_that_sends_more_than_the_papers_schedule_is_said_to():
+    squad = next(row for row in rows.volumes() if "SQuAD" in row.what)
+    assert volume.volume(by_our_rules(volume.SQUAD)).over_half < volume.volume(volume.SQUAD).over_half
+    assert "our rule sends more" in squad.remark
+
+
+def test_a_method_without_a_warm_up_has_no_volume_of_the_papers():
+    with pytest.raises(ValueError, match="onebit_muon: only 1-bit Adam"):
+        volume.volume(volume.RunSteps(100, "onebit_muon"))
+
+
+def test_the_profile_adds_up_to_the_share_of_the_all_reduce_that_the_paper_prints():
+    for row in table("profile").where():
+        step_ms = sum(row[part] for part in ("forward_ms", "allreduce_ms", "backward_ms", "other_ms"))
+        assert 100 * row["allreduce_ms"] / step_ms == pytest.approx(row["allreduce_percent"], abs=1.0), row
+
+
+def _run(method: str, seed: int, score: float, *, higher: bool = True, sent: int = 10) -> dict[str, object]:
+    return {
+        **{"workload": "gpt2", "optimizer": method, "seed": seed, "score": score, "unit": "perplexity"},
+        **{"higher_is_better": higher, "bytes": sent, "dense_bytes": 100},
+    }
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_pair_is_of_one_seed_and_worse_is_positive_whichever_way_the_score_goes(higher):
+    kept = [
+        _run("adam", 0, 10.0, higher=higher),
+        _run("adam", 1, 12.0, higher=higher),
+        _run("adam", 7, 99.0, higher=higher),
+    ]
+    kept += [_run("onebit_adam", 0, 11.0, higher=higher), _run("onebit_adam", 1, 13.0, higher=higher)]
+    dense, one = runs.compared(kept)
+    assert (dense.method, dense.worse.mean) == ("adam", 0.0)
+    assert (one.seeds, one.dense, one.score, one.sent) == (2, 11.0, 12.0, 10.0)
+    assert one.worse.mean == (-1.0 if higher else 1.0)
+    assert one.worse.half == pytest.approx(0.0)
+
+
+def test_one_seed_has_no_interval_and_one_worker_no_ratio():
+    (_, one) = runs.compared([_run("adam", 0, 10.0), _run("onebit_adam", 0, 11.0, sent=0)])
+    assert math.isinf(one.worse.half)
+    assert one.sent is None
+    (row,) = rows.scores([one])
+    assert "+-" not in row.here
+    assert "fewer bytes" not in row.remark
+
+
+def test_a_run_that_is_kept_is_not_made_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "KEPT", tmp_path / "runs.jsonl")
+    gpt2 = next(workload for workload in runs.WORKLOADS if workload.name == "gpt2")
+    runs.KEPT.write_text("".join(json.dumps(_run(method, 0, 1.0)) + "\n" for method in gpt2.methods[1:]))
+    made = []
+    monkeypatch.setattr(
+        runs, "_run", lambda workload, method, seed, _: made.append((workload.name, method, seed)) or {}
+    )
+    assert len(list(runs.make(1, ["gpt2"], tmp_path))) == 1
+    assert made == [("gpt2", gpt2.methods[0], 0)]
