@@ -220,8 +220,12 @@ def prepare(given, preset):
     trained = Stream(rows, encode, preset.context) if stream else Windows(packed(rows, encode)[0], preset.context)
     tokens, num_bytes = packed(held_out, encode)
     validation = Windows(tokens, preset.context)
+    if stream and next(iter(rows), None) is None:
+        raise ValueError(
+            f"--held-out-rows {given.held_out_rows}: no text is left to train on: give fewer, or --held-out"
+        )
     for name, windows in (("train on", trained), ("evaluate", validation)):
-        if not stream and not len(windows):
+        if isinstance(windows, Windows) and not len(windows):
             raise ValueError(
                 f"the text to {name} has {len(windows.tokens)} tokens, a window {preset.context + 1}: give more text"
             )

@@ -90,9 +90,10 @@ def rows_of(files, stream=False, **how):
     """The rows of local files of one kind: text, JSONL, parquet, arrow, CSV or TSV, as `datasets` reads them.
 
     stream: they are read as they are needed, and never all there at once. how: arguments of `load_dataset`.
-    Raises: ValueError for files that are not there or of a kind that is not known.
+    Raises: ValueError for files that are not there, of a kind that is not known, broken, or without a row.
     """
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     for file in map(Path, files):
         if ending(file) is None:
@@ -105,7 +106,16 @@ def rows_of(files, stream=False, **how):
     if ".tsv" in endings:
         how = {"sep": "\t", "quoting": csv.QUOTE_NONE, **how}  # as GLUE writes them: a quotation mark is a letter
     files = sorted(map(str, files))
-    return load_dataset(KINDS[endings[0]], data_files=files, split="train", streaming=stream, **how)
+    try:
+        rows = load_dataset(KINDS[endings[0]], data_files=files, split="train", streaming=stream, **how)
+        is_empty = next(iter(rows), None) is None
+    except StopIteration:  # as `datasets` says it of an empty JSONL
+        is_empty = True
+    except (DatasetGenerationError, UnicodeDecodeError) as error:
+        raise ValueError(f"{', '.join(files)}: cannot be read: {error.__cause__ or error}") from error
+    if is_empty:
+        raise ValueError(f"{', '.join(files)}: there is no row in it")
+    return rows
 
 
 def ending(file):
@@ -126,6 +136,9 @@ def texts_of(files, column="text", stream=False, **how):
     if column not in names:
         raise ValueError(f"--column {column}: {files[0]} has {', '.join(names) or 'no row'}")
     rows = rows.select_columns(column)
+    kind = getattr((rows.features or {}).get(column), "dtype", None) or type(next(iter(rows))[column]).__name__
+    if kind not in ("string", "large_string", "str"):
+        raise ValueError(f"--column {column}: {files[0]} has {kind} there: give a column of text")
     return rows if column == "text" else rows.rename_column(column, "text")
 
 

@@ -32,6 +32,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from thinwire.workers.data.order import Order, generator, share
+from thinwire.workers.data.seeded import Seeded
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,8 @@ class MapFeed:
         """As SessionFeed.data."""
         digest = getattr(self._dataset, "digest", None)
         of_all = "" if digest is None else f" #{digest[:DIGITS]}"
-        return f"{type(self._dataset).__name__} of {self.order.num_samples} samples{of_all}"
+        kind = self._dataset.told if isinstance(self._dataset, Seeded) else type(self._dataset).__name__
+        return f"{kind} of {self.order.num_samples} samples{of_all}"
 
     @property
     def drawing(self) -> str:

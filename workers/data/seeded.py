@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from thinwire.workers.data.order import generator
 
@@ -28,19 +29,28 @@ class Seeded:
     """
 
     def __init__(self, dataset: Any, seed: int = 0) -> None:
-        """Raises: TypeError for a dataset that has no len() or no [i]."""
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise TypeError(f"seeded({type(dataset).__name__}): give a dataset with len() and [i]")
+        """Raises: TypeError for a dataset that has no len() or no [i], or that draws by the number by itself."""
+        kind, lacks = type(dataset).__name__, not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__")
+        if lacks or isinstance(dataset, IterableDataset):  # that one inherits a [i] that raises
+            raise TypeError(f"seeded({kind}): give a dataset with len() and [i]")
+        if hasattr(dataset, "visit"):
+            raise TypeError(f"seeded({kind}): it has visit(i, number), and so draws by the number: give it as it is")
         self.dataset, self.seed = dataset, seed
         if hasattr(dataset, "digest"):
             self.digest = dataset.digest
+
+    @property
+    def told(self) -> str:
+        """What is seeded and how: workers of another seed draw other samples."""
+        return f"{type(self.dataset).__name__}, seeded with {self.seed},"
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> Any:
-        with drawing_by(self.seed, "sample", i):
-            return self.dataset[i]
+        sample = range(len(self))[i]  # -1, and an integer of numpy or torch, are the samples that they name
+        with drawing_by(self.seed, "sample", sample):
+            return self.dataset[sample]
 
     def visit(self, sample: int, number: int) -> Any:
         """Sample `sample`, as the run's sample number `number`."""

@@ -178,11 +178,22 @@ def test_weights_of_a_file_are_taken_and_those_of_another_model_refused(tmp_path
         (["--data", "{}/rows.jsonl", "{}/rows.parquet"], "give files of one kind"),
         (["--data", "{}/rows.pdf"], "give files whose ending is one of .txt"),
         (["--data", "{}/rows.jsonl", "--column", "body"], "--column body: .*has text, other"),
+        (["--data", "{}/rows.jsonl", "--column", "other"], "--column other: .*has int64 there"),
+        (["--data", "{}/empty.jsonl"], "empty.jsonl: there is no row in it"),
+        (["--data", "{}/empty.txt"], "empty.txt: "),
+        (["--data", "{}/torn.jsonl"], "torn.jsonl: cannot be read: "),
+        (["--data", "{}/latin.txt"], "latin.txt: cannot be read: .*utf-8"),
+        (["--data", "{}/rows.jsonl", "--stream-above", "1"], "--held-out-rows 1000: no text is left"),
+        (["--data", "{}/rows.jsonl", "--stream-above", "1", "--held-out", "{}/short.txt"], "the text to evaluate has"),
         (["--data", "{}/short.txt"], "the text to train on has 0 tokens|tokens, a window 17"),
     ],
 )
 def test_what_cannot_be_read_is_said(files, tmp_path, words, error):
     (tmp_path / "short.txt").write_text("a")
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "torn.jsonl").write_text('{"text": "a"}\n{"te')
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 \xff" * 99)
     given = gpt2.arguments([word.format(tmp_path) for word in words])
     with pytest.raises(ValueError, match=error):
         gpt2.prepare(given, tiny())

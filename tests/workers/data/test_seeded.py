@@ -77,6 +77,36 @@ def test_nor_does_one_that_raises():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_sample_has_one_drawing_whatever_names_it():
+    data = seeded(Drawn(6))
+    assert data[5] == data[-1] == data[np.int64(5)] == data[torch.tensor(5)]
+    with pytest.raises(IndexError):
+        data[6]
+
+
+def test_a_run_knows_what_is_seeded_and_how():
+    def told(seed):
+        feed = feed_of(seeded(Drawn(), seed), 3, steps=1, epochs=None, shuffle=True, seed=1, loader={})
+        return feed.data
+
+    assert told(3) == "Drawn, seeded with 3, of 6 samples"
+    assert told(4) != told(3)
+
+
+def test_what_cannot_be_seeded_is_refused():
+    class Stream(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            return iter(range(3))
+
+    with pytest.raises(TypeError, match=r"seeded\(Stream\): give a dataset with len\(\) and \[i\]"):
+        seeded(Stream())
+    with pytest.raises(TypeError, match=r"seeded\(Seeded\): it has visit\(i, number\)"):
+        seeded(seeded(Drawn()))
+
+
 def test_seeds_differ_and_a_stream_is_refused():
     assert seeded(Drawn(), 1)[0] != seeded(Drawn(), 2)[0]
     assert len(seeded(Drawn(4))) == 4
