@@ -45,7 +45,8 @@ class Preset:
 
 
 PRESETS = {
-    # arXiv 2102.02888 trains DCGAN on CelebA; its settings were not at hand, and these are of PyTorch's example, 5 epochs of 202,599
+    # arXiv 2102.02888 trains DCGAN on CelebA; its settings were not at hand. These are of PyTorch's example: 5 epochs
+    # of 202,599 images.
     "paper": Preset(side=64, channels=64, noise=100, global_batch=128, epochs=5, lr=2e-4),
     "small": Preset(side=16, channels=12, noise=16, global_batch=64, epochs=10, lr=1e-3),
 }
