@@ -11,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest --durations=25
-# CI gives --no-compile here: of 26,000 files its tests import some, and who collects them compiles these.
+# CI gives --no-compile here: of 26,000 files its tests import some, and .venv/.collected compiles these.
 PIP_ARGS ?=
 INSTALL := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 # Of what pip says: each download with its size, and when it begins to unpack, which is minutes without a word.
@@ -22,14 +22,19 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # Where tests with the mark `law` are: to collect all others takes longer than to run these.
 LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/test_docs.py
+# Where those of the one Ray are.
+RAYS := tests/tools/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/tools/drill tests/workers/elastic
+# Where the libraries are imported that take longest, which one process does once: tests/integrations/loaded.py.
+LIBRARIES := tests/integrations tests/test_examples.py
 TEST_JOBS ?= 5
-# Collected once: tests/side_by_side.py.
-SIDE_BY_SIDE := -p tests.side_by_side --side-by-side $(TEST_JOBS)
+# Those of the one Ray and those of libraries run one at a time; all others run side by side.
+SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal $(addprefix --ignore=,$(LIBRARIES))
 
-# Where it is set, every process that a test starts compiles all sources that it imports.
+# Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
+# tests rewrites all of them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run serve test test-fast test-all check style bench-gpu manifests clean
+.PHONY: run serve test test-fast test-all check bench-gpu manifests clean
 
 run: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire quickstart
@@ -37,27 +42,31 @@ run: .venv/.worker
 serve: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire serve
 
-# Types are checked beside the tests, on a core that only collects at first; what mypy says comes at the end.
 test: .venv/.dev
-	@$(MAKE) --no-print-directory -j 2 style .venv/.loops .venv/.ray
-	@log=$$(mktemp); trap 'kill $$types; rm -f $$log' INT TERM; \
-	$(BIN)/mypy > $$log 2>&1 & types=$$!; \
-	$(PYTEST) -m "not slow and not gpu" $(SIDE_BY_SIDE); tests=$$?; \
-	wait $$types; typed=$$?; echo "mypy:"; cat $$log; rm -f $$log; [ $$tests = 0 ] && [ $$typed = 0 ]
+	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
+	@# All at once; the output of the first two comes at the end. A shell has what runs in its background ignore
+	@# SIGINT, which tests send to what they start.
+	@log=$$(mktemp -d); \
+	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(LIBRARIES) > $$log/1 2>&1 & first=$$!; \
+	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log/2 2>&1 & beside=$$!; \
+	trap 'kill $$first $$beside' INT TERM; \
+	$(PYTEST) -m "ray and not slow and not gpu" $(RAYS); of_ray=$$?; \
+	wait $$first; of_libraries=$$?; wait $$beside; others=$$?; cat $$log/1 $$log/2; rm -rf $$log; \
+	[ $$of_libraries = 0 ] && [ $$others = 0 ] && [ $$of_ray = 0 ]
 
 test-fast: .venv/.dev .venv/.loops
-	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" $(SIDE_BY_SIDE) $(LAWS)
+	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal $(LAWS)
 
 test-all: .venv/.dev
-	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.ray
-	$(PYTEST) -m "not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
+	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
+	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(LIBRARIES)
+	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
+	$(PYTEST) -m "ray and not gpu" --hypothesis-profile=thorough $(RAYS)
 
-check: style
-	$(BIN)/mypy
-
-style: .venv/.dev
+check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 
@@ -75,10 +84,11 @@ manifests: .venv/.dev
 	@$(BIN)/python -m thinwire.optim.kernels
 	@touch $@
 
-# The same for Ray, of which five processes start at once.
-.venv/.ray: .venv/.dev
-	@echo "compiling Ray ..."
+# The same for the sources of tests and what they import, and for Ray, of which five processes start at once.
+.venv/.collected: .venv/.loops
+	@echo "compiling the tests and what they import ..."
 	@$(BIN)/python -m compileall -qq .venv/lib/python*/site-packages/ray || true
+	@$(BIN)/python -m pytest --collect-only -q > /dev/null || true
 	@touch $@
 
 clean:

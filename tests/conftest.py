@@ -47,15 +47,6 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    """Processes that run tests side by side have one server of ranks."""
-    if session.config.getoption("side_by_side", 0) and not session.config.option.collectonly:
-        from tests.forked import share
-
-        share()
-
-
 def missing(reason: str) -> NoReturn:
     """Skip the test for want of a tool; in CI, where every tool is installed, fail it."""
     if os.environ.get("CI") == "true":

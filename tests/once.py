@@ -16,7 +16,7 @@ import pytest
 def once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
     """What make(an empty folder) returns, as JSON gives it back: made once in a session of pytest.
 
-    A fixture of a module is made by each process that takes one of the module's tests, which several do.
+    A fixture of a module is made by each process that takes one of the module's tests, and `worksteal` parts modules.
     name: of this alone. What make raises is raised, and who asks next tries it again, in another folder.
     """
     session = folders.getbasetemp()

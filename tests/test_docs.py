@@ -86,10 +86,11 @@ def test_each_numbered_law_has_a_test_that_make_test_fast_runs():
         assert f"@pytest.mark.law\ndef test_t{number}_" in sources, number
 
 
-def test_every_law_is_where_make_looks_for_it():
-    places = re.findall(r"^LAWS := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[0].split()
+@pytest.mark.parametrize(("mark", "variable"), [("law", "LAWS"), ("ray", "RAYS")])
+def test_every_test_with_a_mark_is_where_make_looks_for_it(mark, variable):
+    places = re.findall(rf"^{variable} := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[0].split()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        if "pytest.mark.law" in path.read_text():
+        if f"pytest.mark.{mark}" in path.read_text():
             assert any(path.is_relative_to(ROOT / place) for place in places), path.name
 
 

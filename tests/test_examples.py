@@ -15,8 +15,6 @@ from tests.comm.gloo_ranks import start
 from tests.workers.small_job import run_small
 from thinwire.contract.spec import ScriptSpec, TrainSpec
 
-pytestmark = pytest.mark.together("libraries")
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

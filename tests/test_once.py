@@ -11,7 +11,7 @@ from tests.once import once
 
 
 class Processes:
-    """The part of TempPathFactory that is asked: processes have a folder each in that of the session."""
+    """The part of TempPathFactory that is asked: a process of xdist has a folder of its own in that of the session."""
 
     def __init__(self, session: Path, process: str) -> None:
         self._own = session / process
