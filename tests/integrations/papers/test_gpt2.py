@@ -12,6 +12,7 @@ pytest.importorskip("datasets")
 
 import datasets
 
+from tests.covering import parametrize
 from tests.integrations.papers.script import script
 from thinwire.optim import OPTIMIZERS
 from thinwire.workers.data.feed import feed_of
@@ -240,6 +241,6 @@ def test_a_run_that_is_resumed_equals_one_that_went_on(tmp_path, monkeypatch):
     assert resumed["other"] == whole["other"]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@parametrize("name", OPTIMIZERS, usual=[2])
 def test_every_optimizer_trains_it(tmp_path, name):
     assert math.isfinite(run(tmp_path, "--optimizer", name, "--steps", 8)["score"])

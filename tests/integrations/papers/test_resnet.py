@@ -15,6 +15,7 @@ pytest.importorskip("sklearn")
 
 import datasets
 
+from tests.covering import parametrize
 from tests.integrations.papers.script import script
 from thinwire.optim import OPTIMIZERS
 from thinwire.train import seeded
@@ -244,6 +245,6 @@ def test_weights_are_taken_with_a_head_of_other_classes_left_out(tmp_path):
         resnet.make_model(18, 10, "cifar", 3, file)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@parametrize("name", OPTIMIZERS, usual=[0])
 def test_every_optimizer_trains_it(tmp_path, name):
     assert math.isfinite(run(tmp_path, "--optimizer", name, "--steps", 8)["other"]["loss"])
