@@ -313,7 +313,9 @@ def main():
     parser.add_argument("--column", default="text", help="of the documents, in JSONL, parquet, arrow and CSV")
     parser.add_argument("--stream", action="store_true", help="do not read all data at the beginning")
     parser.add_argument("--tokenizer", help="a folder of transformers; left out: WordPiece is learned from the data")
-    parser.add_argument("--weights", metavar="FOLDER", help="begin with the weights and pieces that --save has left")
+    parser.add_argument(
+        "--weights", type=parts.model_folder, metavar="FOLDER", help="begin with the weights and pieces of a --save"
+    )
     parser.add_argument("--describe", type=Path, metavar="FOLDER", help="write config and pieces, and do not train")
     parts.add_flags(parser, PRESETS)
     given = parser.parse_args()

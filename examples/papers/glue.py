@@ -186,7 +186,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, default="cola")
     parser.add_argument(
-        "--weights", metavar="FOLDER", help="as bert_pretrain.py --save leaves it; left out: fresh ones"
+        "--weights",
+        type=parts.model_folder,
+        metavar="FOLDER",
+        help="as bert_pretrain.py --save leaves it; left out: fresh ones",
     )
     parser.add_argument("--train", help="left out: lines of Shakespeare's plays, in order or not")
     parser.add_argument("--dev", help="what is evaluated; left out: a tenth of --train")

@@ -46,6 +46,13 @@ def add_flags(parser, presets, *, preset="small", optimizer=None):
     parser.add_argument("--out", type=Path, metavar="FILE", help="what the run has come to, as JSON")
 
 
+def model_folder(text):
+    """What --weights says: a folder, or a name that from_pretrained knows. Raises: ArgumentTypeError for no folder."""
+    if text.startswith(("/", ".", "~")) and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder; bert_pretrain.py --save FOLDER makes one")
+    return text
+
+
 def _natural(text):
     number = int(text)
     if number < 1:

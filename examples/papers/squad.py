@@ -239,7 +239,10 @@ def main():
     """Train, and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--weights", metavar="FOLDER", help="as bert_pretrain.py --save leaves it; left out: fresh ones"
+        "--weights",
+        type=parts.model_folder,
+        metavar="FOLDER",
+        help="as bert_pretrain.py --save leaves it; left out: fresh ones",
     )
     parser.add_argument("--train", help="left out: questions made of Shakespeare's plays")
     parser.add_argument("--dev", help="what is evaluated; left out: a twentieth of the questions of --train")
