@@ -201,6 +201,7 @@ def test_a_signal_before_the_start_ends_it_too(tmp_path: Path, servers: list[Ser
     assert not (server.home / "server.json").exists()
 
 
+@pytest.mark.slow
 def test_one_home_has_one_server(tmp_path: Path, servers: list[Server]) -> None:
     first = Server(tmp_path / "home")
     servers.append(first)

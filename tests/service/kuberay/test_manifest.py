@@ -256,6 +256,7 @@ GO_READS_OTHERWISE = ("1e-3", "1e3", ".5e3", "1.e+3", "+2E6", "y", "N", "0o17")
 kubectl reads a file."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", GO_READS_OTHERWISE)
 def test_a_string_that_kubernetes_would_read_as_something_else_is_quoted(text: str) -> None:
     found = made()
