@@ -33,6 +33,8 @@ SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal $(addprefix --ignore=,$(LIBRARI
 # Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
 # tests rewrites all of them.
 export PYTHONDONTWRITEBYTECODE :=
+# Tests run side by side, and so do the ranks of each: threads below them wait for each other with both cores busy.
+test test-fast test-all: export OMP_NUM_THREADS := 1
 
 .PHONY: run serve test test-fast test-all check bench-gpu manifests clean
 
