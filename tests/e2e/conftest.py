@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import missing
 from tests.deploy.queries import WIRE_INTERFACE
 
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 SMALL_JOB: dict[str, Any] = {
     "name": "e2e",
     "steps": 120,
