@@ -19,6 +19,7 @@ from pydantic import JsonValue
 
 from thinwire.contract.job_names import LABEL, fitting_name
 from thinwire.contract.jobs import Problem
+from thinwire.contract.labels import KEY, VALUE
 from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE, ScriptRecipe
 
@@ -315,6 +316,10 @@ def _plain(bound: float) -> str:
 _NOUNS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 _PATTERNS = {
+    KEY: "a key of Kubernetes' labels: up to 63 letters, digits, dots, dashes and underscores, beginning and ending "
+    "with a letter or digit; before it there may be a domain and a slash, such as example.com/team",
+    VALUE: "up to 63 letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit; or "
+    "nothing",
     LABEL: "lower-case letters, digits, dots and dashes, beginning and ending with a letter or digit",
     SHA256: "the sha256 of a package, 64 hexadecimal digits in lower case",
     VARIABLE: "of letters, digits and underscores, not beginning with a digit",

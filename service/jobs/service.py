@@ -24,6 +24,7 @@ from thinwire.contract.redaction import HIDDEN, hidden_in, redacted
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
 from thinwire.service.auth import new_token, token_hash
+from thinwire.service.cursors import cursor, key_of
 from thinwire.service.db import Database
 from thinwire.service.errors import (
     IdempotencyKeyReused,
@@ -36,9 +37,10 @@ from thinwire.service.errors import (
     ServiceError,
     Unavailable,
 )
-from thinwire.service.jobs.checkpoint_files import list_checkpoints, open_checkpoint
+from thinwire.service.jobs.checkpoint_files import checkpoints_before, open_checkpoint
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.repository import JobRepository, JobRow, key_of, record, transition
+from thinwire.service.jobs.listing import Filter, cursor_of, newest, place_of, put_labels, relabel
+from thinwire.service.jobs.repository import JobRepository, JobRow, record, stored_key, transition
 from thinwire.service.jobs.starts import Starts, heirs_of, unshared
 from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
 from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resize, write_wanted
@@ -48,6 +50,10 @@ from thinwire.service.people.audit import Change, deleted_jobs
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""The list's name in its cursors."""
+LABELS = {"labels"}
+"""Of a spec, what does not stand in the row's: its own column has them as they are now."""
 MOST_EVENTS = 5000
 MOST_SAMPLE_BYTES, MOST_EVENT_BYTES, MOST_JOB_BYTES = 2 << 20, 1 << 20, 4 << 20
 """In one answer, of samples, of events, and of what jobs in a list have in the database."""
@@ -117,8 +123,9 @@ class JobService:
         a start that is not there, more workers than the cluster can ever have), QuotaReached.
         """
         _refuse_hidden(spec)
-        # Of what was written: a default that a later version adds or changes leaves a request the same request.
-        digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
+        # Of what was written: a default that a later version adds or changes leaves a request the same request. Labels
+        # say nothing of the run.
+        digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True, exclude=LABELS).encode()).hexdigest()
         earlier = self._earlier(change.who, idempotency_key, digest, spec)
         if earlier is not None:
             change.job_id, change.about = earlier.id, "repeated"
@@ -147,17 +154,20 @@ class JobService:
         self._wake()
         return self._view(row, workers=0)
 
-    def list(self, limit: int, state: JobState | None, before: str | None = None) -> JobList:
-        """The newest jobs; with `before`, those older than the job of that id. Raises JobNotFound."""
+    def list(self, limit: int, wanted: Filter, before: str | None = None) -> JobList:
+        """The newest of the jobs that are wanted; with `before`, `next` of an earlier list, those that follow.
+
+        Raises InvalidRequest.
+        """
         now = self._clock()
         with self._db.read() as session:
-            jobs = JobRepository(session)
-            rows, more = jobs.newest(limit, MOST_JOB_BYTES, state, None if before is None else jobs.found(before))
-            workers = jobs.count_live_leases([row.id for row in rows], now)
+            place = None if before is None else place_of(session, before)
+            rows, more = newest(session, limit, MOST_JOB_BYTES, wanted, place)
+            workers = JobRepository(session).count_live_leases([row.id for row in rows], now)
             items = [
                 job_item(row, workers.get(row.id, 0), self._folders.of(row.id).path, self._page(row)) for row in rows
             ]
-        return JobList(jobs=items, next=items[-1].id if more else None)
+        return JobList(jobs=items, next=cursor_of(rows[-1]) if more else None)
 
     def get(self, job_id: str) -> Job:
         """One job. Raises JobNotFound."""
@@ -168,14 +178,19 @@ class JobService:
         return self._view(row, workers.get(job_id, 0))
 
     def change(self, job_id: str, wanted: JobChange, change: Change) -> Job:
-        """Want another number of workers; the same again changes nothing.
+        """Want another number of workers, or other labels, or both; the same again changes nothing.
 
-        Raises: JobNotFound, JobOver, InvalidRequest.
+        Raises: JobNotFound, JobOver (of workers), InvalidRequest; then nothing is changed.
         """
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
-            resize(session, row, wanted.workers, self._clock(), self._room())
-            change.write(session, job_id, f"workers {_limits(wanted)}")
+            if wanted.workers is not None:
+                resize(session, row, wanted.workers, self._clock(), self._room())
+            if wanted.labels is not None:
+                relabel(session, row, wanted.labels)
+            change.write(session, job_id, _said(wanted))
+        if wanted.workers is None:
+            return self.get(job_id)
         try:
             write_wanted(self._db, self._folders, job_id)
         except OSError:
@@ -339,13 +354,17 @@ class JobService:
         next_offset = ((row.attempt - 1) << LOG_OFFSET_BITS) + chunk.next_offset
         return Logs(text=chunk.text, next_offset=next_offset, complete=over and chunk.next_offset == offset)
 
-    def checkpoints(self, job_id: str) -> CheckpointList:
-        """What lies in the job's own folder. Raises: JobNotFound, Unavailable."""
+    def checkpoints(self, job_id: str, limit: int, before: str | None = None) -> CheckpointList:
+        """The last `limit` checkpoints in the job's own folder, by step; with `before`, `next` of an earlier list,
+        those before these. Raises: JobNotFound, InvalidRequest, Unavailable.
+        """
+        last = None if before is None else key_of(CHECKPOINTS, before, (str,), "before")[0]
         with self._db.read() as session:
             store = JobRepository(session).found(job_id).spec.get("checkpoint", {}).get("store")
         if store is not None:
             return CheckpointList(store=redacted(store), checkpoints=[])
-        return CheckpointList(checkpoints=list_checkpoints(self._folders.of(job_id).checkpoints))
+        found, first = checkpoints_before(self._folders.of(job_id).checkpoints, limit, last)
+        return CheckpointList(checkpoints=found, next=None if first is None else cursor(CHECKPOINTS, first))
 
     def checkpoint_file(self, job_id: str, folder: str, file: str) -> tuple[BinaryIO, int]:
         """One file of a checkpoint, opened, and its size. Raises: JobNotFound, CheckpointNotFound, Unavailable."""
@@ -414,7 +433,7 @@ class JobService:
             row = JobRepository(session).by_idempotency_key(who, key)
         if row is None:
             return None
-        if row.spec_digest != digest and row.spec != spec.model_dump(mode="json"):
+        if row.spec_digest != digest and row.spec != spec.model_dump(mode="json", exclude=LABELS):
             raise IdempotencyKeyReused(key, row.id)
         return self.get(row.id)
 
@@ -425,9 +444,10 @@ class JobService:
         row = JobRow(
             id=f"{spec.name}-{self._new_suffix()}",
             name=spec.name,
-            spec=spec.model_dump(mode="json"),
+            labels=dict(spec.labels),
+            spec=spec.model_dump(mode="json", exclude=LABELS),
             spec_digest=digest,
-            idempotency_key=None if key is None else key_of(change.who, key),
+            idempotency_key=None if key is None else stored_key(change.who, key),
             token_hash=token_hash(token),
             state=JobState.SUBMITTING.value,
             attempt=1,
@@ -443,6 +463,7 @@ class JobService:
                     raise QuotaReached(f"{change.who} has {too_much}: cancel or delete some, and submit this one again")
                 row.arrival = JobRepository(session).next_arrival()
                 JobRepository(session).add(row)
+                put_labels(session, row, row.labels)
                 record(session, [row], row.created_at)
                 change.write(session, row.id)
         except IntegrityError:
@@ -491,9 +512,14 @@ def _refuse_hidden(spec: TrainSpec | ScriptSpec) -> None:
         raise InvalidRequest.of(problems)
 
 
-def _limits(wanted: JobChange) -> str:
-    given = wanted.workers.model_dump(exclude_none=True)
-    return " ".join(f"{name}={value}" for name, value in given.items())
+def _said(wanted: JobChange) -> str:
+    """What is asked for, in the words of the audit."""
+    limits = {} if wanted.workers is None else wanted.workers.model_dump(exclude_none=True)
+    words = ["workers", *(f"{name}={value}" for name, value in limits.items())] if limits else []
+    if wanted.labels is not None:
+        labels = wanted.labels.items()
+        words += ["labels", *(f"-{key}" if value is None else f"{key}={value}" for key, value in labels)]
+    return " ".join(words)
 
 
 def _check_data(spec: TrainSpec) -> None:

@@ -34,7 +34,7 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     item = job_item(row, workers, run_dir, dashboard_url)
     shown = item.model_dump(exclude={"unreadable"})
     reading = Reading()
-    spec = reading.of("spec", lambda: read_accepted(redacted_json(row.spec)))
+    spec = reading.of("spec", lambda: read_accepted({**redacted_json(row.spec), "labels": row.labels}))
     return Job(**shown, unreadable=item.unreadable or reading.wrong, spec=spec, summary=redacted_json(row.summary))
 
 
@@ -49,6 +49,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     return JobItem(
         id=row.id,
         name=row.name,
+        labels=row.labels,
         state=state,
         reason=row.reason and redacted(row.reason),  # of an earlier version too
         attempt=row.attempt,

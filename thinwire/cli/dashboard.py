@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from thinwire.cli.client import Client, home
 from thinwire.cli.screen import complain, note
+from thinwire.client import Client, home
 
 COOKIE = "ray-authentication-token"
 """As Ray's /api/authenticate sets it (ray/_private/authentication/authentication_constants.py)."""

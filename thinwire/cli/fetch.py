@@ -11,10 +11,10 @@ from typing import Annotated, Protocol
 
 import typer
 
-from thinwire.cli.client import Client, NotFound
 from thinwire.cli.commands import work
 from thinwire.cli.quantities import bytes_text
 from thinwire.cli.screen import complain, note
+from thinwire.client import Client, NotFound
 from thinwire.contract.jobs import CheckpointFiles, CheckpointList, Job
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.weights import Fetched, FetchFailed

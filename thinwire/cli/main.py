@@ -20,17 +20,6 @@ import typer
 from pydantic import ValidationError
 
 from thinwire.cli import commands
-from thinwire.cli.client import (
-    AmbiguousId,
-    Client,
-    ClientError,
-    NoText,
-    NotFound,
-    Rejected,
-    Unreachable,
-    WrongEnvironment,
-    home,
-)
 from thinwire.cli.dashboard import dashboard
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
@@ -45,6 +34,17 @@ from thinwire.cli.summary import SummaryError, picture, shown_summary, summary_r
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, logs, outcome, wait_for_workers, watch_to_end
 from thinwire.cli.what_if import what_if
+from thinwire.client import (
+    AmbiguousId,
+    Client,
+    ClientError,
+    NoText,
+    NotFound,
+    Rejected,
+    Unreachable,
+    WrongEnvironment,
+    home,
+)
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import JobList
 from thinwire.contract.redaction import Redacting

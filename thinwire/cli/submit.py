@@ -14,12 +14,13 @@ from typing import Annotated
 import typer
 from pydantic import JsonValue
 
-from thinwire.cli.client import Client, Rejected, Unreachable
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file, read_job_spec
 from thinwire.cli.packing import Unpackable, folder_of, packed_job
 from thinwire.cli.screen import note
 from thinwire.cli.watch import watch_to_end
+from thinwire.client import Client, Rejected, Unreachable
 from thinwire.contract.job_names import fitting_name
+from thinwire.contract.labels import in_metadata
 from thinwire.contract.spec import ScriptSpec
 
 _OF_SCRIPTS = "Scripts"
@@ -322,7 +323,7 @@ def manifest(
                 service_id="SERVICE",
                 submission_id=job_id,
                 entrypoint=command_line("URL", job_id, 1, "TICKET", words),
-                metadata={"job_id": job_id, "job_name": spec.name, "attempt": "1"},
+                metadata={"job_id": job_id, "job_name": spec.name, "attempt": "1", **in_metadata(spec.labels)},
                 spec=spec,
                 least=spec.workers.min,
                 most=spec.workers.max,

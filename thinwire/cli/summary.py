@@ -17,10 +17,10 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from thinwire.cli.client import ApiError, Client
 from thinwire.cli.commands import work
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
 from thinwire.cli.screen import complain, note
+from thinwire.client import ApiError, Client
 from thinwire.contract import figures
 from thinwire.contract.figures import NATS
 from thinwire.contract.files import write_whole

@@ -26,10 +26,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.cli.client import Client, Unreachable
 from thinwire.cli.news import WATCHED_KINDS, News, queue_text, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
 from thinwire.cli.screen import complain, console, note, printable
+from thinwire.client import Client, Unreachable
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
 

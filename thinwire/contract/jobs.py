@@ -19,6 +19,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from thinwire.contract.labels import Labels, LabelsChange
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import AnySpec, WorkerCount
 
@@ -59,15 +60,21 @@ class WorkersChange(BaseModel):
 
 
 class JobChange(BaseModel):
-    """PATCH /v1/jobs/{id}: what can be changed of a job that is not over. Unknown fields are refused."""
+    """PATCH /v1/jobs/{id}: workers, of a job that is not over; labels, of any. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
-    workers: WorkersChange
+    workers: WorkersChange | None = None
+    labels: LabelsChange | None = Field(
+        None, description="labels to set; null takes one away, and what is not named stays"
+    )
 
     @model_validator(mode="after")
     def _asks_something(self) -> JobChange:
-        if self.workers.min is None and self.workers.max is None:
+        if self.workers is None and not self.labels:
+            empty = {"path": "", "value": None, "allowed": "a mapping with workers, labels or both"}
+            raise PydanticCustomError("impossible", "nothing is to be changed", {"problems": [empty]})
+        if self.workers is not None and self.workers.min is None and self.workers.max is None:
             given = self.workers.model_dump(exclude_unset=True)
             problem = {"path": "workers", "value": given, "allowed": "a mapping with min, max or both"}
             raise PydanticCustomError("impossible", "workers: neither min nor max is given", {"problems": [problem]})
@@ -124,6 +131,7 @@ class JobItem(BaseModel):
 
     id: str
     name: str
+    labels: Labels = Field(default_factory=dict, description="as they are now")
     state: JobState
     reason: str | None = Field(None, description="why the job is where it is, for a person; set when FAILED")
     unreadable: str | None = Field(
@@ -160,7 +168,11 @@ class JobList(BaseModel):
     """GET /v1/jobs, newest first."""
 
     jobs: list[JobItem]
-    next: str | None = Field(None, description="ask again with before=<this> for older ones; null: there are none")
+    next: str | None = Field(
+        None,
+        description="ask again with before=<this> for older ones; null: there are none. It stays good whatever is "
+        "added or deleted meanwhile",
+    )
 
 
 class History(BaseModel):
@@ -208,6 +220,9 @@ class CheckpointList(BaseModel):
 
     store: str | None = Field(None, description="where they are instead; then none is listed here")
     checkpoints: list[CheckpointFiles]
+    next: str | None = Field(
+        None, description="there are older ones: ask again with before=<this>; null: these were all"
+    )
 
 
 class TargetGroup(BaseModel):

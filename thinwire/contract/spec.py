@@ -23,6 +23,7 @@ from pydantic import (
 from thinwire.contract import script, start, stores
 from thinwire.contract.fields import Fraction, Frozen, Impossible, StepsOrFraction, Whole, refuse
 from thinwire.contract.job_names import LABEL
+from thinwire.contract.labels import Labels
 from thinwire.contract.optimizers import (
     CadaSpec,
     Freezing,
@@ -218,6 +219,11 @@ class JobSpec(Frozen):
     """What every training job has, with a recipe of ours or a script."""
 
     name: str = Field("job", min_length=1, max_length=63, pattern=LABEL)
+    labels: Labels = Field(
+        default_factory=dict,
+        description="by which jobs are found again, such as {team: vision}; they may change later, and are no part of "
+        "what the run is",
+    )
     seed: Whole = Field(0, ge=0, lt=2**31)
     steps: _Steps | None
     global_batch: _Samples | None
