@@ -13,15 +13,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from thinwire.contract.job_names import LABEL, fitting_name
 from thinwire.contract.jobs import Problem
 from thinwire.contract.labels import KEY, VALUE
 from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE, ScriptRecipe
+from thinwire.contract.spec import AnySpec
 
 Schema = Mapping[str, Any]
 
@@ -45,6 +47,17 @@ def describe_problems(errors: Sequence[Mapping[str, Any]], body: Schema, documen
                 joined = f"{earlier.message}; {problem.message}"
                 found[problem.path] = earlier.model_copy(update={"message": joined})
     return list(found.values())
+
+
+def problems_of_spec(error: ValidationError) -> list[Problem]:
+    """The same of a job that was read outside of a route, by `read_spec` or `read_accepted`."""
+    schema = _spec()
+    return describe_problems([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], schema, schema)
+
+
+@cache
+def _spec() -> Schema:
+    return TypeAdapter(AnySpec).json_schema()
 
 
 def shown(value: Any, name: str = "") -> JsonValue:

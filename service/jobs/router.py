@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from pydantic import AwareDatetime, BaseModel
+from pydantic import AwareDatetime, BaseModel, JsonValue
 from pydantic_core import PydanticSerializationError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, StreamingResponse
 
 from thinwire.contract.jobs import (
     CheckpointList,
+    Draft,
     History,
     Job,
     JobChange,
@@ -138,6 +139,43 @@ def _json(found: BaseModel) -> Response:
 def submit(spec: AnySpec, jobs: Jobs, change: Asked, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
     """Accept a training job. It is written down before the answer, and started soon after."""
     job = jobs.submit(spec, idempotency_key, change)
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return job
+
+
+@operators.post(
+    "/jobs:validate",
+    dependencies=[Depends(json_body)],
+    responses=documented(QuotaReached, BodyTooLarge, UnsupportedMediaType),
+)
+def validate(spec: AnySpec, jobs: Jobs, request: Request) -> Draft:
+    """Say what would become of a submission, and make no job: the spec with its defaults, and whether it would start.
+
+    What a submission would be refused for, this is refused for, in the same words. It takes the role that a submission
+    takes, since it says whether files of the service's machine are there.
+    """
+    return jobs.validate(spec, request.state.caller.person.name)
+
+
+@operators.post(
+    "/jobs/{job_id}/clone",
+    status_code=202,
+    dependencies=[Depends(json_body), Depends(_one_key)],
+    responses=documented(JobNotFound, IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType),
+)
+def clone(
+    job_id: str,
+    changes: dict[str, JsonValue],
+    jobs: Jobs,
+    change: Asked,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> Job:
+    """Submit a job's spec again, with changes: a JSON merge patch of it, where null stands for a default.
+
+    The labels are those that the job has now. Of somebody else's job a secret value is not taken along: name it anew.
+    """
+    job = jobs.clone(job_id, changes, idempotency_key, change)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return job
 

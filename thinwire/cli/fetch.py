@@ -12,6 +12,7 @@ from typing import Annotated, Protocol
 import typer
 
 from thinwire.cli.commands import work
+from thinwire.cli.job_ids import JobId
 from thinwire.cli.quantities import bytes_text
 from thinwire.cli.screen import complain, note
 from thinwire.client import Client, NotFound
@@ -34,7 +35,7 @@ class Fetching(Protocol):
 
 
 def fetch(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")],
+    job_id: JobId,
     to: Annotated[
         Path | None, typer.Option("--to", help="Folder for the files. Default: one with the job's ID, here.")
     ] = None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from thinwire.cli.quantities import seconds_text, time_text
-from thinwire.contract.jobs import Job
+from thinwire.contract.jobs import Job, JobItem
 from thinwire.contract.reports import Event, EventKind
 
 RESTART_KINDS = (EventKind.JOB_SUBMITTING, EventKind.RESUMED)
@@ -129,7 +129,7 @@ def limits_text(least: object, most: object) -> str:
     return f"{least}" if least == most else f"{least}..{most}"
 
 
-def workers_text(job: Job, count: int) -> str:
+def workers_text(job: JobItem, count: int) -> str:
     """How many workers train, and how many are wanted where that is another number or several: 3 (wanted 2..8)."""
     wanted = limits_text(job.wanted_workers.min, job.wanted_workers.max)
     return str(count) if wanted == str(count) else f"{count} (wanted {wanted})"

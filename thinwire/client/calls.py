@@ -129,7 +129,8 @@ def resolve(prefix: str) -> Steps[Job]:
         return (yield from job(prefix))
     except NotFound:
         pass  # it may be the beginning of an ID
-    listed = yield from jobs(MOST, text=prefix[:200])
+    is_possible = prefix.isascii() and prefix.isprintable() and len(prefix) <= 80
+    listed = (yield from jobs(MOST, text=prefix)) if is_possible else []
     found = [one for one in listed if one.id.startswith(prefix)]
     if not found:
         raise NotFound(404, "not_found", f"no job has an ID that begins with {prefix!r}: see `thinwire jobs`", [])

@@ -26,6 +26,7 @@ from thinwire.contract.spec import AnySpec, WorkerCount
 BODY_LIMIT_BYTES = 1 << 20
 """The largest body of a request, telemetry apart; so the largest job file too."""
 
+Starts = Literal["now", "queued", "handed_over", "unknown"]
 TakesEffect = Literal["at_start", "in_place", "at_restart"]
 
 
@@ -162,6 +163,18 @@ class Job(JobItem):
 
     spec: AnySpec | None = Field(None, description="what was asked for; null only where unreadable")
     summary: dict[str, JsonValue] | None = Field(None, description="summary.json of a run that succeeded")
+
+
+class Draft(BaseModel):
+    """POST /v1/jobs:validate: the job that would be made."""
+
+    spec: AnySpec = Field(description="with all defaults, and where its start lies")
+    starts: Starts = Field(
+        description="now: its workers have places; queued: it would wait for them; handed_over: at once, to a cluster "
+        "that brings machines or has a queue of its own; unknown: the launcher cannot be asked now"
+    )
+    reason: str | None = Field(None, description="why it would not start now, for a person")
+    queue: Queued | None = Field(None, description="where it would stand, where it would wait")
 
 
 class JobList(BaseModel):

@@ -219,11 +219,6 @@ class JobSpec(Frozen):
     """What every training job has, with a recipe of ours or a script."""
 
     name: str = Field("job", min_length=1, max_length=63, pattern=LABEL)
-    labels: Labels = Field(
-        default_factory=dict,
-        description="by which jobs are found again, such as {team: vision}; they may change later, and are no part of "
-        "what the run is",
-    )
     seed: Whole = Field(0, ge=0, lt=2**31)
     steps: _Steps | None
     global_batch: _Samples | None
@@ -239,6 +234,11 @@ class JobSpec(Frozen):
         le=100,
         description="in the service's queue: the higher starts first, and of equal ones the older. No job that "
         "trains is stopped for another",
+    )
+    labels: Labels = Field(
+        default_factory=dict,
+        description="by which jobs are found again, such as {team: vision}; they may change later, and are no part of "
+        "what the run is",
     )
     # By a factory: a default that is an object cannot be read by generators of clients, and says what the object's
     # own fields say.
