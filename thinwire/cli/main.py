@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from thinwire.cli import commands, exit_codes
 from thinwire.cli.compare import compare
 from thinwire.cli.dashboard import dashboard
+from thinwire.cli.drafts import clone, validate
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.job_ids import JobId, JobIds, resolved
@@ -285,7 +286,7 @@ def resize(
     note(f"{job.name} {job.id} has them: workers {workers_text(job, job.world_size or 0)}.")
 
 
-for command in (cancel, delete, label, wait, top, compare):
+for command in (validate, clone, cancel, delete, label, wait, top, compare):
     app.command()(command)
 
 

@@ -331,7 +331,7 @@ def _reported(sample: Sample) -> list[tuple[str, str]]:
 
 def _standing(view: View, job: Job) -> str:
     """Where a job stands that has no figures to show, or only old ones."""
-    if (queue := queue_text(job)) is not None:
+    if (queue := queue_text(job.queue)) is not None:
         return f"{job.state}: {queue}"
     words = waiting_text(job) or (NO_WORKERS if view.stalled else _WAITING.get(job.state))
     return f"{job.state}: {job.reason or words}" if (job.reason or words) else str(job.state)

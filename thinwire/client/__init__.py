@@ -53,6 +53,8 @@ class Calls:
     """The methods of both clients. What each takes, gives and raises is said in `calls`."""
 
     submit = Call(calls.submit)
+    validate = Call(calls.validate)
+    clone = Call(calls.clone)
     jobs = Call(calls.jobs)
     jobs_page = Call(calls.jobs_page)
     job = Call(calls.job)

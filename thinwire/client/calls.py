@@ -18,6 +18,7 @@ from thinwire.client.asking import Ask, Params, Steps, Upload, answered
 from thinwire.client.errors import AmbiguousId, BadAnswer, ClientError, NotFound, Unreachable, error_body
 from thinwire.contract.jobs import (
     CheckpointList,
+    Draft,
     History,
     Job,
     JobItem,
@@ -47,6 +48,26 @@ def submit(spec: Mapping[str, JsonValue] | JobSpec, idempotency_key: str | None 
     """Create a job; the same key and spec again finds the first. Raises Rejected for a wrong spec."""
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
     return (yield from answered(Job, Ask("POST", "/v1/jobs", body=_body(spec), headers=headers)))
+
+
+def validate(spec: Mapping[str, JsonValue] | JobSpec) -> Steps[Draft]:
+    """What would become of a submission: the spec with all defaults, and whether it would start now. It makes no job.
+
+    Raises Rejected for a wrong spec, as `submit` does.
+    """
+    return (yield from answered(Draft, Ask("POST", "/v1/jobs:validate", body=_body(spec))))
+
+
+def clone(
+    job_id: str, changes: Mapping[str, JsonValue] | None = None, idempotency_key: str | None = None
+) -> Steps[Job]:
+    """A new job of another one's spec, with these changes: a JSON merge patch, where None stands for a default.
+
+    Raises NotFound, Rejected.
+    """
+    headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+    ask = Ask("POST", _path(job_id, "clone"), body=changes or {}, headers=headers)
+    return (yield from answered(Job, ask))
 
 
 def jobs(
