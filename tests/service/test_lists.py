@@ -303,6 +303,7 @@ def test_a_repeated_submission_with_other_labels_is_the_same_submission(service:
         ({f"k{number}": "" for number in range(33)}, "labels"),
         ({"a" * 64: ""}, "labels." + "a" * 64),
         (["team"], "labels"),
+        ({"password": "hunter2hunter2"}, "labels.password"),
     ],
     usual=[0, 1, 5],
 )
@@ -312,6 +313,13 @@ def test_labels_that_kubernetes_would_not_take_are_refused_by_their_place(
     answer = shared_service.client.post("/v1/jobs", json=spec(labels=labels))
     assert answer.status_code == 422, answer.text
     assert [problem["path"] for problem in answer.json()["problems"]] == [path]
+
+
+def test_a_label_that_looks_like_a_secret_is_refused_later_too(service: Service) -> None:
+    job_id = service.submit()
+    refused = service.client.patch(f"/v1/jobs/{job_id}", json={"labels": {"password": "hunter2hunter2"}})
+    assert (refused.status_code, refused.json()["problems"][0]["path"]) == (422, "labels.password")
+    assert "hunter2" not in refused.text
 
 
 def test_no_more_labels_can_be_given_later_than_at_first(service: Service) -> None:

@@ -19,7 +19,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from thinwire.contract.labels import Labels, LabelsChange
+from thinwire.contract.fields import refuse
+from thinwire.contract.labels import Labels, LabelsChange, secrets_in
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import AnySpec, WorkerCount
 
@@ -75,6 +76,7 @@ class JobChange(BaseModel):
         if self.workers is None and not self.labels:
             empty = {"path": "", "value": None, "allowed": "a mapping with workers, labels or both"}
             raise PydanticCustomError("impossible", "nothing is to be changed", {"problems": [empty]})
+        refuse([*secrets_in(self.labels or {})])
         if self.workers is not None and self.workers.min is None and self.workers.max is None:
             given = self.workers.model_dump(exclude_unset=True)
             problem = {"path": "workers", "value": given, "allowed": "a mapping with min, max or both"}

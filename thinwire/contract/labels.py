@@ -7,10 +7,12 @@ labels is the same submission.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Final
 
 from pydantic import Field
+
+from thinwire.contract.redaction import redacted
 
 MOST_LABELS: Final = 32
 KEY: Final = (
@@ -34,6 +36,13 @@ def changed(labels: Mapping[str, str], change: Mapping[str, str | None]) -> dict
     """The labels after a change (RFC 7396, of one level): those in it are set, or taken away by None."""
     found = {**labels, **change}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def secrets_in(labels: Mapping[str, str | None]) -> Iterator[tuple[str, object, str]]:
+    """Which labels hold what looks like a secret, as (path, value without it, what is allowed)."""
+    for key, value in labels.items():
+        if value is not None and (shown := redacted(value, key)) != value:
+            yield f"labels.{key}", shown, "no secret: everybody who sees the job, and its cluster, sees its labels"
 
 
 def in_metadata(labels: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from thinwire.contract import script, start, stores
+from thinwire.contract import labels, script, start, stores
 from thinwire.contract.fields import Fraction, Frozen, Impossible, StepsOrFraction, Whole, refuse
 from thinwire.contract.job_names import LABEL
 from thinwire.contract.labels import Labels
@@ -440,7 +440,9 @@ def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
 def _secrets_in(spec: JobSpec, info: ValidationInfo) -> list[Impossible]:
     """What everybody who may see the job would read of it; of a job that was accepted nothing is asked."""
     recipe = spec.recipe if isinstance(spec, ScriptSpec) else None
-    return [] if info.context is _ACCEPTED else [*script.secrets_in(spec.checkpoint.store, spec.start, recipe)]
+    if info.context is _ACCEPTED:
+        return []
+    return [*labels.secrets_in(spec.labels), *script.secrets_in(spec.checkpoint.store, spec.start, recipe)]
 
 
 def _impossible(spec: TrainSpec) -> list[Impossible]:
