@@ -133,8 +133,8 @@ def main(
             if on_postgresql:
                 connection.execute(text("VACUUM ANALYZE"))  # as autovacuum does within a minute
         database.close()
-        # A turn of the reconciler in each hour: what is measured is the lists alone.
-        settings = {"THINWIRE_DATABASE_URL": url, "THINWIRE_RECONCILE_INTERVAL_S": "3600"}
+        # A turn of the reconciler in five minutes: what is measured is the lists alone.
+        settings = {"THINWIRE_DATABASE_URL": url, "THINWIRE_RECONCILE_INTERVAL_S": "300"}
         service = Service(home, files=4096, **settings)
         try:
             time.sleep(20.0)  # the first turn
