@@ -67,11 +67,11 @@ def curve(job: Job, samples: Sequence[Sample], by: By) -> Curve:
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """A clock that was set back, and steps that were made again, give places out of order: the later ones hold."""
+    """A clock set back, and steps that were made again or sent nothing, give places anew: the later ones hold."""
     places: list[float] = []
     losses: list[float] = []
     for place, loss in points:
-        while places and places[-1] > place:
+        while places and places[-1] >= place:
             places.pop()
             losses.pop()
         places.append(place)

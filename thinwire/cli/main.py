@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
         app(args=given, prog_name="thinwire")
-    except (JobFileError, AmbiguousId, NotFound, NoText, WrongEnvironment, Unreachable) as error:
+    except (JobFileError, AmbiguousId, NotFound, NoText, Rejected, WrongEnvironment, Unreachable) as error:
         complain(str(error))
         sys.exit(2)
     except (ClientError, SummaryError, QuickstartError, commands.CommandMissing) as error:
