@@ -22,7 +22,7 @@ TRAINING = {"torch", "numpy", "numba"}
 
 ROOMS = {
     (): "thinwire.cli.main thinwire.cli.doctor thinwire.cli.drill thinwire.cli.lab thinwire.boxes "
-    "thinwire.contract.spec thinwire.service.launch.kuberay.manifest",
+    "thinwire.client thinwire.contract.spec thinwire.service.launch.kuberay.manifest",
     ("optim",): "thinwire.comm thinwire.optim thinwire.optim.saves thinwire.optim.regroup thinwire.train "
     "thinwire.workers.session.session thinwire.workers.weights thinwire.integrations.ddp_compression",
     ("worker",): "thinwire.workers.main thinwire.workers.elastic.bring_up thinwire.workers.telemetry.reporter "

@@ -20,10 +20,10 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService
 from thinwire.cli import commands, watch
-from thinwire.cli.client import server_of
 from thinwire.cli.job_file import JobFileError, read_job_file, read_job_spec
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.watch import WorkerLines
+from thinwire.client import server_of
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.launch.protocol import LaunchState
 
