@@ -332,8 +332,8 @@ def _plain(bound: float) -> str:
 _NOUNS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 _PATTERNS = {
-    KEY: "of up to 63 letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit; before "
-    f"it there may be a domain and a slash, such as example.com/team; at most {LONGEST_KEY} characters in all",
+    KEY: "of up to 63 letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit; "
+    f"before it there may be a domain and a slash, such as example.com/team; at most {LONGEST_KEY} characters in all",
     VALUE: "up to 63 letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit; or "
     "nothing",
     LABEL: "lower-case letters, digits, dots and dashes, beginning and ending with a letter or digit",
