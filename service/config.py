@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from thinwire.contract.files import data_folder
+from thinwire.contract.logs import LogFormat
 from thinwire.contract.packages import MOST_BYTES
 from thinwire.contract.reports import LEASE_S
 
@@ -65,6 +66,9 @@ class Settings(BaseSettings):
         None,
         description="the CA of the certificate, as PEM, for jobs and for the command line; default: those that every "
         "machine trusts",
+    )
+    log_format: LogFormat = Field(
+        "text", description="of the service's log and those of its jobs: json is one object a line, for programs"
     )
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
     owner_lease_s: float = Field(

@@ -26,17 +26,20 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
+from thinwire.contract import logs
 from thinwire.contract.places import Room, never_fits, uses_gpus
 from thinwire.contract.reports import Event, EventKind, Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.script import ScriptRecipe, runtime_environment
 from thinwire.contract.spec import JobSpec, ScriptSpec, Workers, read_accepted
 from thinwire.contract.tls import from_word
+from thinwire.workers.driver_lines import DriverLines
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.elastic.worker_side import Failed
 from thinwire.workers.nodes import interface_variables, refuse_unfit_nodes
 from thinwire.workers.run_place import ClaimRefused, Credentials, Place, claim
 from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.telemetry.trackers.of_job import say_end
 from thinwire.workers.worker import ADOPT_S, ALONE_S, failure_of, train_worker
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,8 @@ START_S = 20.0
 """A job that starts is said to wait only after so long: its workers are being started."""
 KEPT_PACKAGE_S = 10 * 365 * 86400
 """A script's package is there for as long as its Ray."""
+ENDED_S = 5.0
+"""The same for a tracker to take that a signal has ended the job: Ray kills the driver after ten."""
 LAST_WORDS_S = 10.0
 """At the end of a job the service has so long to take what it has not heard yet; the run folder has it."""
 
@@ -76,8 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.run_dir is None) == (options.service is None) or (options.service and not options.ticket):
         parser.error("give --run-dir; or --service, --job, --attempt and --ticket")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.set_up()
     attempt, name = options.attempt, None
     if options.service is None:
         place = Place(options.run_dir.resolve(), attempt)
@@ -118,10 +122,18 @@ class Brought:
 
 def _run(place: Place, attempt: int, name: str | None, brought: Brought | None) -> int:
     """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id."""
+    job: dict[str, Any] = {}
+    spec: JobSpec | None = None
     try:
-        job: dict[str, Any] = json.loads(place.folder.job.read_text())
+        job = json.loads(place.folder.job.read_text())
+        os.environ[logs.VARIABLE] = form = logs.of_environment(job.get("log_format"))
+        logs.set_up(form, fields={"job_id": job["job_id"], "attempt": attempt})
         spec = read_accepted(job["spec"])
-        fit(spec, name or job["job_id"], place, attempt, brought)
+        try:
+            fit(spec, name or job["job_id"], place, attempt, brought)
+        except SystemExit:  # a signal has ended it
+            say_end(spec, job, "cancelled", ENDED_S)
+            raise
     except Exception as error:
         logger.exception("job_failed")
         failure = _in_short(error)
@@ -130,6 +142,8 @@ def _run(place: Place, attempt: int, name: str | None, brought: Brought | None) 
         place.fail(failure)
     if (kept := place.failure()) is not None:
         logger.error("job_failed kind=%s message=%s", kept.kind, kept.message)
+        if spec is not None:
+            say_end(spec, job, "failed")
         return 1
     if not place.has_succeeded():
         logger.error("job_ended_without_summary reason=rank 0 was lost as it wrote it; a further attempt will")
@@ -152,11 +166,16 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int, brought: Brought |
     import ray
     from ray.train import FailureConfig, RunConfig
 
+    log_is_text = logs.of_environment() == "text"
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "local")
         # Ray Train's own actors look for their cluster again; where the machine runs another Ray they must not guess.
-        environment: dict[str, Any] = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
-        ray.init(address=address, runtime_env=environment)
+        given = {} if address == "local" else {"RAY_ADDRESS": address}
+        of_log = {} if log_is_text else {logs.VARIABLE: "json"}  # to all processes of the job
+        environment: dict[str, Any] = {"env_vars": {**given, **of_log}} if given or of_log else {}
+        ray.init(address=address, runtime_env=environment, configure_logging=log_is_text)
+    if not log_is_text:
+        DriverLines({"job_id": place.run_dir.name, "attempt": attempt}).take_over()
     interface = spec.network.interface
     of_worker: dict[str, Any] = {}
     if brought is not None and isinstance(spec, ScriptSpec):

@@ -10,9 +10,11 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -158,9 +160,11 @@ class RunFolders:
     that completes what a request could not. The home belongs to one process, so a lock of threads is enough.
     """
 
-    def __init__(self, root: Path, service: ServiceAt) -> None:
+    def __init__(self, root: Path, service: ServiceAt, told: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """told: what the processes of all jobs are told beside their job (run_folder.py: job.json)."""
         self.root = root
         self.service = service
+        self.told = told
         self.lock = threading.Lock()
 
     def of(self, job_id: str) -> JobFolder:

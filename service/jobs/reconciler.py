@@ -432,7 +432,7 @@ class Reconciler:
         token = new_token()
         with self._db.write() as session:
             JobRepository(session).note([row.id], token_hash=token_hash(token))
-        folder.write(job_json(row), limits_now(now), token, self._folders.service)
+        folder.write(job_json(row, self._folders.told), limits_now(now), token, self._folders.service)
         logger.info("run_folder_completed job_id=%s", row.id)
 
     def _draw_ticket(self, row: JobRow) -> None:

@@ -7,7 +7,6 @@ where no service answers; 1 for the rest, 130 for Ctrl-C. Tables go to stdout, a
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -45,9 +44,9 @@ from thinwire.cli.summary import SummaryError, picture, shown_summary, summary_r
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, logs, outcome, wait_for_workers, watch_to_end
 from thinwire.cli.what_if import what_if
+from thinwire.contract import logs as log_lines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import JobList
-from thinwire.contract.redaction import Redacting
 from thinwire.contract.reports import EventKind
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
@@ -124,10 +123,7 @@ def serve(
     except ValidationError as error:
         complain_of(error)
         raise typer.Exit(2) from None
-    to_stderr = logging.StreamHandler(sys.stderr)
-    to_stderr.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[to_stderr])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll of the launcher
+    log_lines.set_up(settings.log_format, stream=sys.stderr)
     try:
         run_server(settings, on_started=lambda url: note(_welcome(settings, url)))
     except (ServeRefused, LauncherError) as error:
