@@ -70,6 +70,10 @@ class Settings(BaseSettings):
     log_format: LogFormat = Field(
         "text", description="of the service's log and those of its jobs: json is one object a line, for programs"
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="a collector of OpenTelemetry over HTTP, http://host:4318: traces from submissions to first steps",
+    )
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
     owner_lease_s: float = Field(
         10.0,
@@ -129,7 +133,7 @@ class Settings(BaseSettings):
             raise ValueError("is blank: name a database, or leave it out for SQLite in the home")
         return re.sub(r"\Apostgres(ql)?://", "postgresql+psycopg://", bare)
 
-    @field_validator("ray_address", "public_url")
+    @field_validator("ray_address", "public_url", "otlp_endpoint")
     @classmethod
     def _http(cls, url: str | None) -> str | None:
         parts = urlsplit(url or "http://a")

@@ -23,6 +23,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from thinwire.contract.files import private_folder
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.tls import read_ca
+from thinwire.contract.traces import ENDPOINT, Traces
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, Guard, person
 from thinwire.service.bodies import Bodies
@@ -46,6 +47,7 @@ from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
 from thinwire.service.request_ids import RequestIds
 from thinwire.service.requests import SCHEMAS
+from thinwire.service.tracing import Traced
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +91,12 @@ class ControlPlane:
         self.large_answers = Slots(settings.large_answers, settings.large_answers_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
-        told = {} if settings.log_format == "text" else {"log_format": settings.log_format}
-        folders = RunFolders(settings.runs, ServiceAt(service_url, ca), told)
+        told: dict[str, str] = {} if settings.log_format == "text" else {"log_format": settings.log_format}
+        self.traces: Traces | None = None
+        if settings.otlp_endpoint is not None:
+            told[ENDPOINT] = settings.otlp_endpoint
+            self.traces = Traces(settings.otlp_endpoint, "thinwire-service", self.metrics.count_spans)
+        folders = RunFolders(settings.runs, ServiceAt(service_url, ca), told, self.traces)
         self.packages = Packages(
             settings.packages,
             max_bytes=settings.package_max_bytes,
@@ -205,6 +211,8 @@ class ControlPlane:
         finally:
             self.ownership.close()
             self.db.close()
+            if self.traces is not None:
+                self.traces.close()
 
     def _excuse(self) -> None:
         """An orderly end takes the runs with it, where the cluster is the service's own.
@@ -300,6 +308,8 @@ def create_app(
     app.add_middleware(Guard, find=plane.callers.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     app.add_middleware(Paced)
+    if plane.traces is not None:
+        app.add_middleware(Traced, spans=plane.traces)
     if settings.trusted_proxies:  # by default nobody is: a job on this machine could say that it comes from anywhere
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_proxies(settings.trusted_proxies))
     app.add_middleware(RequestIds, trusted=settings.trusted_proxies)

@@ -53,7 +53,17 @@ class ServiceMetrics(Collector):
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.spans = Counter(
+            "thinwire_service_spans",
+            "Spans of traces, by what became of them: exported or dropped",
+            ("outcome",),
+            registry=self.registry,
+        )
         self._turned_at: float | None = None
+
+    def count_spans(self, outcome: str, number: int) -> None:
+        """So many were exported, or dropped."""
+        self.spans.labels(outcome).inc(number)
 
     def turned(self, seconds: float) -> None:
         """A turn of the reconciler is over, and took so long."""

@@ -25,6 +25,7 @@ import uvicorn
 
 from thinwire.contract.files import private_folder, unusable_home, write_private
 from thinwire.contract.tls import WrongCa
+from thinwire.contract.traces import TracesMissing
 from thinwire.service.config import Settings
 from thinwire.service.connections import ACCEPTED_AT_ONCE, MOST, Bounds, bounded, within_tls
 from thinwire.service.db import DatabaseUnusable
@@ -67,7 +68,7 @@ def serve(
                 app = create_app(settings, launcher, service_url=url)
                 plane: ControlPlane = app.state.plane
                 plane.own()
-            except (DatabaseUnusable, DatabaseOwned, WrongCa) as error:
+            except (DatabaseUnusable, DatabaseOwned, WrongCa, TracesMissing) as error:
                 raise ServeRefused(str(error)) from error
             except TokenFileError as error:
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.script import ScriptRecipe, runtime_environment
 from thinwire.contract.spec import JobSpec, ScriptSpec, Workers, read_accepted
 from thinwire.contract.tls import from_word
+from thinwire.contract.traces import OfJob
 from thinwire.workers.driver_lines import DriverLines
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.elastic.worker_side import Failed
@@ -45,6 +47,8 @@ from thinwire.workers.worker import ADOPT_S, ALONE_S, failure_of, train_worker
 logger = logging.getLogger(__name__)
 
 
+BEGAN = time.time()
+"""When this process began."""
 NO_REASON = 3
 """Exit status of a run that ended without saying how: the service tries again, as after a kill."""
 SUPERSEDED = "RunSuperseded"
@@ -124,14 +128,19 @@ def _run(place: Place, attempt: int, name: str | None, brought: Brought | None) 
     """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id."""
     job: dict[str, Any] = {}
     spec: JobSpec | None = None
+    trace = OfJob(job, attempt, "driver")
     try:
         job = json.loads(place.folder.job.read_text())
+        trace = OfJob(job, attempt, "driver")
         os.environ[logs.VARIABLE] = form = logs.of_environment(job.get("log_format"))
         logs.set_up(form, fields={"job_id": job["job_id"], "attempt": attempt})
         spec = read_accepted(job["spec"])
         try:
-            fit(spec, name or job["job_id"], place, attempt, brought)
+            up = partial(trace.past, "driver up", BEGAN)
+            fit(spec, name or job["job_id"], place, attempt, brought, up)
         except SystemExit:  # a signal has ended it
+            trace.past("attempt", BEGAN, error="ended by a signal")
+            trace.close(ENDED_S)
             say_end(spec, job, "cancelled", ENDED_S)
             raise
     except Exception as error:
@@ -140,7 +149,10 @@ def _run(place: Place, attempt: int, name: str | None, brought: Brought | None) 
         if failure.kind == SUPERSEDED:  # the run is that of the newer attempt
             return NO_REASON
         place.fail(failure)
-    if (kept := place.failure()) is not None:
+    kept = place.failure()
+    trace.past("attempt", BEGAN, error=None if kept is None else f"{kept.kind}: {kept.message}")
+    trace.close()
+    if kept is not None:
         logger.error("job_failed kind=%s message=%s", kept.kind, kept.message)
         if spec is not None:
             say_end(spec, job, "failed")
@@ -151,10 +163,18 @@ def _run(place: Place, attempt: int, name: str | None, brought: Brought | None) 
     return 0
 
 
-def fit(spec: JobSpec, name: str, place: Place, attempt: int, brought: Brought | None = None) -> None:
+def fit(
+    spec: JobSpec,
+    name: str,
+    place: Place,
+    attempt: int,
+    brought: Brought | None = None,
+    on_up: Callable[[], None] = lambda: None,
+) -> None:
     """Run the Ray Train job to its end: in place, or with restarts of all workers from the checkpoint.
 
-    name: of the job in Ray. brought: the script, where the cluster has not been told of it.
+    name: of the job in Ray. brought: the script, where the cluster has not been told of it. on_up: called when Ray is
+    there.
     Raises: what Ray Train raises once spec.workers.max_restarts is used up.
     """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a lost worker is noticed sooner
@@ -176,6 +196,7 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int, brought: Brought |
         ray.init(address=address, runtime_env=environment, configure_logging=log_is_text)
     if not log_is_text:
         DriverLines({"job_id": place.run_dir.name, "attempt": attempt}).take_over()
+    on_up()
     interface = spec.network.interface
     of_worker: dict[str, Any] = {}
     if brought is not None and isinstance(spec, ScriptSpec):

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from thinwire.contract import logs
 from thinwire.contract.figures import loss_is
 from thinwire.contract.reports import Failure
 from thinwire.contract.spec import JobSpec, ScriptSpec, read_accepted
+from thinwire.contract.traces import OfJob
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
 from thinwire.workers.error_words import as_failure, let_stderr_take_any_text, words_of
 from thinwire.workers.nodes import own_address, use_interface_of
@@ -69,10 +71,11 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     from thinwire.workers.session.training import Run
     from thinwire.workers.telemetry.history import write_report
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
-    from thinwire.workers.telemetry.trackers.of_job import trackers_of
+    from thinwire.workers.telemetry.trackers.of_job import FirstStep, trackers_of
     from thinwire.workers.whereabouts import Stillness, StillnessWatch
 
     let_stderr_take_any_text()
+    began = time.time()
     run_dir, own_attempt = Path(config["run_dir"]), int(config["attempt"])  # the driver's
 
     def attempt() -> int:
@@ -94,7 +97,9 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     ranks, number, companions = _ranks(config, spec, address, device, place, run)
     of_process["rank"] = number
     adopt_s = ALONE_S if ranks.elastic else 0.0
-    trackers = trackers_of(spec, job, place.folder, shared=place.is_shared)
+    trace = OfJob(job, attempt(), "worker")
+    spans = FirstStep(trace, began) if trace.is_on else None
+    trackers = trackers_of(spec, job, place.folder, shared=place.is_shared, spans=spans)
     reporter = Reporter.in_place(place, number, adopt_s=adopt_s, trackers=trackers)
     reporter.serve(job["job_id"], number, address)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())

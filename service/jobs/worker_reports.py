@@ -232,7 +232,7 @@ class WorkerReports:
                     "driver of yours, somebody reads your cluster's job list; cancel the job"
                 )
             unique_name = f"{jobs.service_id()}.{job_id}"
-            job = job_json(row, self._folders.told)
+            job = job_json(row, self._folders.told_to(job_id))
             return Claimed(job=job, token=token, attempt=row.attempt, unique_name=unique_name)
 
     def now(self, job_id: str) -> RunNow:

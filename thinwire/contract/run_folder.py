@@ -1,7 +1,7 @@
 """The run folder of a job: which file is where. The service writes it before it submits; the workers read and write it.
 
 job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
-               and with logs of JSON {"log_format": "json"}
+               and {"log_format": "json"} with logs of JSON, {"otlp_endpoint", "traceparent"} with traces
 workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
 token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
 service_url    where the service listens now; rewritten when the service starts again

@@ -44,8 +44,10 @@ class Server:
         store = f"sqlite:///{self._folder / 'mlflow.db'}"
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self._port)]
-                + ["--workers", "1", "--backend-store-uri", store, "--no-serve-artifacts"],
+                [
+                    *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self._port)),
+                    *("--workers", "1", "--backend-store-uri", store, "--no-serve-artifacts"),
+                ],
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
