@@ -153,6 +153,7 @@ class ControlPlane:
             self.launcher_reason,
             self.starter.age_s,
             JobMetrics(self.db, clock),
+            settings.home,
         )
 
     def own(self) -> None:
