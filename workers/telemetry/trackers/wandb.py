@@ -1,7 +1,7 @@
 """A run of Weights & Biases, offline by default: files in the run folder, which `wandb sync` sends when somebody likes.
 
-The run's ID is the job's, so that what several attempts and ranks 0 have written becomes one run when it is sent. A
-step is a field of its own: W&B refuses to go back in its own count, and steps that are lost are made again.
+The run's ID is the job's, in what each attempt and each rank 0 has written. A step is a field of its own: W&B refuses
+to go back in its own count, and steps that are lost are made again.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ class Wandb:
                 self._run.log({STEP: one.step, "time": one.time, f"events/{one.kind}": str(one.fields)})
 
     def close(self, ended: Ended | None) -> None:
-        """Its process writes the rest. One that another process goes on with ends here too: offline runs are put
-        together when they are sent."""
+        """Its process writes the rest. A run that another process goes on with ends here too: that one begins a file."""
         run, self._run = self._run, None
         if run is not None:
-            run.finish(exit_code=0 if ended in (None, "succeeded") else 1, quiet=True)
+            run.finish(exit_code=0 if ended in (None, "succeeded") else 1)
 
     def _begun(self) -> Any:
         os.environ.setdefault("WANDB_SILENT", "true")
