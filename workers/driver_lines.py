@@ -1,8 +1,8 @@
 """What the processes of a job write, as Ray hands it to the job's driver, with a log of JSON: one object a line.
 
 Ray would put `(ElasticWorker pid=16469, ip=10.0.0.2)` before each line, which then is JSON no more. What a worker has
-logged goes on with the same fields; what a script or a library has printed becomes an object of its own, with the rank of the
-process that wrote it, known from that one's own lines.
+logged goes on with the same fields; what a script or a library has printed becomes an object of its own, with the rank
+of the process that wrote it, known from that one's own lines.
 """
 
 from __future__ import annotations
