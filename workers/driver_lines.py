@@ -1,8 +1,8 @@
 """What the processes of a job write, as Ray hands it to the job's driver, with a log of JSON: one object a line.
 
 Ray would put `(ElasticWorker pid=16469, ip=10.0.0.2)` before each line, which then is JSON no more. What a worker has
-logged goes on as it is; what a script or a library has printed becomes an object of its own, with the rank of the
-process that wrote it, known from that one's own lines.
+logged goes on with the same fields; what a script or a library has printed becomes an object of its own, with the rank
+of the process that wrote it, known from that one's own lines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class DriverLines:
         if found is not None:
             if "rank" in found:
                 self._ranks[process] = found["rank"]
-            return line if "job_id" in found else as_line({**found, **self._fields})
+            # A script may print what looks like one: it is of this job all the same, and written as lines are.
+            ours = found.get("job_id") == self._fields.get("job_id")
+            return as_line(found if ours else {**found, **self._fields})
         is_error = bool(batch.get("is_err"))
         return as_line(
             {
@@ -70,6 +72,6 @@ def _object(line: str) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and {"level", "logger"} <= found.keys() else None

@@ -40,7 +40,7 @@ class Wandb:
                 self._run.log({STEP: one.step, "time": one.time, f"events/{one.kind}": str(one.fields)})
 
     def close(self, ended: Ended | None) -> None:
-        """Its process writes the rest. A run that another process goes on with ends here too: that one begins a file."""
+        """Its process writes the rest. A run that another process goes on with ends here too: that one begins one."""
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=0 if ended in (None, "succeeded") else 1)
