@@ -44,6 +44,7 @@ from starlette.routing import compile_path
 from thinwire.contract.jobs import ErrorBody, JobState, Problem
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.service.problems import describe_problems
+from thinwire.service.web.headers import HEADERS
 
 logger = logging.getLogger(__name__)
 
@@ -427,5 +428,7 @@ def _database_error(request: Request, error: Exception) -> Response:
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
-    # The server logs the traceback itself after this answer has been sent.
-    return error_response(ServiceError("an error inside the service; its log has the details"))
+    # The server logs the traceback itself after this answer has been sent, which passes by all middleware.
+    answer = error_response(ServiceError("an error inside the service; its log has the details"))
+    answer.headers.update(HEADERS)
+    return answer

@@ -1,0 +1,1 @@
+export function view(place) { place.append("soon"); return { stop() {} }; }
