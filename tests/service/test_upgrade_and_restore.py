@@ -35,6 +35,7 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0006": (["kept_bytes"], []),
     "0007": (["granted", "queue"], []),
     "0008": (["arrival"], []),
+    "0010": ([], ["sessions"]),
 }
 """The columns of `jobs` and the tables that came with each version."""
 
