@@ -93,9 +93,13 @@ class Desk:
         self.service.launcher.put(job_id, state)
         self.service.turn(2)
 
+    def leave(self) -> None:
+        """Close all pages."""
+        while self._contexts:
+            self._contexts.pop().close()
+
     def close(self) -> None:
-        for context in self._contexts:
-            context.close()
+        self.leave()
         self.live.vanish()
         self.service.close()
 

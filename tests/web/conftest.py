@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import missing
+from tests.service.conftest import far, service, shared_service  # noqa: F401 - fixtures
 
 if TYPE_CHECKING:
     from tests.web.browser import Desk

@@ -27,7 +27,9 @@ def test_a_person_signs_in_submits_watches_resizes_and_cancels(desk: Desk) -> No
     [cookie] = page.context.cookies()
     assert cookie["name"] == f"thinwire_session_{desk.live.port}"
     assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"]) == (True, "Strict", "/v1")
-    seen = page.evaluate("[document.cookie, JSON.stringify({...localStorage, ...sessionStorage}), location.href].join()")
+    seen = page.evaluate(
+        "[document.cookie, JSON.stringify({...localStorage, ...sessionStorage}), location.href].join()"
+    )
     assert cookie["value"] not in seen
     assert desk.service.token not in seen
 

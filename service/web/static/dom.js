@@ -69,12 +69,13 @@ export function table(caption, head, rows, attrs = {}) {
 export function ask(title, body, yes, { danger = false } = {}) {
   return new Promise((resolve) => {
     const head = newId("title");
+    const no = h("button", { value: "no", type: "submit", formnovalidate: true }, "Leave it");
+    const go = h("button", { value: "yes", type: "submit", class: danger ? "danger" : "main" }, yes);
+    // Enter in a field presses the first button, and the first has the focus where there is no field.
     const form = h("form", { method: "dialog" },
       h("h2", { id: head }, title),
       body,
-      h("p", { class: "actions" },
-        h("button", { value: "no", type: "submit", formnovalidate: true }, "Leave it"),
-        h("button", { value: "yes", type: "submit", class: danger ? "danger" : "main" }, yes)));
+      h("p", { class: "actions" }, danger ? [no, go] : [go, no]));
     const dialog = h("dialog", { "aria-labelledby": head }, form);
     dialog.addEventListener("close", () => {
       dialog.remove();
