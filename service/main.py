@@ -121,6 +121,7 @@ class ControlPlane:
             self.packages,
             launcher_reason=self.launcher_reason,
             room=lambda: self.reconciler.admission.room,
+            would=lambda row: self.reconciler.admission.would(row),
             confirm_owner=self.ownership.confirm,
             wake=self.reconciler.wake,
             clock=clock,

@@ -13,14 +13,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from thinwire.contract.job_names import LABEL, fitting_name
 from thinwire.contract.jobs import Problem
+from thinwire.contract.labels import KEY, VALUE
 from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE, ScriptRecipe
+from thinwire.contract.spec import AnySpec
 
 Schema = Mapping[str, Any]
 
@@ -44,6 +47,17 @@ def describe_problems(errors: Sequence[Mapping[str, Any]], body: Schema, documen
                 joined = f"{earlier.message}; {problem.message}"
                 found[problem.path] = earlier.model_copy(update={"message": joined})
     return list(found.values())
+
+
+def problems_of_spec(error: ValidationError) -> list[Problem]:
+    """The same of a job that was read outside of a route, by `read_spec` or `read_accepted`."""
+    schema = _spec()
+    return describe_problems([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], schema, schema)
+
+
+@cache
+def _spec() -> Schema:
+    return TypeAdapter(AnySpec).json_schema()
 
 
 def shown(value: Any, name: str = "") -> JsonValue:
@@ -315,6 +329,10 @@ def _plain(bound: float) -> str:
 _NOUNS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 _PATTERNS = {
+    KEY: "a key of Kubernetes' labels: up to 63 letters, digits, dots, dashes and underscores, beginning and ending "
+    "with a letter or digit; before it there may be a domain and a slash, such as example.com/team",
+    VALUE: "up to 63 letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit; or "
+    "nothing",
     LABEL: "lower-case letters, digits, dots and dashes, beginning and ending with a letter or digit",
     SHA256: "the sha256 of a package, 64 hexadecimal digits in lower case",
     VARIABLE: "of letters, digits and underscores, not beginning with a digit",

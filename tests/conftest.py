@@ -36,6 +36,23 @@ def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
     return worker_command(run_dir, attempt)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test with the mark `few(k)`, all but k get the mark `slow`; the first stays."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in cases.values():
+        marks = several[0].get_closest_marker("few")
+        assert marks is not None
+        (k,) = marks.args
+        usual = {round(place * (len(several) - 1) / max(k - 1, 1)) for place in range(k)}
+        for place, item in enumerate(several):
+            if place not in usual:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported and made by then stays: neither while it comes nor later need anybody look there for garbage."""

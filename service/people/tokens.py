@@ -27,6 +27,7 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 from thinwire.contract.files import private_folder, write_private
 from thinwire.contract.people import OPERATOR, MadeToken, NewToken, Role, TokenItem, TokenList
 from thinwire.service.auth import Caller, Person, new_token, token_hash
+from thinwire.service.cursors import cursor, key_of
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import InvalidRequest, TokenExists, TokenNotFound, TooManyWrongTokens, Unauthorized
 from thinwire.service.jobs.rate import Rates
@@ -35,6 +36,8 @@ from thinwire.service.people.audit import PAUSE_S, SERVICE, Change
 
 logger = logging.getLogger(__name__)
 
+TOKENS = "tokens"
+"""The list's name in its cursors."""
 PREFIX = "twp_"
 """Of every token of a person: who searches files for secrets finds it."""
 COARSE_S = 600.0
@@ -113,12 +116,22 @@ class Tokens:
             raise TokenExists(asked.name) from error
         return MadeToken(**_view(row, now).model_dump(), token=token)
 
-    def list(self) -> TokenList:
-        """All tokens, by name, and of a name the newest first."""
+    def list(self, limit: int, after: str | None) -> TokenList:
+        """Up to `limit` tokens, by name, and of a name the newest first; with `after`, `next` of an earlier list,
+        those that follow. Raises InvalidRequest.
+        """
         now = self._clock()
+        query = select(TokenRow).order_by(TokenRow.name, TokenRow.id.desc()).limit(limit + 1)
+        if after is not None:
+            name, number = key_of(TOKENS, after, (str, int), "after")
+            query = query.where((TokenRow.name > name) | ((TokenRow.name == name) & (TokenRow.id < number)))
         with self._db.read() as session:
-            rows = session.scalars(select(TokenRow).order_by(TokenRow.name, TokenRow.id.desc())).all()
-        return TokenList(tokens=[_view(row, now) for row in rows])
+            rows = session.scalars(query).all()
+        more, rows = len(rows) > limit, rows[:limit]
+        return TokenList(
+            tokens=[_view(row, now) for row in rows],
+            next=cursor(TOKENS, rows[-1].name, rows[-1].id) if more else None,
+        )
 
     def revoke(self, name: str, change: Change) -> None:
         """From now on the token of this name is refused; revoking it again changes nothing. Raises TokenNotFound."""

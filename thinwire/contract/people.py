@@ -67,6 +67,9 @@ class TokenList(BaseModel):
     """GET /v1/tokens, by name; of one name the newest first."""
 
     tokens: list[TokenItem]
+    next: str | None = Field(
+        None, description="ask again with after=<this> for those that follow; null: there are none"
+    )
 
 
 class SignedIn(BaseModel):

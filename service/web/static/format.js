@@ -97,3 +97,6 @@ function queueText(queue) {
   return `position ${queue.position} of ${queue.of}, since ${timeText(queue.since)}: ${needs}` +
     (held.length ? `; held by ${held.join(", ")}` : "");
 }
+
+/** Labels of a job, as they are asked for: team=vision, lab=3. */
+export const labelsText = (labels) => Object.entries(labels ?? {}).map(([name, value]) => (value ? `${name}=${value}` : name)).join(", ");

@@ -2,7 +2,7 @@
 import { ApiError, call, get, getLarge, jobPath, Poller, query } from "./api.js";
 import { Chart } from "./charts.js";
 import { announce, ask, fill, h, newId, plain, put, say, table } from "./dom.js";
-import { agoText, bytesText, EFFECTS, limitsText, lossText, numberText, OVER, ratioText, secondsText, standingText, stepsText, timeText, workersText } from "./format.js";
+import { agoText, bytesText, EFFECTS, labelsText, limitsText, lossText, numberText, OVER, ratioText, secondsText, standingText, stepsText, timeText, workersText } from "./format.js";
 import { BEYOND_ALL_STEPS, Samples } from "./history.js";
 import { badge } from "./jobs.js";
 import { LogView } from "./logs.js";
@@ -95,7 +95,8 @@ class JobView {
     } else if (before?.dashboard_url !== job.dashboard_url) this.drawActions();
     const attempt = job.attempt > 1 ? `Attempt ${job.attempt}. ` : "";
     const unreadable = job.unreadable ? ` Not all of it can be read: ${job.unreadable}` : "";
-    say(this.standing, `${attempt}${standingText(job)}${unreadable}`);
+    const labels = labelsText(job.labels);
+    say(this.standing, `${labels ? `Labels: ${labels}. ` : ""}${attempt}${standingText(job)}${unreadable}`);
   }
 
   drawActions() {

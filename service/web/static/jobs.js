@@ -1,16 +1,14 @@
 // All jobs, newest first, a page of them at a time.
-import { getLarge, jobPath, Poller, query } from "./api.js";
+import { getLarge, Poller, query } from "./api.js";
 import { announce, fill, h, newId, say } from "./dom.js";
-import { agoText, lossText, OVER, standingText, STATES, stepsText, workersText } from "./format.js";
+import { agoText, labelsText, lossText, OVER, standingText, STATES, stepsText, workersText } from "./format.js";
 
 const PAGE = 50;
 const EVERY_MS = 3000;
-const SCANNED_AT_ONCE = 1000;
-/** Of the service's largest page, while a text is looked for. */
 
 export function view(place, route, { me, failed }) {
   const state = h("select", { id: "state" }, h("option", { value: "" }, "all"), STATES.map((one) => h("option", { value: one }, one)));
-  const text = h("input", { id: "find", type: "search", placeholder: "name, ID or person", autocomplete: "off", spellcheck: "false" });
+  const text = h("input", { id: "find", type: "search", placeholder: "ID, person or label", maxlength: "200", autocomplete: "off", spellcheck: "false" });
   const body = h("tbody");
   const count = h("p", { class: "help", role: "status" });
   const newer = h("button", { type: "button" }, "Newer"), older = h("button", { type: "button" }, "Older");
@@ -32,7 +30,7 @@ export function view(place, route, { me, failed }) {
   const rows = new Map(), chosen = new Set();
   state.value = STATES.includes(route.parameters.get("state")) ? route.parameters.get("state") : "";
   text.value = route.parameters.get("find") ?? "";
-  let before = [], next = null, scan = null;
+  let before = [], next = null;
 
   const poller = new Poller(load, EVERY_MS, failed).start();
   state.addEventListener("change", again);
@@ -48,48 +46,23 @@ export function view(place, route, { me, failed }) {
   }
 
   function turned() {
-    scan?.abort();
-    scan = null;
     older.disabled = newer.disabled = true;
     poller.now();
   }
 
   async function load(signal) {
-    const asked = { state: state.value, find: text.value.trim().toLowerCase(), before: before.at(-1) };
-    const found = asked.find ? await look(asked, signal) : await getLarge(`v1/jobs${query({ limit: PAGE, state: asked.state, before: asked.before })}`, { signal });
-    if (found === null || asked.state !== state.value || asked.find !== text.value.trim().toLowerCase() || asked.before !== before.at(-1)) return;
+    const asked = query({ limit: PAGE, state: state.value, text: text.value.trim(), before: before.at(-1) });
+    const found = await getLarge(`v1/jobs${asked}`, { signal });
+    // An answer to what was asked before is passed over: the filter has changed meanwhile, and is asked for next.
+    if (asked !== query({ limit: PAGE, state: state.value, text: text.value.trim(), before: before.at(-1) })) return;
     next = found.next;
     draw(found.jobs);
     older.disabled = next === null;
     newer.disabled = before.length === 0;
     const first = before.length * PAGE;
-    say(count, found.jobs.length === 0 ? (asked.find || asked.state ? "No job is like that." : "There is no job yet. Submit one, or run thinwire quickstart.")
-      : before.length || next ? `Page ${before.length + 1}: ${found.jobs.length} jobs${found.looked ? `, of ${found.looked.toLocaleString("en")} looked at` : `, from the ${first + 1}. on`}`
+    say(count, found.jobs.length === 0 ? (text.value.trim() || state.value ? "No job is like that." : "There is no job yet. Submit one, or run thinwire quickstart.")
+      : before.length || next ? `Page ${before.length + 1}: ${found.jobs.length} jobs, from number ${first + 1} on`
         : `${found.jobs.length} ${found.jobs.length === 1 ? "job" : "jobs"}`);
-  }
-
-  /** The first PAGE jobs with this text, from `before` on. The service is asked for its largest pages, one by one. */
-  async function look({ state: wanted, find, before: from }, signal) {
-    scan = new AbortController();
-    const mine = scan, both = AbortSignal.any([signal, mine.signal]);
-    const jobs = [];
-    let cursor = from, looked = 0;
-    try {
-      for (;;) {
-        const part = await getLarge(`v1/jobs${query({ limit: SCANNED_AT_ONCE, state: wanted, before: cursor })}`, { signal: both });
-        for (const job of part.jobs) {
-          looked += 1;
-          if (`${job.id}\n${job.name}\n${job.submitted_by ?? ""}`.toLowerCase().includes(find)) jobs.push(job);
-          if (jobs.length === PAGE) return { jobs, looked, next: job.id };
-        }
-        cursor = part.next;
-        if (cursor === null) return { jobs, looked, next: null };
-        if (!rows.size || looked > SCANNED_AT_ONCE) say(count, `${looked.toLocaleString("en")} jobs looked at, ${jobs.length} found`);
-      }
-    } catch (error) {
-      if (mine.signal.aborted && !signal.aborted) return null;
-      throw error;
-    }
   }
 
   function draw(jobs) {
@@ -112,7 +85,7 @@ export function view(place, route, { me, failed }) {
     announce(`${chosen.size} chosen${enough ? "" : "; two or more can be compared"}`);
   }
 
-  return { stop() { clearTimeout(typing); scan?.abort(); poller.stop(); } };
+  return { stop() { clearTimeout(typing); poller.stop(); } };
 }
 
 /** The state of a job, as a word with a colour. */
@@ -129,10 +102,11 @@ class Row {
     this.bar = h("progress", { "aria-labelledby": `${id} ${id}-step` });
     this.step = h("span", { id: `${id}-step` });
     this.note = h("div", { class: "note" });
+    this.labels = h("div", { class: "note" });
     [this.loss, this.workers, this.who, this.age] = [1, 2, 3, 4].map(() => h("td", { class: "wide" }));
     this.element = h("tr", {},
       h("td", {}, this.box, h("span", { id: `${id}-compare`, class: "visually-hidden" }, "Compare")),
-      h("th", { scope: "row" }, h("a", { id, href: `#/jobs/${encodeURIComponent(job.id)}` }, job.id)),
+      h("th", { scope: "row" }, h("a", { id, href: `#/jobs/${encodeURIComponent(job.id)}` }, job.id), this.labels),
       this.state, h("td", {}, this.bar, " ", this.step, this.note), this.loss, this.workers, this.who, this.age);
   }
 
@@ -143,6 +117,7 @@ class Row {
     if (job.steps) { this.bar.max = job.steps; this.bar.value = step; }
     say(this.step, job.progress ? stepsText(step, job.steps) : "");
     say(this.note, standingText(job).slice(0, 160));
+    say(this.labels, labelsText(job.labels));
     say(this.loss, lossText(job.progress?.loss));
     say(this.workers, OVER.has(job.state) ? String(job.progress?.world_size ?? "-") : job.world_size === null ? "-" : workersText(job, job.world_size));
     say(this.who, job.submitted_by ?? "-");

@@ -26,7 +26,13 @@ export function view(place, route, { failed }) {
   let shownOlder = false, next = null;
 
   async function load(signal) {
-    const { tokens } = await get("v1/tokens", { signal });
+    const tokens = [];
+    for (let after = null; ;) {
+      const part = await get(`v1/tokens${query({ after })}`, { signal });
+      tokens.push(...part.tokens);
+      after = part.next ?? null;
+      if (after === null) break;
+    }
     const shown = JSON.stringify(tokens);
     if (shown !== rows.shown) {
       rows.shown = shown;
