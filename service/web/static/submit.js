@@ -8,6 +8,13 @@ const EXAMPLES = ["quickstart", "bert", "local-steps", "muon", "resnet"];
 const LONGEST = 1 << 20;
 const VALIDATE = "/v1/jobs:validate";
 
+const STARTS = {
+  now: "It would start now.",
+  queued: "It would wait for places.",
+  handed_over: "It would go to the cluster at once, which brings machines or has a queue of its own.",
+  unknown: "Whether it would start now is not known: the launcher does not answer.",
+};
+
 export function view(place, route, { failed }) {
   const stopped = new AbortController();
   make(place, route.parameters, stopped.signal).catch((error) => { if (!stopped.signal.aborted) failed(error); });
@@ -121,7 +128,7 @@ async function make(place, parameters, signal) {
     busy = submit.disabled = true;
     try {
       const found = await call("POST", only ? VALIDATE.slice(1) : "v1/jobs", { body: job, headers: only ? {} : { "Idempotency-Key": key }, signal });
-      if (only) say(note, "The service would take it.");
+      if (only) say(note, `The service would take it. ${STARTS[found.starts] ?? ""} ${found.reason ?? ""}`);
       else location.hash = `#/jobs/${encodeURIComponent(found.id)}`;
     } catch (error) {
       if (signal.aborted) return;
