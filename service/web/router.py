@@ -76,13 +76,13 @@ def _signed_in(request: Request, cookie: str | None) -> SignedIn:
     )
 
 
-@pages.get("/")
+@pages.api_route("/", methods=["GET", "HEAD"])
 def page() -> FileResponse:
     """The page. All that it shows it asks the API for, so it is open."""
     return FileResponse(STATIC / "index.html", headers=NO_CACHE)
 
 
-@pages.get("/docs")
+@pages.api_route("/docs", methods=["GET", "HEAD"])
 def docs() -> FileResponse:
     """The API to look at and to try. Its files come from here, since a cluster may not reach the Internet."""
     return FileResponse(STATIC / "docs.html", headers=NO_CACHE)

@@ -244,6 +244,44 @@ def test_a_file_keeps_its_comments_and_what_is_wrong_with_it_is_said(desk: Desk)
     assert desk.complaints == []
 
 
+def test_what_one_has_written_outlives_a_session_that_runs_out(desk: Desk) -> None:
+    from sqlalchemy import delete
+
+    from thinwire.service.web.sessions import SessionRow
+
+    page = desk.signed_in("#/submit")
+    page.get_by_label("Begin with").select_option("quickstart")
+    wait_until(lambda: page.get_by_label("steps", exact=True).input_value() == "300", "the example")
+    page.get_by_label("steps", exact=True).fill("77")
+    with desk.service.plane.db.write() as session:
+        session.execute(delete(SessionRow))
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("there is no such session, or no more").wait_for()
+    page.get_by_label("Your token").fill(desk.service.token)
+    page.keyboard.press("Enter")
+    page.get_by_text("This is what you had begun").wait_for()
+    assert page.get_by_label("steps", exact=True).input_value() == "77"
+    page.get_by_role("button", name="Check").click()
+    page.get_by_text("The service would take it").wait_for()
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_role("heading", name="quickstart-").wait_for()
+
+
+def test_the_end_of_a_long_log_is_shown_first(desk: Desk) -> None:
+    job_id = desk.running(name="wordy")
+    desk.service.launcher.write_log(job_id, "".join(f"line {at} {'x' * 90}\n" for at in range(40_000)))
+    page = desk.signed_in(f"#/jobs/{job_id}/logs")
+    page.get_by_text("line 39999 ").wait_for()
+    page.get_by_text("The beginning, 3.").wait_for()
+    assert "line 39000 " in page.get_by_role("log").inner_text()
+    desk.service.launcher.write_log(job_id, "and it goes on\n")
+    page.get_by_text("and it goes on").wait_for()
+    page.get_by_label("Follow").uncheck()
+    page.get_by_role("button", name="From the beginning").click()
+    page.get_by_text("all has").or_(page.get_by_text("has all")).wait_for()
+    page.get_by_text("and it goes on").wait_for()
+
+
 def test_a_viewer_is_offered_nothing_that_would_be_refused(desk: Desk, run: str) -> None:
     token = desk.service.person("vera", "viewer")["Authorization"].partition(" ")[2]
     page = desk.signed_in(f"#/jobs/{run}", token=token)

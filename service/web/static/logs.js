@@ -7,6 +7,8 @@ const EVERY_MS = 1500;
 const SHOWN_LINES = 3000;
 const PART_BYTES = 1 << 20;
 const TAIL_BYTES = 256 << 10;
+/** Each attempt's log begins at a multiple of this (LOG_OFFSET_BITS of service/jobs/service.py). */
+const ATTEMPT = 2 ** 40;
 const HELD_LINES = 1000;
 /** Ray puts the process before each line, and a worker's process says once which worker it is (as thinwire/cli/watch.py reads it). */
 const PROCESS = /^(\([^()]*\bpid=(\d+)[^()]*\))/;
@@ -44,7 +46,7 @@ export class LogView {
         if (!this.begun && moved && !found.complete && new Blob([found.text]).size > PART_BYTES / 2) {
           this.begun = true;
           const end = await this.end(this.offset, found.next_offset, signal);
-          if (end - this.offset > PART_BYTES + TAIL_BYTES) {
+          if (end - found.next_offset > TAIL_BYTES) {
             this.skipped = end - TAIL_BYTES;
             this.start.hidden = false;
             this.offset = this.skipped;
@@ -124,7 +126,7 @@ export class LogView {
     const shown = this.wanted === "" ? this.lines : this.lines.filter((one) => one.number === this.wanted);
     const last = shown.slice(-SHOWN_LINES).map((one) => one.line).join("\n") + (this.wanted === "" && this.rest ? `\n${plain(this.rest)}` : "");
     if (this.text.textContent !== last) this.text.textContent = last;
-    const where = this.skipped ? `From byte ${bytesText(this.skipped)} on. ` : "";
+    const where = this.skipped ? `The beginning, ${bytesText(this.skipped % ATTEMPT)}, is left out. ` : "";
     const left = shown.length > SHOWN_LINES ? `The last ${SHOWN_LINES.toLocaleString("en")} lines; thinwire logs ${this.jobId} has all. ` : "";
     if (shown.length || anew) say(this.note, shown.length ? where + left : `No line of worker ${this.wanted} yet.`);
     if (this.followed.checked) this.text.scrollTop = this.text.scrollHeight;

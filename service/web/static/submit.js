@@ -15,6 +15,9 @@ const STARTS = {
   unknown: "Whether it would start now is not known: the launcher does not answer.",
 };
 
+/** What somebody has written and not submitted, for when they come back: after a session that ran out, above all. */
+let draft = null;
+
 export function view(place, route, { failed }) {
   const stopped = new AbortController();
   make(place, route.parameters, stopped.signal).catch((error) => { if (!stopped.signal.aborted) failed(error); });
@@ -33,7 +36,7 @@ async function make(place, parameters, signal) {
   const radio = (value, words) => { const id = newId("as"); return [h("input", { type: "radio", name: "as", id, value, checked: value === "form", on: { change: turn } }), h("label", { for: id }, words)]; };
   const submit = h("button", { class: "main" }, "Submit");
   const check = Object.hasOwn(document_.paths ?? {}, VALIDATE) ? h("button", { type: "button", on: { click: () => send(true) } }, "Check") : null;
-  let as = "form", key = null, form = null, written = "", busy = false;
+  let as = "form", key = null, form = null, written = "", busy = false, submitted = false;
   const formElement = h("form", { class: "submit", novalidate: true, on: { submit: (event) => { event.preventDefault(); send(false); } } },
     h("p", { class: "filters" }, h("label", { for: example.id }, "Begin with"), example, h("label", { for: file.id }, "or a file"), file),
     h("p", { class: "filters", role: "group", "aria-label": "Show the job" }, radio("form", "as a form"), radio("file", "as a file")),
@@ -54,7 +57,13 @@ async function make(place, parameters, signal) {
   text.addEventListener("input", () => { key = null; });
 
   const origin = parameters.get("continue") ?? parameters.get("like");
-  if (origin) {
+  const asked = parameters.toString();
+  if (draft?.asked === asked) {
+    as = draft.as;
+    formElement.querySelector(`[value=${as}]`).checked = true;
+    show(draft.value, draft.text);
+    say(note, "This is what you had begun. An example or a file takes its place.");
+  } else if (origin) {
     const job = await get(jobPath(origin), { signal });
     const spec = withoutDefaults(document_, job.spec ?? {});
     if (parameters.has("continue")) {
@@ -64,6 +73,10 @@ async function make(place, parameters, signal) {
     } else say(title, `Another job like ${origin}`);
     show(spec);
   } else show({});
+  signal.addEventListener("abort", () => {
+    const value = form.value;
+    draft = submitted || (as === "form" && !Object.keys(value).length) ? null : { asked, as, ...(as === "form" ? { value } : { value: {}, text: text.value }) };
+  });
   if (parameters.has("continue")) form.at("steps")?.control.focus();
 
   /** A text, of a file or an example: its comments stay as long as it is shown as a file. */
@@ -129,7 +142,8 @@ async function make(place, parameters, signal) {
     try {
       const found = await call("POST", only ? VALIDATE.slice(1) : "v1/jobs", { body: job, headers: only ? {} : { "Idempotency-Key": key }, signal });
       if (only) say(note, `The service would take it. ${STARTS[found.starts] ?? ""} ${found.reason ?? ""}`);
-      else location.hash = `#/jobs/${encodeURIComponent(found.id)}`;
+      else submitted = true;
+      if (submitted) location.hash = `#/jobs/${encodeURIComponent(found.id)}`;
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof ApiError) || !error.problems.length) refuse([error.message]);
