@@ -28,7 +28,16 @@ from thinwire.contract.jobs import (
     TargetGroup,
 )
 from thinwire.contract.packages import Package, PackageList
-from thinwire.contract.people import AuditLine, AuditList, MadeToken, NewToken, RotatedToken, TokenItem, TokenList
+from thinwire.contract.people import (
+    AuditLine,
+    AuditList,
+    MadeToken,
+    NewToken,
+    RotatedToken,
+    SignedIn,
+    TokenItem,
+    TokenList,
+)
 from thinwire.contract.reports import Event
 from thinwire.contract.spec import JobSpec
 
@@ -340,6 +349,11 @@ def put_package(
 
 
 # people
+
+
+def me() -> Steps[SignedIn]:
+    """Whose token this is, and what they may do."""
+    return (yield from answered(SignedIn, Ask("GET", "/v1/session")))
 
 
 def create_token(asked: NewToken) -> Steps[MadeToken]:
