@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -69,6 +70,8 @@ def token_hash(token: str) -> str:
 class Guard:
     """ASGI middleware: 401 without a known token; with one, `request.state.caller` says whose it is.
 
+    An answer that goes on for ever asks `request.state.ask_again` at times: it gives the caller anew, or raises.
+
     find: the caller who has this token or ticket, asked from this address, or None. It may block.
     """
 
@@ -83,11 +86,12 @@ class Guard:
             return
         try:
             address = (scope.get("client") or ("",))[0]
-            caller = await self._caller(Headers(scope=scope).get("authorization", ""), address)
+            ask = partial(self._caller, Headers(scope=scope).get("authorization", ""), address)
+            caller = await ask()
         except ServiceError as error:
             await error_response(error)(scope, receive, send)
             return
-        scope.setdefault("state", {})["caller"] = caller
+        scope.setdefault("state", {}).update(caller=caller, ask_again=ask)
         await self.app(scope, receive, send)
 
     async def _caller(self, header: str, address: str) -> Caller:

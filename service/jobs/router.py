@@ -65,7 +65,7 @@ from thinwire.service.requests import (
 )
 
 LARGEST_OFFSET = 2**53 - 1
-LARGEST_EVENT = 2**31 - 1
+LARGEST_EVENT = 2**53 - 1
 LARGE = [Depends(large_answer)]
 
 

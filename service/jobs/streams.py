@@ -1,0 +1,252 @@
+"""The routes of streams: what happens to jobs as server-sent events, to be read on from the last id that was read.
+
+What comes is in contract/streams.py, what is told and when in told.py and hub.py. A stream holds none of the slots of
+large answers; there are so many streams in all, and so many of one person (`StreamSlots`). It ends by itself where the
+job does, where the service ends, and where its token no longer holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.sse import EventSourceResponse, format_sse_event
+from sqlalchemy.exc import SQLAlchemyError
+
+from thinwire.contract.streams import END, HEARTBEAT_S, MODELS, RETRY_MS
+from thinwire.service.auth import Caller, person
+from thinwire.service.errors import InvalidRequest, JobNotFound, ServiceError, TooMuch, documented
+from thinwire.service.jobs import told
+from thinwire.service.jobs.hub import Hub
+from thinwire.service.jobs.told import Message, Page
+from thinwire.service.requests import ALWAYS, SCHEMAS, known_query, of_plane
+
+logger = logging.getLogger(__name__)
+
+FULL_S: Final = 10.0
+"""Who finds no room is told to come again after so long."""
+HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""No proxy keeps a stream, or holds back a part of it."""
+HEARTBEAT: Final = b":\n\n"
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")
+_LAST_ID: Final = "last-event-id"
+
+streams = APIRouter(
+    prefix="/v1", dependencies=[Depends(person), Depends(known_query)], responses=ALWAYS, tags=["streams"]
+)
+
+
+class StreamSlots:
+    """How many streams there are. in_all: of everybody; of_one: of one person."""
+
+    def __init__(self, in_all: int, of_one: int) -> None:
+        self._in_all, self._of_one = in_all, of_one
+        self._of: Counter[str] = Counter()
+
+    def take(self, who: str) -> None:
+        """One more of this person. Raises TooMuch."""
+        if self._of[who] >= self._of_one:
+            raise TooMuch(f"{who} reads {self._of[who]} streams, as many as one may: end one", FULL_S)
+        if self._of.total() >= self._in_all:
+            raise TooMuch(f"the service has {self._of.total()} streams, as many as it may", FULL_S)
+        self._of[who] += 1
+
+    def give_back(self, who: str) -> None:
+        """It has ended."""
+        self._of[who] -= 1
+        if not self._of[who]:
+            del self._of[who]
+
+
+class Stream:
+    """One stream, from its request to its end. On `stack` is what ends with it."""
+
+    def __init__(self, request: Request, stack: AsyncExitStack) -> None:
+        self._request, self.stack = request, stack
+
+    def drop(self) -> None:
+        """End it at once, in the middle of what it sends."""
+        sending: asyncio.Timeout = self._request.state.sending
+        sending.reschedule(asyncio.get_running_loop().time())
+
+    async def is_allowed(self) -> bool:
+        """Does its token still hold?"""
+        try:
+            await self._request.state.ask_again()
+        except ServiceError as error:
+            logger.info("stream_not_allowed path=%s reason=%s", self._request.url.path, error)
+            return error.status == 503  # it cannot be asked now: that is no reason
+        return True
+
+
+async def one_stream(request: Request) -> AsyncIterator[Stream]:
+    """Dependency: a place for a stream until it has ended. Raises TooMuch."""
+    slots: StreamSlots = request.app.state.plane.stream_slots
+    caller: Caller = request.state.caller
+    assert caller.person is not None, "the router asks for a person"
+    slots.take(caller.person.name)
+    try:
+        async with AsyncExitStack() as stack:
+            yield Stream(request, stack)
+    finally:
+        slots.give_back(caller.person.name)
+
+
+def answers(*events: str) -> dict[int | str, dict[str, Any]]:
+    """Of a route, for OpenAPI: what its stream says."""
+    says = {name: {"$ref": f"{SCHEMAS}{MODELS[name].__name__}"} for name in events}
+    schema = {
+        "type": "string",
+        "description": "server-sent events; `data` of each is JSON, by its `event`: " + ", ".join(events),
+        "x-thinwire-events": says,
+    }
+    over = "the job is over, and all of it has been read: a client that comes again by itself stops here"
+    stream = {"description": "a stream that goes on", "content": {"text/event-stream": {"schema": schema}}}
+    return {200: stream, 204: {"description": over}}
+
+
+TheHub = Annotated[Hub, of_plane("hub")]
+OneStream = Annotated[Stream, Depends(one_stream)]
+After = Annotated[
+    str | None,
+    Query(
+        max_length=200, description="the id of a message: what was told after it comes; the header Last-Event-ID wins"
+    ),
+]
+Follow = Annotated[bool, Query(description="false: the stream ends with what has been told so far")]
+
+
+@streams.get(
+    "/jobs/{job_id}/events",
+    response_class=Response,
+    responses={**documented(JobNotFound), **answers("state", "event", "sample", "end")},
+)
+async def events_of_job(
+    job_id: str, request: Request, hub: TheHub, stream: OneStream, after: After = None, follow: Follow = True
+) -> Response:
+    """What happens to one job, from its beginning or from an id on, to its end.
+
+    Its states and events, all of them and each once, and its newest steps, some of them. `end` is the last.
+    """
+    asked = _asked(request, after, _NUMBER)
+    ask = partial(told.page_of_job, job_id=job_id)
+    start = 0 if asked is None else int(asked)
+    first = await hub.read(partial(ask, after=start))
+    if first is None:
+        raise JobNotFound(job_id)
+    _refuse_unknown(start, first.known)
+    if first.last is not None and start > first.last:
+        return Response(status_code=204)
+    return _response(request, _told(hub, stream, job_id, ask, start, first, follow=follow))
+
+
+@streams.get("/events", response_class=Response, responses=answers("state", "event", "gap"))
+async def events(
+    request: Request, hub: TheHub, stream: OneStream, after: After = None, follow: Follow = True
+) -> Response:
+    """What happens to all jobs, from now or from an id on: their states and events, all of them and each once.
+
+    Where jobs that were told of after this id have been deleted since, it begins with a `gap`.
+    """
+    asked = _asked(request, after, _NUMBER)
+    known, gone = await hub.read(told.numbers)
+    start = known if asked is None else int(asked)
+    _refuse_unknown(start, known)
+    first = await hub.read(partial(told.page, after=start))
+    begin = b""
+    if start < gone:
+        words = "jobs of which something was told since have been deleted, and their events with them: list the jobs"
+        begin = told.gap(start, words)
+    return _response(request, _told(hub, stream, None, told.page, start, first, begin, follow=follow))
+
+
+def _asked(request: Request, after: str | None, right: re.Pattern[str]) -> str | None:
+    """The id to go on from, as the header or the query gives it; None for none. Raises InvalidRequest."""
+    given = request.headers.getlist(_LAST_ID)
+    if len(given) > 1:
+        raise InvalidRequest.at(_LAST_ID, None, f"is given {len(given)} times: give it once")
+    name, value = (_LAST_ID, given[0]) if given and given[0] else ("after", after)
+    if value is None or value == "":
+        return None
+    if right.fullmatch(value) is None:
+        raise InvalidRequest.at(
+            name, value[:200], "must be the id of a message of this stream, which is a whole number"
+        )
+    return value
+
+
+def _refuse_unknown(start: int, known: int) -> None:
+    if start > known:
+        words = (
+            f"no message has this id: the largest so far is {known}. If the service's database was put back to an "
+            "earlier state, begin again without an id"
+        )
+        raise InvalidRequest.at(_LAST_ID, str(start), words)
+
+
+def _response(request: Request, parts: AsyncIterator[bytes]) -> Response:
+    request.state.stream = True
+    return EventSourceResponse(parts, headers=HEADERS)
+
+
+async def _told(
+    hub: Hub,
+    stream: Stream,
+    job_id: str | None,
+    ask: Callable[..., Page | None],
+    cursor: int,
+    first: Page | None,
+    begin: bytes = b"",
+    *,
+    follow: bool,
+) -> AsyncIterator[bytes]:
+    """The stream: what was told before, then what the hub gives. cursor: up to where it has been read."""
+    yield format_sse_event(retry=RETRY_MS, id=str(cursor)) + begin
+    try:
+        page, reader = first, None
+        while True:
+            if page is None:
+                yield told.end(job_id or "", cursor, None, "the job was deleted").wire
+                return
+            new = [message for message in page.messages if message.number > cursor]
+            cursor = max(cursor, page.upto)
+            if new:
+                yield _wire(new)
+            if new and new[-1].event == END:
+                return
+            if not page.more and not follow:
+                return
+            if not page.more and reader is not None:
+                break
+            if not page.more:
+                reader = await stream.stack.enter_async_context(hub.joined(job_id, stream.drop))
+            page = await hub.read(partial(ask, after=cursor))
+    except (SQLAlchemyError, ServiceError) as error:
+        logger.warning("stream_ended job_id=%s error=%s", job_id, error)
+        return
+    loop = asyncio.get_running_loop()
+    asked_at = loop.time()
+    while not reader.over:
+        new = [message for message in await reader.take(HEARTBEAT_S) if message.number > cursor]
+        if new:
+            cursor = new[-1].number
+            yield _wire(new)
+            if new[-1].event == END:
+                return
+        elif not reader.over:
+            yield HEARTBEAT
+        if loop.time() - asked_at >= HEARTBEAT_S:
+            asked_at = loop.time()
+            if not await stream.is_allowed():
+                return
+
+
+def _wire(messages: Sequence[Message]) -> bytes:
+    return b"".join(message.wire for message in messages)

@@ -1,0 +1,181 @@
+"""Server-sent events of the service, read to their end: a connection that breaks off is made again, from the last id.
+
+    for told in follow(client, path_of(job_id, "events")):
+        print(told.event, told.data)
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Self
+
+import httpx
+
+from thinwire.cli.client import BadAnswer, Client, ClientError, Unreachable, path_of
+from thinwire.contract.streams import END, RETRY_MS, Told
+
+MOST_BYTES: Final = 1 << 20
+"""Of one line: the service writes none of a quarter of it."""
+
+
+class Parser:
+    """Takes a stream in parts that may end anywhere, and gives its messages, as the HTML standard reads them.
+
+    last_id: up to where it has been read. retry_s: how long to wait before it is asked for again.
+    """
+
+    def __init__(self, last_id: str | None = None) -> None:
+        self.last_id = last_id
+        self.retry_s = RETRY_MS / 1e3
+        self._line = bytearray()
+        self._after_cr = False
+        self._event = ""
+        self._data: list[str] = []
+        self._id = last_id
+
+    def of(self, part: bytes) -> list[Told]:
+        """The messages that are whole with this part. Raises BadAnswer for what is none."""
+        found: list[Told] = []
+        for character in _lines(part):
+            if character in (b"\n", b"\r"):
+                if not (character == b"\n" and self._after_cr):
+                    self._take(bytes(self._line).decode("utf-8", "replace"), found)
+                    self._line.clear()
+                self._after_cr = character == b"\r"
+            else:
+                self._after_cr = False
+                self._line += character
+                if len(self._line) > MOST_BYTES:
+                    raise BadAnswer(f"a line of a stream has more than {MOST_BYTES} bytes: this is no Thinwire server")
+        return found
+
+    def _take(self, line: str, found: list[Told]) -> None:
+        if not line:
+            self._dispatch(found)
+            return
+        name, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if name == "event":
+            self._event = value
+        elif name == "data":
+            self._data.append(value)
+        elif name == "id" and "\0" not in value:
+            self._id = value
+        elif name == "retry" and value.isascii() and value.isdigit():
+            self.retry_s = min(int(value) / 1e3, 60.0)
+
+    def _dispatch(self, found: list[Told]) -> None:
+        event, data = self._event, "\n".join(self._data)
+        self.last_id, self._event, self._data = self._id, "", []
+        if not data:
+            return
+        try:
+            said = json.loads(data)
+        except ValueError as error:
+            raise BadAnswer(f"a message of a stream is no JSON: {data[:100]!r}") from error
+        if not isinstance(said, dict):
+            raise BadAnswer(f"a message of a stream is no mapping: {data[:100]!r}")
+        found.append(Told(id=self.last_id or "", event=event or "message", data=said))
+
+
+def _lines(part: bytes) -> Iterator[bytes]:
+    """Ends of lines, and what is between them."""
+    start = 0
+    for at, byte in enumerate(part):
+        if byte in (10, 13):
+            if at > start:
+                yield part[start:at]
+            yield part[at : at + 1]
+            start = at + 1
+    if start < len(part):
+        yield part[start:]
+
+
+def follow(
+    client: Client,
+    path: str,
+    params: Mapping[str, str] | None = None,
+    *,
+    again: bool = True,
+    lost: Callable[[ClientError], None] = lambda error: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[Told]:
+    """The messages of a stream, to its `end`, or to where the service says that there are no more.
+
+    again: a stream that breaks off, or that the service ends, is asked for from the last id on, for ever. lost: called
+    each time that it could not be. Raises: ClientError, but waits where it is Unreachable and `again`.
+    """
+    parser = Parser()
+    while True:
+        try:
+            with client.stream(path, params or {}, parser.last_id) as response:
+                if response.status_code == httpx.codes.NO_CONTENT:
+                    return
+                parser = Parser(parser.last_id)
+                for part in response.iter_raw():
+                    for told in parser.of(part):
+                        yield told
+                        if told.event == END:
+                            return
+            if not again:
+                return
+        except (Unreachable, httpx.HTTPError) as error:
+            wrong = error if isinstance(error, Unreachable) else Unreachable(f"the stream broke off ({error!r})")
+            if not again:
+                raise wrong from error
+            lost(wrong)
+        sleep(parser.retry_s)
+
+
+class Bell:
+    """Rings when something has happened to a job: a stream of it is read in a thread, and what it says is not kept.
+
+    Use it as a context manager. Where the service has no streams, or they end, it no longer `follows`.
+    """
+
+    def __init__(self, client: Client, job_id: str) -> None:
+        self._client, self._path = client, path_of(job_id, "events")
+        self._rung, self._over = threading.Event(), threading.Event()
+        self._follows = False
+        self._thread = threading.Thread(target=self._listen, name="thinwire-bell", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self._over.set()
+
+    @property
+    def follows(self) -> bool:
+        """Will it ring? Else ask every now and then."""
+        return self._follows
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for it, so long at most. Did it ring since the last time?"""
+        rung = self._rung.wait(seconds)
+        self._rung.clear()
+        return rung
+
+    def _listen(self) -> None:
+        try:
+            for told in follow(self._client, self._path, lost=self._lost, sleep=self._pause):
+                self._follows = True
+                self._rung.set()
+                if self._over.is_set() or told.event == END:
+                    break
+        except (ClientError, RuntimeError):  # an older service, or the client is closed: it is polled, and says why
+            pass
+        self._follows = False
+        self._rung.set()
+
+    def _lost(self, error: ClientError) -> None:
+        self._follows = False
+        self._rung.set()
+
+    def _pause(self, seconds: float) -> None:
+        if self._over.wait(seconds):
+            raise RuntimeError("nobody waits for the bell any more")
