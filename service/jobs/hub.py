@@ -3,7 +3,7 @@
 The hub looks when a transaction of this process has committed something that is told (`Database.told`), at most once in
 TURN_S, and once in LOOK_S whatever happens: another process may own the database. While nobody reads it does nothing.
 A reader first reads by itself what was told before it came, then waits in the hub. What waits for one that takes it
-more slowly than it comes is bounded; then its stream is ended, and it comes again from its last id.
+more slowly than it comes is bounded: then it is forgotten, and that one reads by itself again, as fast as it can.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from anyio import CapacityLimiter, to_thread
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from thinwire.contract.streams import SAMPLE
 from thinwire.service.db import Database
 from thinwire.service.errors import Unavailable
 from thinwire.service.jobs import told
@@ -39,30 +40,35 @@ Made = TypeVar("Made")
 
 
 class Reader:
-    """One stream. job_id: None for all jobs. drop: called, once, where too much waits for it."""
+    """One stream. job_id: None for all jobs."""
 
-    def __init__(self, job_id: str | None, drop: Callable[[], None]) -> None:
+    def __init__(self, job_id: str | None) -> None:
         self.job_id = job_id
-        self._drop = drop
         self._waiting: deque[Message] = deque()
         self._bytes = 0
         self._told = asyncio.Event()
         self.seen = asyncio.Event()
         """A look has begun that is for it too: it is given all that is told after the hub's position of then."""
+        self.lost = False
+        """Too much waited for it: it is given nothing until it begins again."""
         self.over = False
-        """The service ends, or has dropped it: nothing more comes."""
+        """The service ends: nothing more comes."""
 
     def give(self, message: Message) -> None:
         """Let it have one more."""
-        if self.over:
+        if self.lost:
             return
         self._waiting.append(message)
         self._bytes += len(message.wire)
         self._told.set()
         if self._bytes > MOST_WAITING_BYTES:
-            logger.info("stream_dropped job_id=%s waiting_bytes=%d", self.job_id, self._bytes)
-            self.end()
-            self._drop()
+            self._waiting.clear()
+            self._bytes = 0
+            self.lost = True
+
+    def begin_again(self) -> None:
+        """It reads in the database what has been told, and is given what is told from now on."""
+        self.lost = False
 
     def end(self) -> None:
         """Let it have nothing more."""
@@ -72,7 +78,7 @@ class Reader:
         self.seen.set()
 
     async def take(self, within_s: float) -> list[Message]:
-        """All that waits; nothing where nothing came in this time, or it is over."""
+        """All that waits; nothing where nothing came in this time, or it is `lost` or `over`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._told.wait()
@@ -120,11 +126,11 @@ class Hub:
             return ask(session)
 
     @asynccontextmanager
-    async def joined(self, job_id: str | None, drop: Callable[[], None]) -> AsyncIterator[Reader]:
+    async def joined(self, job_id: str | None) -> AsyncIterator[Reader]:
         """A reader that is given all which is told from now on. Raises Unavailable; sqlalchemy's errors."""
         if self.ended is not None:
             raise Unavailable(self.ended)
-        reader = Reader(job_id, drop)
+        reader = Reader(job_id)
         async with self._joining:
             if self._task is None:
                 self._loop = asyncio.get_running_loop()
@@ -192,7 +198,7 @@ class Hub:
                 last = told.end(message.job_id, message.number + 1, message.state, message.reason)
                 for reader in of_job.pop(message.job_id):
                     reader.give(last)
-            if message.event != told.SAMPLE:
+            if message.event != SAMPLE:
                 for reader in of_all:
                     reader.give(message)
         for job_id in found.gone:

@@ -256,7 +256,7 @@ class JobRepository:
             query = query.where(JobRow.state == state.value)
         if before is not None:
             query = query.where(order < tuple_(literal(before.created_at), literal(before.id)))
-        return self._first(query, limit, most_bytes)
+        return self.first_of(query, limit, most_bytes)
 
     def too_much_of(self, who: str, most_jobs: int, most_spec_bytes: int, most_bytes: int) -> str | None:
         """None where this person may have one more job, else what they have too much of."""
@@ -378,7 +378,7 @@ class JobRepository:
         Of `most_bytes` in all, but one at least. No row is kept: of many, they are most of the memory.
         """
         query = select(SampleRow, json_bytes(SampleRow.sample)).order_by(SampleRow.step)
-        return self._first(
+        return self.first_of(
             query.where(SampleRow.job_id == job_id, SampleRow.step > after_step), limit, most_bytes, view
         )
 
@@ -402,7 +402,7 @@ class JobRepository:
         if before is not None:
             order = tuple_(EventRow.time, EventRow.id)
             query = query.where(order < tuple_(literal(before.time), literal(before.id)))
-        newest, more = self._first(query.order_by(EventRow.time.desc(), EventRow.id.desc()), limit, most_bytes)
+        newest, more = self.first_of(query.order_by(EventRow.time.desc(), EventRow.id.desc()), limit, most_bytes)
         return newest[::-1], more
 
     def samples_at(self, steps: Collection[tuple[str, int]]) -> dict[tuple[str, int], SampleRow]:
@@ -419,7 +419,7 @@ class JobRepository:
         """The event of this number, where it is the job's."""
         return self.session.scalar(select(EventRow).where(EventRow.id == number, EventRow.job_id == job_id))
 
-    def _first(
+    def first_of(
         self, query: Select[Any, int], limit: int, most_bytes: int, view: Callable[[Any], Any] = lambda row: row
     ) -> tuple[list[Any], bool]:
         """The first rows of a query for rows and their sizes, and whether there are more. It reads no more of them."""

@@ -71,11 +71,6 @@ class Stream:
     def __init__(self, request: Request, stack: AsyncExitStack) -> None:
         self._request, self.stack = request, stack
 
-    def drop(self) -> None:
-        """End it at once, in the middle of what it sends."""
-        sending: asyncio.Timeout = self._request.state.sending
-        sending.reschedule(asyncio.get_running_loop().time())
-
     async def is_allowed(self) -> bool:
         """Does its token still hold?"""
         try:
@@ -101,14 +96,25 @@ async def one_stream(request: Request) -> AsyncIterator[Stream]:
 
 def answers(*events: str) -> dict[int | str, dict[str, Any]]:
     """Of a route, for OpenAPI: what its stream says."""
-    says = {name: {"$ref": f"{SCHEMAS}{MODELS[name].__name__}"} for name in events}
-    schema = {
-        "type": "string",
-        "description": "server-sent events; `data` of each is JSON, by its `event`: " + ", ".join(events),
-        "x-thinwire-events": says,
-    }
+    said = [
+        {
+            "type": "object",
+            "title": name,
+            "required": ["event", "id", "data"],
+            "properties": {
+                "event": {"const": name},
+                "id": {"type": "string"},
+                "data": {
+                    "type": "string",
+                    "contentMediaType": "application/json",
+                    "contentSchema": {"$ref": f"{SCHEMAS}{MODELS[name].__name__}"},
+                },
+            },
+        }
+        for name in events
+    ]
     over = "the job is over, and all of it has been read: a client that comes again by itself stops here"
-    stream = {"description": "a stream that goes on", "content": {"text/event-stream": {"schema": schema}}}
+    stream = {"description": "a stream that goes on", "content": {"text/event-stream": {"itemSchema": {"oneOf": said}}}}
     return {200: stream, 204: {"description": over}}
 
 
@@ -209,43 +215,36 @@ async def _told(
 ) -> AsyncIterator[bytes]:
     """The stream: what was told before, then what the hub gives. cursor: up to where it has been read."""
     yield format_sse_event(retry=RETRY_MS, id=str(cursor)) + begin
+    loop = asyncio.get_running_loop()
+    page, reader, asked_at = first, None, loop.time()
     try:
-        page, reader = first, None
-        while True:
-            if page is None:
-                yield told.end(job_id or "", cursor, None, "the job was deleted").wire
-                return
+        while page is not None:
             new = [message for message in page.messages if message.number > cursor]
             cursor = max(cursor, page.upto)
             if new:
                 yield _wire(new)
-            if new and new[-1].event == END:
+            if (new and new[-1].event == END) or not (page.more or follow):
                 return
-            if not page.more and not follow:
-                return
-            if not page.more and reader is not None:
-                break
-            if not page.more:
-                reader = await stream.stack.enter_async_context(hub.joined(job_id, stream.drop))
+            if not page.more and reader is None:
+                reader = await stream.stack.enter_async_context(hub.joined(job_id))
+            elif not page.more and reader is not None:
+                while not reader.lost:
+                    new = [message for message in await reader.take(HEARTBEAT_S) if message.number > cursor]
+                    if reader.over:
+                        return
+                    yield _wire(new) or HEARTBEAT
+                    if new and new[-1].event == END:
+                        return
+                    cursor = new[-1].number if new else cursor
+                    if loop.time() - asked_at >= HEARTBEAT_S:
+                        asked_at = loop.time()
+                        if not await stream.is_allowed():
+                            return
+                reader.begin_again()
             page = await hub.read(partial(ask, after=cursor))
-    except (SQLAlchemyError, ServiceError) as error:
+        yield told.end(job_id or "", cursor, None, "the job was deleted").wire
+    except (SQLAlchemyError, ServiceError) as error:  # the reader comes again, and is told why
         logger.warning("stream_ended job_id=%s error=%s", job_id, error)
-        return
-    loop = asyncio.get_running_loop()
-    asked_at = loop.time()
-    while not reader.over:
-        new = [message for message in await reader.take(HEARTBEAT_S) if message.number > cursor]
-        if new:
-            cursor = new[-1].number
-            yield _wire(new)
-            if new[-1].event == END:
-                return
-        elif not reader.over:
-            yield HEARTBEAT
-        if loop.time() - asked_at >= HEARTBEAT_S:
-            asked_at = loop.time()
-            if not await stream.is_allowed():
-                return
 
 
 def _wire(messages: Sequence[Message]) -> bytes:

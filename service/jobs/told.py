@@ -21,10 +21,18 @@ from thinwire.contract.jobs import TERMINAL, JobState
 from thinwire.contract.redaction import redacted
 from thinwire.contract.reports import EventKind
 from thinwire.contract.streams import END, EVENT, GAP, SAMPLE, STATE
-from thinwire.service.jobs.repository import IN_PART, EventRow, JobRow, ServiceRow
+from thinwire.service.jobs.repository import (
+    EVENT_BYTES,
+    IN_PART,
+    EventRow,
+    JobRepository,
+    JobRow,
+    ServiceRow,
+    json_bytes,
+)
 
-MOST_ROWS: Final = 500
-"""Events that are read at once."""
+MOST_ROWS, MOST_BYTES = 500, 512 << 10
+"""Of events that are read at once."""
 MOST_NAMED: Final = 50
 """Jobs that a query names; of more the events of all are read, and those of others passed over."""
 _STATES: Final = {EventKind(f"job_{state.lower()}").value: state for state in JobState}
@@ -134,11 +142,11 @@ def gap(after: int, reason: str) -> bytes:
 
 def _events(session: Session, after: int, upto: int, jobs: Sequence[str] | None) -> tuple[list[Message], bool]:
     """The first of those between two numbers, of some jobs or of all, and whether there are more."""
-    query = select(EventRow).where(EventRow.id > after, EventRow.id <= upto).order_by(EventRow.id)
+    query = select(EventRow, json_bytes(EventRow.fields) + EVENT_BYTES)
+    query = query.where(EventRow.id > after, EventRow.id <= upto).order_by(EventRow.id)
     if jobs is not None:
         query = query.where(EventRow.job_id.in_(jobs))
-    rows = session.scalars(query.limit(MOST_ROWS + 1)).all()
-    return [_event(row) for row in rows[:MOST_ROWS]], len(rows) > MOST_ROWS
+    return JobRepository(session).first_of(query, MOST_ROWS, MOST_BYTES, _event)
 
 
 def _event(row: EventRow) -> Message:

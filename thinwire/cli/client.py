@@ -243,12 +243,12 @@ class Client:
 
     def checkpoints(self, job_id: str) -> CheckpointList:
         """The checkpoints in the job's own folder, or where they are instead. Raises NotFound."""
-        return self._call("GET", path_of(job_id, "checkpoints"), CheckpointList)
+        return self._call("GET", _path(job_id, "checkpoints"), CheckpointList)
 
     def checkpoint_file(self, job_id: str, folder: str, file: str, target: Path) -> None:
         """Download one file of a checkpoint; its folder is made. Raises: NotFound; OSError of the own disk."""
         server = self._find()
-        url = server.url + path_of(job_id, "checkpoints", quote(folder, safe=""), quote(file, safe=""))
+        url = server.url + _path(job_id, "checkpoints", quote(folder, safe=""), quote(file, safe=""))
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._http.stream("GET", url, headers={"Authorization": f"Bearer {server.token}"}) as response:
@@ -262,12 +262,16 @@ class Client:
             raise Unreachable(f"{url} broke off ({error or type(error).__name__}): try again") from error
 
     @contextmanager
-    def stream(self, path: str, params: Mapping[str, str], last_id: str | None = None) -> Iterator[httpx.Response]:
-        """An answer that goes on: the server-sent events after `last_id`, as they come; 204 where there are no more.
+    def stream(
+        self, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None = None
+    ) -> Iterator[httpx.Response]:
+        """An answer that goes on: server-sent events, after `last_id`, as they come; 204 where there are no more.
 
-        cli/streams.py reads it. Raises ClientError; httpx.HTTPError where it breaks off inside the block.
+        job_id: whose; None for those of all jobs. what: `events` or `logs/stream`. cli/streams.py reads it. Raises
+        ClientError; httpx.HTTPError where it breaks off inside the block.
         """
         server = self._find()
+        path = f"/v1/{what}" if job_id is None else _path(job_id, *what.split("/"))
         headers = {"Authorization": f"Bearer {server.token}", "Accept": "text/event-stream"}
         if last_id is not None:
             headers["Last-Event-ID"] = last_id
@@ -297,11 +301,11 @@ class Client:
 
     def delete(self, job_id: str) -> None:
         """Remove a job that is over, with its folder. Raises NotFound, ApiError."""
-        self._ask("DELETE", path_of(job_id))
+        self._ask("DELETE", _path(job_id))
 
     def job(self, job_id: str) -> Job:
         """One job, by its full ID. Raises NotFound."""
-        return self._call("GET", path_of(job_id), Job)
+        return self._call("GET", _path(job_id), Job)
 
     def resize(self, job_id: str, *, least: int | None = None, most: int | None = None) -> Job:
         """Ask for other limits on the number of workers; what is None stays. The same again changes nothing.
@@ -310,19 +314,19 @@ class Client:
         """
         limits = {"min": least, "max": most}
         given: dict[str, JsonValue] = {name: value for name, value in limits.items() if value is not None}
-        return self._call("PATCH", path_of(job_id), Job, body={"workers": given})
+        return self._call("PATCH", _path(job_id), Job, body={"workers": given})
 
     def cancel(self, job_id: str) -> Job:
         """Ask for the job's end; answers at once. Raises NotFound, and ApiError (409) where it is over."""
-        return self._call("POST", path_of(job_id, "cancel"), Job)
+        return self._call("POST", _path(job_id, "cancel"), Job)
 
     def logs(self, job_id: str, offset: int = 0) -> Logs:
         """The next part of the job's log from `offset` on: 0, or `next_offset` of the part before."""
-        return self._call("GET", path_of(job_id, "logs"), Logs, params={"offset": str(offset)})
+        return self._call("GET", _path(job_id, "logs"), Logs, params={"offset": str(offset)})
 
     def history(self, job_id: str) -> History:
         """Every sample and event of the job that the service keeps."""
-        path = path_of(job_id, "metrics")
+        path = _path(job_id, "metrics")
         first = page = self._call("GET", path, History)
         samples, events = list(first.samples), list(first.events)
         while page.next_after_step is not None:
@@ -341,7 +345,7 @@ class Client:
     def events(self, job_id: str, kinds: Sequence[str]) -> list[Event]:
         """The job's newest events of these kinds, in order of time: as many as one answer holds."""
         params: dict[str, str | list[str]] = {"after_step": str(_BEYOND_ALL_STEPS), "event_kind": list(kinds)}
-        return self._call("GET", path_of(job_id, "metrics"), History, params=params).events
+        return self._call("GET", _path(job_id, "metrics"), History, params=params).events
 
     def create_token(self, asked: NewToken) -> MadeToken:
         """A token for somebody else, with its text. Raises Rejected, and ApiError (409) where the name has one."""
@@ -457,8 +461,7 @@ class Client:
             raise Unreachable(f"the control plane at {server.url} cannot be reached ({error}): {what}") from error
 
 
-def path_of(job_id: str, *rest: str) -> str:
-    """The path of what belongs to a job."""
+def _path(job_id: str, *rest: str) -> str:
     return "/".join(["/v1/jobs", quote(job_id, safe="", errors="backslashreplace"), *rest])
 
 

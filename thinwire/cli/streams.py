@@ -1,12 +1,13 @@
 """Server-sent events of the service, read to their end: a connection that breaks off is made again, from the last id.
 
-    for told in follow(client, path_of(job_id, "events")):
-        print(told.event, told.data)
+for told in follow(client, job_id, "events"):
+    print(told.event, told.data)
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +15,12 @@ from typing import Final, Self
 
 import httpx
 
-from thinwire.cli.client import BadAnswer, Client, ClientError, Unreachable, path_of
+from thinwire.cli.client import BadAnswer, Client, ClientError, Unreachable
 from thinwire.contract.streams import END, RETRY_MS, Told
 
 MOST_BYTES: Final = 1 << 20
 """Of one line: the service writes none of a quarter of it."""
+_PIECES: Final = re.compile(rb"[\r\n]|[^\r\n]+")
 
 
 class Parser:
@@ -30,24 +32,28 @@ class Parser:
     def __init__(self, last_id: str | None = None) -> None:
         self.last_id = last_id
         self.retry_s = RETRY_MS / 1e3
+        self.begin()
+
+    def begin(self) -> None:
+        """A new connection: what was not whole of the one before comes again."""
         self._line = bytearray()
         self._after_cr = False
         self._event = ""
         self._data: list[str] = []
-        self._id = last_id
+        self._id = self.last_id
 
     def of(self, part: bytes) -> list[Told]:
         """The messages that are whole with this part. Raises BadAnswer for what is none."""
         found: list[Told] = []
-        for character in _lines(part):
-            if character in (b"\n", b"\r"):
-                if not (character == b"\n" and self._after_cr):
+        for piece in _PIECES.findall(part):
+            if piece in (b"\n", b"\r"):
+                if not (piece == b"\n" and self._after_cr):
                     self._take(bytes(self._line).decode("utf-8", "replace"), found)
                     self._line.clear()
-                self._after_cr = character == b"\r"
+                self._after_cr = piece == b"\r"
             else:
                 self._after_cr = False
-                self._line += character
+                self._line += piece
                 if len(self._line) > MOST_BYTES:
                     raise BadAnswer(f"a line of a stream has more than {MOST_BYTES} bytes: this is no Thinwire server")
         return found
@@ -81,22 +87,10 @@ class Parser:
         found.append(Told(id=self.last_id or "", event=event or "message", data=said))
 
 
-def _lines(part: bytes) -> Iterator[bytes]:
-    """Ends of lines, and what is between them."""
-    start = 0
-    for at, byte in enumerate(part):
-        if byte in (10, 13):
-            if at > start:
-                yield part[start:at]
-            yield part[at : at + 1]
-            start = at + 1
-    if start < len(part):
-        yield part[start:]
-
-
 def follow(
     client: Client,
-    path: str,
+    job_id: str | None,
+    what: str,
     params: Mapping[str, str] | None = None,
     *,
     again: bool = True,
@@ -105,16 +99,17 @@ def follow(
 ) -> Iterator[Told]:
     """The messages of a stream, to its `end`, or to where the service says that there are no more.
 
+    job_id, what, params: as Client.stream takes them.
     again: a stream that breaks off, or that the service ends, is asked for from the last id on, for ever. lost: called
     each time that it could not be. Raises: ClientError, but waits where it is Unreachable and `again`.
     """
     parser = Parser()
     while True:
         try:
-            with client.stream(path, params or {}, parser.last_id) as response:
+            with client.stream(job_id, what, params or {}, parser.last_id) as response:
                 if response.status_code == httpx.codes.NO_CONTENT:
                     return
-                parser = Parser(parser.last_id)
+                parser.begin()
                 for part in response.iter_raw():
                     for told in parser.of(part):
                         yield told
@@ -137,7 +132,7 @@ class Bell:
     """
 
     def __init__(self, client: Client, job_id: str) -> None:
-        self._client, self._path = client, path_of(job_id, "events")
+        self._client, self._job_id = client, job_id
         self._rung, self._over = threading.Event(), threading.Event()
         self._follows = False
         self._thread = threading.Thread(target=self._listen, name="thinwire-bell", daemon=True)
@@ -162,7 +157,7 @@ class Bell:
 
     def _listen(self) -> None:
         try:
-            for told in follow(self._client, self._path, lost=self._lost, sleep=self._pause):
+            for told in follow(self._client, self._job_id, "events", lost=self._lost, sleep=self._pause):
                 self._follows = True
                 self._rung.set()
                 if self._over.is_set() or told.event == END:
