@@ -117,9 +117,13 @@ class Hub:
 
     async def read(self, ask: Callable[[Session], Made]) -> Made:
         """What `ask` finds in the database. Raises what it raises; sqlalchemy's errors."""
+        return await self.run(partial(self._read, ask))
+
+    async def run(self, call: Callable[[], Made]) -> Made:
+        """What `call` returns, in one of the threads of streams. Raises what it raises."""
         if self._threads is None:
             self._threads = CapacityLimiter(THREADS)
-        return await to_thread.run_sync(self._read, ask, limiter=self._threads)
+        return await to_thread.run_sync(call, limiter=self._threads)
 
     def _read(self, ask: Callable[[Session], Made]) -> Made:
         with self._db.read() as session:

@@ -371,16 +371,24 @@ class JobRepository:
         return sum(self.session.scalars(statement.returning(size), shown))
 
     def samples(
-        self, job_id: str, after_step: int, limit: int, most_bytes: int, view: Callable[[SampleRow], Made]
+        self,
+        job_id: str,
+        after_step: int,
+        limit: int,
+        most_bytes: int,
+        view: Callable[[SampleRow], Made],
+        steps: Sequence[int] | None = None,
     ) -> tuple[list[Made], bool]:
         """What `view` makes of the first `limit` samples above a step, in order of step, and whether there are more.
 
-        Of `most_bytes` in all, but one at least. No row is kept: of many, they are most of the memory.
+        Of `most_bytes` in all, but one at least. No row is kept: of many, they are most of the memory. steps: of these
+        alone.
         """
         query = select(SampleRow, json_bytes(SampleRow.sample)).order_by(SampleRow.step)
-        return self.first_of(
-            query.where(SampleRow.job_id == job_id, SampleRow.step > after_step), limit, most_bytes, view
-        )
+        query = query.where(SampleRow.job_id == job_id, SampleRow.step > after_step)
+        if steps is not None:
+            query = query.where(SampleRow.step.in_(steps))
+        return self.first_of(query, limit, most_bytes, view)
 
     def events(
         self,

@@ -1,4 +1,4 @@
-"""The routes of streams: what happens to jobs as server-sent events, to be read on from the last id that was read.
+"""The routes of streams: what happens to jobs, and logs, as server-sent events, to be read on from the last id.
 
 What comes is in contract/streams.py, what is told and when in told.py and hub.py. A stream holds none of the slots of
 large answers; there are so many streams in all, and so many of one person (`StreamSlots`). It ends by itself where the
@@ -20,11 +20,15 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 from sqlalchemy.exc import SQLAlchemyError
 
-from thinwire.contract.streams import END, HEARTBEAT_S, MODELS, RETRY_MS
+from thinwire.contract.jobs import JobState, Logs
+from thinwire.contract.streams import END, HEARTBEAT_S, LOG, MODELS, RETRY_MS
 from thinwire.service.auth import Caller, person
-from thinwire.service.errors import InvalidRequest, JobNotFound, ServiceError, TooMuch, documented
+from thinwire.service.errors import InvalidRequest, JobNotFound, LogGone, ServiceError, TooMuch, documented
 from thinwire.service.jobs import told
 from thinwire.service.jobs.hub import Hub
+from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.router import LARGEST_OFFSET
+from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.told import Message, Page
 from thinwire.service.requests import ALWAYS, SCHEMAS, known_query, of_plane
 
@@ -35,6 +39,9 @@ FULL_S: Final = 10.0
 HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """No proxy keeps a stream, or holds back a part of it."""
 HEARTBEAT: Final = b":\n\n"
+LOG_BYTES: Final = 64 << 10
+"""Of a log in one message: written as JSON it may be six times as long."""
+LOG_LOOK_S: Final = 1.0
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _LAST_ID: Final = "last-event-id"
 
@@ -171,6 +178,67 @@ async def events(
         words = "jobs of which something was told since have been deleted, and their events with them: list the jobs"
         begin = told.gap(start, words)
     return _response(request, _told(hub, stream, None, told.page, start, first, begin, follow=follow))
+
+
+@streams.get(
+    "/jobs/{job_id}/logs/stream",
+    response_class=Response,
+    responses={**documented(JobNotFound, LogGone), **answers("log", "end")},
+)
+async def log_of_job(
+    job_id: str,
+    request: Request,
+    jobs: Annotated[JobService, of_plane("jobs")],
+    hub: TheHub,
+    stream: OneStream,
+    offset: Annotated[int, Query(ge=0, le=LARGEST_OFFSET, description="the header Last-Event-ID wins")] = 0,
+    follow: Follow = True,
+) -> Response:
+    """The log of a job from byte `offset` on, as it is written, to the job's end. The id of a part is the next offset.
+
+    Characters of control are left as they are, in JSON; what is not UTF-8 is U+FFFD. No character is cut in two.
+    """
+    asked = _asked(request, None, _NUMBER)
+    start = offset if asked is None else int(asked)
+    if start > LARGEST_OFFSET:
+        raise InvalidRequest.at(_LAST_ID, str(start), f"must be at most {LARGEST_OFFSET}")
+    first = await hub.run(partial(jobs.logs, job_id, start, LOG_BYTES))
+    if asked is not None and first.complete and first.next_offset == start:
+        return Response(status_code=204)
+    return _response(request, _log(jobs, hub, stream, job_id, start, first, follow=follow))
+
+
+async def _log(
+    jobs: JobService, hub: Hub, stream: Stream, job_id: str, cursor: int, part: Logs, *, follow: bool
+) -> AsyncIterator[bytes]:
+    yield format_sse_event(retry=RETRY_MS, id=str(cursor))
+    loop = asyncio.get_running_loop()
+    said_at = asked_at = loop.time()
+    try:
+        while hub.ended is None:
+            if moved := part.next_offset != cursor or part.text != "":
+                cursor, said_at = part.next_offset, loop.time()
+                yield told.wire(LOG, str(cursor), {"text": part.text, "next_offset": cursor})
+            if part.complete:
+                row = await hub.read(lambda session: JobRepository(session).found(job_id))
+                yield told.end(job_id, cursor, JobState(row.state), row.reason).wire
+                return
+            if not moved:
+                if not follow:
+                    return
+                if loop.time() - said_at >= HEARTBEAT_S:
+                    said_at = loop.time()
+                    yield HEARTBEAT
+                await asyncio.sleep(LOG_LOOK_S)
+            if loop.time() - asked_at >= HEARTBEAT_S:
+                asked_at = loop.time()
+                if not await stream.is_allowed():
+                    return
+            part = await hub.run(partial(jobs.logs, job_id, cursor, LOG_BYTES))
+    except JobNotFound:
+        yield told.end(job_id, cursor, None, "the job was deleted").wire
+    except (SQLAlchemyError, ServiceError) as error:  # the reader comes again, and is told why
+        logger.warning("log_stream_ended job_id=%s error=%s", job_id, error)
 
 
 def _asked(request: Request, after: str | None, right: re.Pattern[str]) -> str | None:

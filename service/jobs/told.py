@@ -137,7 +137,7 @@ def end(job_id: str, number: int, state: JobState | None, reason: str | None) ->
 
 def gap(after: int, reason: str) -> bytes:
     """A message that something is missing after this number."""
-    return _wire(GAP, str(after), {"after": after, "reason": reason})
+    return wire(GAP, str(after), {"after": after, "reason": reason})
 
 
 def _events(session: Session, after: int, upto: int, jobs: Sequence[str] | None) -> tuple[list[Message], bool]:
@@ -182,9 +182,9 @@ def _message(
     state: JobState | None = None,
     reason: str | None = None,
 ) -> Message:
-    return Message(number, job_id, event, _wire(event, str(number), data), state, reason)
+    return Message(number, job_id, event, wire(event, str(number), data), state, reason)
 
 
-def _wire(event: str, number: str, data: Mapping[str, object]) -> bytes:
-    """Written in ASCII: half of a surrogate pair, which an earlier version took, can be sent too."""
+def wire(event: str, number: str, data: Mapping[str, object]) -> bytes:
+    """As it is sent, in ASCII: half of a surrogate pair, which an earlier version took, can be sent too."""
     return format_sse_event(data_str=json.dumps(data, separators=(",", ":")), event=event, id=number)

@@ -32,6 +32,7 @@ from thinwire.cli.client import (
     home,
 )
 from thinwire.cli.dashboard import dashboard
+from thinwire.cli.events import events
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
@@ -244,6 +245,7 @@ def watch_command(job_id: JobId) -> None:
 
 
 app.command()(logs)
+app.command()(events)
 app.add_typer(tokens, name="token")
 app.command()(audit)
 app.command()(plan)

@@ -15,7 +15,7 @@ from typing import Final, Self
 
 import httpx
 
-from thinwire.cli.client import BadAnswer, Client, ClientError, Unreachable
+from thinwire.cli.client import BadAnswer, Client, ClientError, NotFound, Unreachable
 from thinwire.contract.streams import END, RETRY_MS, Told
 
 MOST_BYTES: Final = 1 << 20
@@ -125,6 +125,11 @@ def follow(
         sleep(parser.retry_s)
 
 
+def is_older(error: NotFound) -> bool:
+    """Is it the service that has no streams, or no such job?"""
+    return error.code != "job_not_found"
+
+
 class Bell:
     """Rings when something has happened to a job: a stream of it is read in a thread, and what it says is not kept.
 
@@ -154,6 +159,12 @@ class Bell:
         rung = self._rung.wait(seconds)
         self._rung.clear()
         return rung
+
+    def wait_for_news(self, poll_s: float, slow_s: float, on_poll: Callable[[], None]) -> None:
+        """Wait until it rings, so long at most where it follows; else for one poll. on_poll: called between polls."""
+        until = time.monotonic() + slow_s
+        while not self.wait(poll_s) and self._follows and time.monotonic() < until:
+            on_poll()
 
     def _listen(self) -> None:
         try:
