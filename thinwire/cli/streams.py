@@ -110,7 +110,7 @@ def follow(
                 if response.status_code == httpx.codes.NO_CONTENT:
                     return
                 parser.begin()
-                for part in response.iter_raw():
+                for part in response.iter_bytes():
                     for told in parser.of(part):
                         yield told
                         if told.event == END:
