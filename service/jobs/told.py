@@ -187,4 +187,8 @@ def _message(
 
 def wire(event: str, number: str, data: Mapping[str, object]) -> bytes:
     """As it is sent, in ASCII: half of a surrogate pair, which an earlier version took, can be sent too."""
-    return format_sse_event(data_str=json.dumps(data, separators=(",", ":")), event=event, id=number)
+    try:
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # a number that JSON does not have, which a job can say in an event
+        text = json.dumps(json.loads(json.dumps(data), parse_constant=lambda name: None), separators=(",", ":"))
+    return format_sse_event(data_str=text, event=event, id=number)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from sqlalchemy import select
 from tests.service.control_plane_harness import Service, spec, wait_until
 from tests.service.live_service import LiveService, live_service
 from tests.service.test_server_process import Server
-from thinwire.cli.client import Client, server_of
+from thinwire.cli.client import Client, Unauthorized, server_of
+from thinwire.cli.client import Server as ClientServer
 from thinwire.cli.streams import Parser, follow
 from thinwire.contract.streams import Told
 from thinwire.service.db import Database
-from thinwire.service.jobs import told
+from thinwire.service.jobs import streams, told
 from thinwire.service.jobs.repository import EventRow, JobRepository
 
 
@@ -60,6 +61,37 @@ def test_a_log_that_is_gone_is_said(live: LiveService) -> None:
     live.service.turn(2)
     assert live.service.client.get(f"/v1/jobs/{job_id}/logs/stream").status_code == 410
     assert live.service.client.get("/v1/jobs/none/logs/stream").status_code == 404
+
+
+def test_who_goes_away_leaves_nothing_behind(live: LiveService) -> None:
+    job_id = live.service.running()
+    plane = live.service.plane
+    with ExitStack() as stack:
+        client = stack.enter_context(Client(lambda: server_of(live.home)))
+        paths = ((None, "events"), (job_id, "events"), (job_id, "logs/stream"))
+        parts = [stack.enter_context(client.stream(of, what, {})).iter_bytes() for of, what in paths]
+        assert all(next(part).startswith(b"id: ") for part in parts)
+        wait_until(lambda: len(plane.hub._readers) == 2, "two are in the hub", timeout_s=60)
+        assert plane.stream_slots._of == {"operator": 3}
+    wait_until(lambda: not plane.hub._readers and not plane.stream_slots._of, "all are forgotten", timeout_s=60)
+
+
+def test_a_token_that_is_revoked_ends_its_streams(live: LiveService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "HEARTBEAT_S", 0.05)
+    job_id = live.service.running()
+    token = live.service.person("guest", "viewer")["Authorization"].removeprefix("Bearer ")
+    url = server_of(live.home).url
+    with ExitStack() as stack:
+        client = stack.enter_context(Client(lambda: ClientServer(url, token)))
+        paths = ((None, "events"), (job_id, "events"), (job_id, "logs/stream"))
+        parts = [stack.enter_context(client.stream(of, what, {})).iter_bytes() for of, what in paths]
+        for part in parts:
+            next(part)
+        assert live.service.client.delete("/v1/tokens/guest").is_success
+        for part in parts:
+            list(part)  # to its end, which is whole
+        with pytest.raises(Unauthorized):
+            next(follow(client, None, "events"))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 from tests.service.control_plane_harness import Service, sample
 from thinwire.cli.streams import Parser
 from thinwire.contract.streams import END, EVENT, GAP, MODELS, SAMPLE, STATE, Told
+from thinwire.service.connections import BoundedConnection
 from thinwire.service.errors import TooMuch, Unavailable
 from thinwire.service.jobs import told
 from thinwire.service.jobs.hub import MOST_WAITING_BYTES, Hub
@@ -378,6 +379,36 @@ def test_a_person_has_so_many_streams_and_all_so_many() -> None:
     for who in ("a", "b", "c"):
         slots.give_back(who)
     assert not slots._of, "who reads nothing is remembered no more"
+
+
+def test_a_number_that_json_has_not_is_null_and_half_a_character_is_sent() -> None:
+    [one] = Parser().of(told.wire(EVENT, "7", {"a": [float("nan"), 1.5], "b": "\ud800", "c": "x\r\ny\u2028"}))
+    assert one.data == {"a": [None, 1.5], "b": "\ud800", "c": "x\r\ny\u2028"}
+    assert one.id == "7"
+
+
+def test_a_part_of_a_stream_that_has_been_taken_is_progress() -> None:
+    """Else a stream that goes on for longer than a request may be without an answer would be ended."""
+    moved: list[object] = []
+
+    class Others:
+        def moved(self, one: object) -> None:
+            moved.append(one)
+
+    connection = object.__new__(BoundedConnection)
+    connection.others = Others()  # type: ignore[misc, assignment]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start"})
+        await send({"type": "http.response.body", "more_body": True})
+        connection.unread_bytes = 1
+        await send({"type": "http.response.body", "more_body": True})
+
+    async def send(message: Any) -> None:
+        pass
+
+    asyncio.run(connection._told_of_parts(app)({}, None, send))  # type: ignore[arg-type]
+    assert moved == [connection], "what nobody has read is none"
 
 
 def test_the_document_of_the_api_has_the_models_of_all_messages(told_service: Service) -> None:

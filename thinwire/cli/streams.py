@@ -161,8 +161,14 @@ class Bell:
         return rung
 
     def wait_for_news(self, poll_s: float, slow_s: float, on_poll: Callable[[], None]) -> None:
-        """Wait until it rings, so long at most where it follows; else for one poll. on_poll: called between polls."""
+        """Wait until it rings, at least for one poll, and at most for `slow_s`; for one poll where it does not follow.
+
+        on_poll: called between polls.
+        """
         until = time.monotonic() + slow_s
+        if self._follows:  # whatever happens meanwhile is asked for at once
+            time.sleep(poll_s)
+            on_poll()
         while not self.wait(poll_s) and self._follows and time.monotonic() < until:
             on_poll()
 
