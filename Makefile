@@ -26,13 +26,15 @@ LAWS := tests/comm tests/optim tests/emulation tests/test_architecture.py tests/
 RAYS := tests/tools/doctor tests/e2e tests/kubeapi/test_real_job.py tests/service/test_launch_local.py tests/tools/drill tests/workers/elastic
 # Where the libraries are imported that take longest, which one process does once: tests/integrations/loaded.py.
 LIBRARIES := tests/integrations tests/test_examples.py
-TEST_JOBS ?= 5
+TEST_JOBS ?= 3
 # Those of the one Ray and those of libraries run one at a time; all others run side by side.
 SIDE_BY_SIDE := -n $(TEST_JOBS) --dist worksteal $(addprefix --ignore=,$(LIBRARIES))
 
 # Where it is set, every process that a test starts compiles all sources that it imports, and each of five that collect
 # tests rewrites all of them.
 export PYTHONDONTWRITEBYTECODE :=
+# Tests run side by side, and so do the ranks of each: threads below them wait for each other with both cores busy.
+test test-fast test-all: export OMP_NUM_THREADS := 1
 
 .PHONY: run serve test test-fast test-all check bench-gpu manifests clean
 

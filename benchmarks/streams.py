@@ -27,7 +27,7 @@ import typer
 
 from benchmarks.service import FOR_EVER, Load, Service, _bearer, _keep, _made
 from tests.service.control_plane_harness import sample, wait_until
-from thinwire.cli.streams import Parser
+from thinwire.client.streams import Parser
 from thinwire.contract.streams import EVENT, Told
 
 RESULT = Path(__file__).parent / "results" / "service" / "streams.json"

@@ -6,27 +6,27 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic.json_schema import models_json_schema
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from thinwire.contract.files import private_folder
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.streams import MODELS
 from thinwire.contract.tls import read_ca
+from thinwire.contract.traces import ENDPOINT, Traces
 from thinwire.service import errors
-from thinwire.service.auth import DOCS_FILES, Guard, person
+from thinwire.service.auth import DOCS_FILES, WEB_FILES, Guard, person
 from thinwire.service.bodies import Bodies
-from thinwire.service.config import Settings
+from thinwire.service.config import IPNetwork, Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.hub import Hub
@@ -46,7 +46,12 @@ from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
+from thinwire.service.request_ids import RequestIds
 from thinwire.service.requests import SCHEMAS
+from thinwire.service.tracing import Traced
+from thinwire.service.web import router as web_router
+from thinwire.service.web.headers import BrowserHeaders
+from thinwire.service.web.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +84,8 @@ class ControlPlane:
         self.audit = Audit(self.db, keep_days=settings.audit_days, clock=clock)
         self.tokens = Tokens(self.db, keep_days=settings.audit_days, clock=clock)
         self.callers = Callers(self.db, self.operator_token, self.tokens, grace_s=settings.job_grace_s)
+        self.sessions = Sessions(self.db, self.callers, lifetime_s=settings.session_hours * 3600.0, clock=clock)
+        self.grafana_url = settings.grafana_url
         self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(
@@ -92,7 +99,12 @@ class ControlPlane:
         self.stream_slots = StreamSlots(settings.streams, settings.streams_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
-        folders = RunFolders(settings.runs, ServiceAt(service_url, ca))
+        told: dict[str, str] = {} if settings.log_format == "text" else {"log_format": settings.log_format}
+        self.traces: Traces | None = None
+        if settings.otlp_endpoint is not None:
+            told[ENDPOINT] = settings.otlp_endpoint
+            self.traces = Traces(settings.otlp_endpoint, "thinwire-service", self.metrics.count_spans)
+        folders = RunFolders(settings.runs, ServiceAt(service_url, ca), told, self.traces)
         self.packages = Packages(
             settings.packages,
             max_bytes=settings.package_max_bytes,
@@ -123,6 +135,7 @@ class ControlPlane:
             self.packages,
             launcher_reason=self.launcher_reason,
             room=lambda: self.reconciler.admission.room,
+            would=lambda row: self.reconciler.admission.would(row),
             confirm_owner=self.ownership.confirm,
             wake=self.reconciler.wake,
             clock=clock,
@@ -149,6 +162,7 @@ class ControlPlane:
             self.launcher_reason,
             self.starter.age_s,
             JobMetrics(self.db, clock),
+            settings.home,
         )
 
     def own(self) -> None:
@@ -207,6 +221,8 @@ class ControlPlane:
         finally:
             self.ownership.close()
             self.db.close()
+            if self.traces is not None:
+                self.traces.close()
 
     def _excuse(self) -> None:
         """An orderly end takes the runs with it, where the cluster is the service's own.
@@ -230,6 +246,7 @@ class ControlPlane:
         self.jobs.sweep()
         self.packages.prune()
         self.tokens.prune()
+        self.sessions.prune()
         self.audit.prune()
 
     def service_id(self) -> str:
@@ -295,15 +312,30 @@ def create_app(
     app.include_router(packages_router.packages)
     app.include_router(people_router.people)
     app.include_router(_own)
+    app.include_router(web_router.sessions)
+    app.include_router(web_router.pages)
+    app.mount(WEB_FILES, web_router.files())
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
-    # The last one added is the first to see a request: send its answer in parts, count it, ask who it is, note what is
-    # changed, read the body.
+    # The last one added is the first to see a request: name it, see whom a proxy speaks for, send its answer in parts,
+    # tell browsers of it, count it, ask who it is, note what is changed, read the body.
     app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
-    app.add_middleware(Guard, find=plane.callers.of)
+    app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
+    app.add_middleware(BrowserHeaders)
     app.add_middleware(Paced)
+    if plane.traces is not None:
+        app.add_middleware(Traced, spans=plane.traces)
+    if settings.trusted_proxies:  # by default nobody is: a job on this machine could say that it comes from anywhere
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_proxies(settings.trusted_proxies))
+    app.add_middleware(RequestIds, trusted=settings.trusted_proxies)
     return app
+
+
+def _proxies(networks: Sequence[IPNetwork]) -> list[str]:
+    """As uvicorn takes them. A server on :: meets IPv4 in IPv6's clothes."""
+    mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in networks if one.version == 4]
+    return [str(one) for one in networks] + mapped
 
 
 class _Api(FastAPI):
@@ -339,18 +371,6 @@ async def openapi(request: Request) -> Response:
     if not hasattr(state, "openapi"):
         state.openapi = errors.ShowableJSON(request.app.openapi()).body
     return Response(state.openapi, media_type="application/json")
-
-
-@_own.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> HTMLResponse:
-    """The API to look at and to try. Open; its files come from here, since a cluster may not reach the Internet."""
-    return get_swagger_ui_html(
-        openapi_url="/openapi.json",
-        title=request.app.title,
-        swagger_js_url=f"{DOCS_FILES}/swagger-ui-bundle.js",
-        swagger_css_url=f"{DOCS_FILES}/swagger-ui.css",
-        swagger_favicon_url=f"{DOCS_FILES}/favicon.png",
-    )
 
 
 @_own.get("/readyz", responses=errors.documented(errors.Unavailable))

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # imported where they are used: tests of kernels run where ne
 
 _COMMAND_FILE = "command"
 
-settings.register_profile("usual", max_examples=25, deadline=None)  # speed belongs in a benchmark
-settings.register_profile("thorough", max_examples=200, deadline=None)  # make test-all: eight times as many of each
+settings.register_profile("usual", max_examples=20, deadline=None)  # speed belongs in a benchmark
+settings.register_profile("thorough", max_examples=200, deadline=None)  # make test-all: ten times as many of each
 settings.load_profile("usual")
 
 
@@ -34,6 +34,23 @@ def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
     from thinwire.service.launch.local import worker_command
 
     return worker_command(run_dir, attempt)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test with the mark `few(k)`, all but k get the mark `slow`; the first stays."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in cases.values():
+        marks = several[0].get_closest_marker("few")
+        assert marks is not None
+        (k,) = marks.args
+        usual = {round(place * (len(several) - 1) / max(k - 1, 1)) for place in range(k)}
+        for place, item in enumerate(several):
+            if place not in usual:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

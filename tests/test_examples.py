@@ -66,6 +66,7 @@ def test_the_two_line_change_compresses(under, tmp_path):
     assert losses[-1] < losses[0] / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_workers_with_labels_of_their_own_learn_all_of_them(under, tmp_path):
     """Each has half of six labels, and would be right for those alone."""
@@ -76,6 +77,7 @@ def test_workers_with_labels_of_their_own_learn_all_of_them(under, tmp_path):
     assert found[-1] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_sketched_sgd_learns_with_a_tenth_of_the_bytes(under, tmp_path):
     script = str(EXAMPLES / "sketched_sgd.py")
@@ -85,6 +87,7 @@ def test_sketched_sgd_learns_with_a_tenth_of_the_bytes(under, tmp_path):
     assert int(sent.replace(",", "")) < 4 * (400 * 64 + 64 + 640 + 10) / 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_thinned_recommender_learns_nearly_as_much_from_a_tenth_of_the_bytes(under, tmp_path):
     script = str(EXAMPLES / "dlrm.py")
@@ -95,6 +98,7 @@ def test_a_thinned_recommender_learns_nearly_as_much_from_a_tenth_of_the_bytes(u
     assert int(of_dense.replace(",", "")) > 10 * int(of_thinned.replace(",", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("under", ["torchruns environment", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_workers_that_send_what_has_changed_learn_all_labels_with_fewer_uploads(under, tmp_path):
     script = str(EXAMPLES / "cada.py")

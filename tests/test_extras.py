@@ -22,7 +22,7 @@ TRAINING = {"torch", "numpy", "numba"}
 
 ROOMS = {
     (): "thinwire.cli.main thinwire.cli.doctor thinwire.cli.drill thinwire.cli.lab thinwire.boxes "
-    "thinwire.contract.spec thinwire.service.launch.kuberay.manifest",
+    "thinwire.client thinwire.contract.spec thinwire.service.launch.kuberay.manifest",
     ("optim",): "thinwire.comm thinwire.optim thinwire.optim.saves thinwire.optim.regroup thinwire.train "
     "thinwire.workers.session.session thinwire.workers.weights thinwire.integrations.ddp_compression",
     ("worker",): "thinwire.workers.main thinwire.workers.elastic.bring_up thinwire.workers.telemetry.reporter "
@@ -50,6 +50,7 @@ def test_the_optimizers_bring_no_ray_and_no_web_framework_and_the_service_no_tor
     assert (WEB | TRAINING | {"ray"}).isdisjoint(closure())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("extras", ROOMS, ids=lambda extras: "-".join(extras) or "none")
 def test_an_extra_is_enough_for_its_rooms(extras):
     imports = "\n".join(f"import {module}" for module in ROOMS[extras].split())

@@ -18,6 +18,7 @@ def calls(tmp_path_factory):
     return dict(zip((FEW, MANY), once(tmp_path_factory, "host_cost", make), strict=True))
 
 
+@pytest.mark.slow
 def test_where_nothing_overlaps_events_and_streams_are_those_of_a_step_whatever_the_buckets(calls):
     assert calls[FEW]["events"] == calls[MANY]["events"] <= 7
     assert calls[FEW]["streams"] == calls[MANY]["streams"] <= 4

@@ -13,7 +13,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from thinwire.contract.jobs import JobState
+from sqlalchemy.orm import Session
+
+from thinwire.contract.jobs import JobState, Starts
 from thinwire.contract.places import Room, never_fits, uses_gpus
 from thinwire.contract.reports import Sample
 from thinwire.contract.spec import LARGEST_STEP
@@ -75,14 +77,7 @@ class Admission:
             return [row for row in rows if row.id not in left], None
         now = self._clock()
         with self._db.read() as session:
-            begun = [row.id for row in rows if row.state not in NEW]
-            living = JobRepository(session).count_live_leases(begun, now)
-            holding = [row for row in rows if row.granted is not None and row.state == JobState.RUNNING.value]
-            waits = any(row.granted is None and row.state in NEW for row in rows)
-            ends = _ends(JobRepository(session), holding, now) if waits else {}
-        claims = [claim for row in rows if (claim := _claim(row, self.room, living.get(row.id, 0))) is not None]
-        claims = [replace(claim, over_at=ends.get(claim.id)) for claim in claims]
-        found = grant(self.room, claims, now)
+            claims, found = _grants(session, self.room, rows, now)
         by_id, claimed = {row.id: row for row in rows}, {claim.id for claim in claims}
         waiting = {one.claim.id: (place, one) for place, one in enumerate(found.waiting, 1)}
         holders = _holders(found, by_id) if waiting else []
@@ -119,6 +114,23 @@ class Admission:
             lost |= self._write({row: notes[row] for row in some & notes.keys()}, [m for m in moves if m[0] in some])
         out = waiting.keys() | lost | {row.id for row in rows if row.id not in claimed}
         return [row for row in rows if row.id not in out or row.state not in NEW], None
+
+    def would(self, row: JobRow) -> tuple[Starts, str | None, dict[str, Any] | None]:
+        """Would this job, which there is not yet, start now? Else why not, and what its row would say of the queue."""
+        if self._unknown is not None:
+            return "unknown", self._unknown, None
+        if self.room is None:
+            return "handed_over", None, None
+        now = self._clock()
+        with self._db.read() as session:
+            rows = [*JobRepository(session).unfinished(), row]
+            _, found = _grants(session, self.room, rows, now)
+        for place, one in enumerate(found.waiting, 1):
+            if one.claim.id == row.id:
+                holders = _holders(found, {row.id: row for row in rows})
+                queue = _queue(one, place, len(found.waiting), holders, self.room, now)
+                return "queued", _words(queue, self._too_large(row) if one.never else None), queue
+        return "now", None, None
 
     def _too_large(self, row: JobRow) -> str:
         assert self.room is not None
@@ -158,6 +170,18 @@ class Admission:
             write_wanted(self._db, self._folders, job_id)
         except OSError:  # the reconciler writes it again, and submits no job whose file is older than its row
             logger.exception("wanted_workers_not_written job_id=%s", job_id)
+
+
+def _grants(session: Session, room: Room, rows: Sequence[JobRow], now: float) -> tuple[list[Claim], Grants]:
+    """What each of these jobs, all that are not over, asks for, and what it may have."""
+    jobs = JobRepository(session)
+    living = jobs.count_live_leases([row.id for row in rows if row.state not in NEW], now)
+    holding = [row for row in rows if row.granted is not None and row.state == JobState.RUNNING.value]
+    waits = any(row.granted is None and row.state in NEW for row in rows)
+    ends = _ends(jobs, holding, now) if waits else {}
+    claims = [claim for row in rows if (claim := _claim(row, room, living.get(row.id, 0))) is not None]
+    claims = [replace(claim, over_at=ends.get(claim.id)) for claim in claims]
+    return claims, grant(room, claims, now)
 
 
 RECALLED = "recalled"

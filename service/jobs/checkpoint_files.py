@@ -24,20 +24,30 @@ MOST_FILES, MOST_IN_ALL = 20_000, 100_000
 
 def list_checkpoints(folder: Path) -> list[CheckpointFiles]:
     """What lies in the folder of checkpoints, by name; files that are half-written are left out. Raises Unavailable."""
+    return checkpoints_before(folder, MOST_IN_ALL)[0]
+
+
+def checkpoints_before(folder: Path, limit: int, before: str | None = None) -> tuple[list[CheckpointFiles], str | None]:
+    """The last `limit` of them, by name, and the name before which there are more, or None. before: only those whose
+    name comes before this one. Raises Unavailable.
+    """
     found: list[CheckpointFiles] = []
     left = MOST_IN_ALL
+    first = None
     try:
-        for name in sorted(filter(_FOLDER.fullmatch, os.listdir(folder)), reverse=True):
-            if left <= 0:
+        names = [name for name in os.listdir(folder) if _FOLDER.fullmatch(name) and (before is None or name < before)]
+        for count, name in enumerate(sorted(names, reverse=True)):
+            if left <= 0 or count == limit:
                 break
+            first = name
             with suppress(FileNotFoundError, NotADirectoryError):  # gone meanwhile, or none of ours
                 found.append(CheckpointFiles(folder=name, files=_files(folder / name)))
                 left -= 1 + len(found[-1].files)
     except FileNotFoundError:
-        pass  # none yet, or the folder of the job has been removed
+        return [], None  # none yet, or the folder of the job has been removed
     except OSError as error:
         raise Unavailable(f"the checkpoints in {folder} cannot be listed: {error.strerror}; try again") from error
-    return found[::-1]
+    return found[::-1], first if first is not None and first != min(names) else None
 
 
 def open_checkpoint(folder: Path, name: str, file: str) -> tuple[BinaryIO, int]:

@@ -19,6 +19,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
 from thinwire.contract.jobs import JobState
+from thinwire.contract.labels import in_metadata
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES
 from thinwire.contract.reports import EventKind, Failure
 from thinwire.contract.script import ScriptRecipe
@@ -297,7 +298,8 @@ class Reconciler:
         unknown = LaunchStatus(LaunchState.UNKNOWN)
         if not self._ready_folder(row):
             return Asked(row, Wait(), unknown)
-        metadata = {"job_id": row.id, "job_name": row.name, "attempt": str(row.attempt)}
+        named = {"job_id": row.id, "job_name": row.name, "attempt": str(row.attempt)}
+        metadata = {**named, **in_metadata(row.labels)}
         submission = submission_id(row.id, row.attempt)
         self._confirm_owner()
         if not self._launcher.own_cluster:
@@ -305,7 +307,8 @@ class Reconciler:
         refusal = None
         try:
             code = self._code(row)
-            self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata, code)
+            with self._folders.handing_over(row.id, row.created_at, row.attempt):
+                self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata, code)
             logger.info("job_submitted job_id=%s submission_id=%s", row.id, submission)
         except (LauncherError, PackageGone) as error:
             refusal = str(error)
@@ -432,7 +435,7 @@ class Reconciler:
         token = new_token()
         with self._db.write() as session:
             JobRepository(session).note([row.id], token_hash=token_hash(token))
-        folder.write(job_json(row), limits_now(now), token, self._folders.service)
+        folder.write(job_json(row, self._folders.told_to(row.id)), limits_now(now), token, self._folders.service)
         logger.info("run_folder_completed job_id=%s", row.id)
 
     def _draw_ticket(self, row: JobRow) -> None:

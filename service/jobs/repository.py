@@ -26,7 +26,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, defer, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from thinwire.contract.jobs import TERMINAL, JobState
 from thinwire.contract.redaction import redacted, redacted_json
@@ -48,7 +48,7 @@ def json_bytes(column: Any) -> ColumnElement[int]:
     return func.length(cast(column, Text))
 
 
-def key_of(who: str, key: str) -> str:
+def stored_key(who: str, key: str) -> str:
     """What is stored of somebody's Idempotency-Key: two people may have chosen the same."""
     return hashlib.sha256(f"{who}\0{key}".encode()).hexdigest()
 
@@ -57,20 +57,24 @@ class JobRow(Base):
     """One job. `version` is the optimistic lock: a change on a row that has moved meanwhile is refused."""
 
     __tablename__ = "jobs"
-    __table_args__ = (Index("jobs_of_person", "submitted_by", "kept_bytes"),)
+    __table_args__ = (
+        Index("jobs_of_person", "submitted_by", "kept_bytes"),
+        # By which lists are read: all that they are filtered by stands in it, so that no row is read for nothing.
+        Index("jobs_listed", "created_at", "id", "state", "submitted_by", "name"),
+    )
 
     id: Mapped[str] = mapped_column(String(80), primary_key=True)
     name: Mapped[str] = mapped_column(String(63))
     spec: Mapped[JsonDict] = mapped_column(JSON)
     spec_digest: Mapped[str] = mapped_column(String(64))
     idempotency_key: Mapped[str | None] = mapped_column(String(255), unique=True)
-    """The `key_of` who submitted it; the key itself where a version before that did."""
+    """The `stored_key` who submitted it; the key itself where a version before that did."""
     token_hash: Mapped[str] = mapped_column(String(64), unique=True)
     state: Mapped[str] = mapped_column(String(16), index=True)
     reason: Mapped[str | None] = mapped_column(default=None)
     attempt: Mapped[int] = mapped_column(default=1)
     max_attempts: Mapped[int]
-    created_at: Mapped[float] = mapped_column(index=True)
+    created_at: Mapped[float] = mapped_column()
     started_at: Mapped[float | None] = mapped_column(default=None)
     finished_at: Mapped[float | None] = mapped_column(default=None)
     newest_sample: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
@@ -96,6 +100,8 @@ class JobRow(Base):
     """Of its samples, events and logs, about."""
     arrival: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     """Which job of the service it was; 0 where a version that did not count took it."""
+    labels: Mapped[dict[str, str]] = mapped_column(JSON, default=dict, server_default="{}")
+    """As they are now; `labels.py` writes them, here and in the table that they are looked up in."""
     version: Mapped[int] = mapped_column()
 
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012 - what SQLAlchemy asks for
@@ -199,7 +205,9 @@ class JobRepository:
     def by_idempotency_key(self, who: str, key: str) -> JobRow | None:
         """The job that they have made with this key, or that was made with it when nobody had a name."""
         theirs = (JobRow.submitted_by == who) | JobRow.submitted_by.is_(None)
-        stored = JobRow.idempotency_key.in_((key_of(who, key), key))  # the key itself: by a version before `key_of`
+        stored = JobRow.idempotency_key.in_(
+            (stored_key(who, key), key)
+        )  # the key itself: by a version before `stored_key`
         return self.session.scalar(select(JobRow).where(theirs, stored).limit(1))
 
     def packages(self) -> set[str]:
@@ -240,23 +248,6 @@ class JobRepository:
         self.session.info[NUMBERED] = True
         counted = update(ServiceRow).values(numbers=ServiceRow.numbers + count).returning(ServiceRow.numbers)
         return self.session.scalars(counted).one()
-
-    def newest(
-        self, limit: int, most_bytes: int, state: JobState | None = None, before: JobRow | None = None
-    ) -> tuple[list[JobRow], bool]:
-        """Up to `limit` jobs, newest first, without summaries, and whether there are more.
-
-        Of one state and older than `before` where given; of `most_bytes` in all, but one at least.
-        """
-        order = tuple_(JobRow.created_at, JobRow.id)
-        size = json_bytes(JobRow.spec) + func.coalesce(json_bytes(JobRow.newest_sample), 0)
-        query = select(JobRow, size).order_by(JobRow.created_at.desc(), JobRow.id.desc())
-        query = query.options(defer(JobRow.summary), defer(JobRow.failure))
-        if state is not None:
-            query = query.where(JobRow.state == state.value)
-        if before is not None:
-            query = query.where(order < tuple_(literal(before.created_at), literal(before.id)))
-        return self.first_of(query, limit, most_bytes)
 
     def too_much_of(self, who: str, most_jobs: int, most_spec_bytes: int, most_bytes: int) -> str | None:
         """None where this person may have one more job, else what they have too much of."""
@@ -388,7 +379,7 @@ class JobRepository:
         query = query.where(SampleRow.job_id == job_id, SampleRow.step > after_step)
         if steps is not None:
             query = query.where(SampleRow.step.in_(steps))
-        return self.first_of(query, limit, most_bytes, view)
+        return first_rows(self.session, query, limit, most_bytes, view)
 
     def events(
         self,
@@ -410,7 +401,9 @@ class JobRepository:
         if before is not None:
             order = tuple_(EventRow.time, EventRow.id)
             query = query.where(order < tuple_(literal(before.time), literal(before.id)))
-        newest, more = self.first_of(query.order_by(EventRow.time.desc(), EventRow.id.desc()), limit, most_bytes)
+        newest, more = first_rows(
+            self.session, query.order_by(EventRow.time.desc(), EventRow.id.desc()), limit, most_bytes
+        )
         return newest[::-1], more
 
     def samples_at(self, steps: Collection[tuple[str, int]]) -> dict[tuple[str, int], SampleRow]:
@@ -426,20 +419,6 @@ class JobRepository:
     def event(self, job_id: str, number: int) -> EventRow | None:
         """The event of this number, where it is the job's."""
         return self.session.scalar(select(EventRow).where(EventRow.id == number, EventRow.job_id == job_id))
-
-    def first_of(
-        self, query: Select[Any, int], limit: int, most_bytes: int, view: Callable[[Any], Any] = lambda row: row
-    ) -> tuple[list[Any], bool]:
-        """The first rows of a query for rows and their sizes, and whether there are more. It reads no more of them."""
-        found: list[Any] = []
-        size = 0
-        with self.session.execute(query.limit(limit + 1).execution_options(yield_per=IN_PART)) as rows:
-            for row, its_size in rows:
-                size += its_size
-                if found and (len(found) == limit or size > most_bytes):
-                    return found, True
-                found.append(view(row))
-        return found, False
 
     # leases
 
@@ -483,6 +462,27 @@ class JobRepository:
         if self.session.get_bind().dialect.name == "postgresql":
             return postgresql.insert(row)
         return sqlite.insert(row)
+
+
+def first_rows(
+    session: Session,
+    query: Select[Any, int],
+    limit: int,
+    most_bytes: int,
+    view: Callable[[Any], Any] = lambda row: row,
+) -> tuple[list[Any], bool]:
+    """What `view` makes of the first rows of a query for rows and their sizes, and whether there are more. No more of
+    them are read: up to `limit`, and of `most_bytes` in all, but one at least.
+    """
+    found: list[Any] = []
+    size = 0
+    with session.execute(query.limit(limit + 1).execution_options(yield_per=IN_PART)) as rows:
+        for row, its_size in rows:
+            size += its_size
+            if found and (len(found) == limit or size > most_bytes):
+                return found, True
+            found.append(view(row))
+    return found, False
 
 
 def storable(reason: str) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
-from pydantic import BaseModel
+from pydantic import AwareDatetime, BaseModel, JsonValue
 from pydantic_core import PydanticSerializationError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, StreamingResponse
 
 from thinwire.contract.jobs import (
     CheckpointList,
+    Draft,
     History,
     Job,
     JobChange,
@@ -22,10 +23,12 @@ from thinwire.contract.jobs import (
     Logs,
     TargetGroup,
 )
+from thinwire.contract.labels import MOST_LABELS, label_of
 from thinwire.contract.remote_run import Claim, Claimed, KeptFile, LogKept, RunNow
 from thinwire.contract.reports import Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, AnySpec
 from thinwire.service.auth import job_or_person, person, ticket_holder
+from thinwire.service.cursors import LONGEST
 from thinwire.service.errors import (
     BodyTooLarge,
     CheckpointNotFound,
@@ -46,6 +49,7 @@ from thinwire.service.errors import (
     UnsupportedMediaType,
     documented,
 )
+from thinwire.service.jobs.listing import Filter
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.thinning import LEAST, MOST
 from thinwire.service.jobs.worker_reports import WorkerReports
@@ -140,15 +144,99 @@ def submit(spec: AnySpec, jobs: Jobs, change: Asked, response: Response, idempot
     return job
 
 
-@operators.get("/jobs", dependencies=LARGE, responses=documented(JobNotFound))
+@operators.post(
+    "/jobs:validate",
+    dependencies=[Depends(json_body)],
+    responses=documented(QuotaReached, BodyTooLarge, UnsupportedMediaType),
+)
+def validate(spec: AnySpec, jobs: Jobs, request: Request) -> Draft:
+    """Say what would become of a submission, and make no job: the spec with its defaults, and whether it would start.
+
+    What a submission would be refused for, this is refused for, in the same words. It takes the role that a submission
+    takes, since it says whether files of the service's machine are there.
+    """
+    return jobs.validate(spec, request.state.caller.person.name)
+
+
+@operators.post(
+    "/jobs/{job_id}/clone",
+    status_code=202,
+    dependencies=[Depends(json_body), Depends(_one_key)],
+    responses=documented(JobNotFound, IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType),
+)
+def clone(
+    job_id: str,
+    changes: dict[str, JsonValue],
+    jobs: Jobs,
+    change: Asked,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> Job:
+    """Submit a job's spec again, with changes: a JSON merge patch of it, where null stands for a default.
+
+    The labels are those that the job has now. Of somebody else's job a secret value is not taken along: name it anew.
+    """
+    job = jobs.clone(job_id, changes, idempotency_key, change)
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return job
+
+
+@operators.get("/jobs", dependencies=LARGE)
 def list_jobs(
     jobs: Jobs,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    state: JobState | None = None,
-    before: Annotated[str | None, Query(max_length=80, description="`next` of an earlier answer")] = None,
+    state: Annotated[list[JobState] | None, Query(max_length=20, description="one of these states")] = None,
+    label: Annotated[
+        list[str] | None,
+        Query(max_length=MOST_LABELS, description="KEY=VALUE, such as team=vision; of several, all"),
+    ] = None,
+    name: Annotated[
+        str | None,
+        Query(min_length=1, max_length=64, description="the whole name, or with * at its end what it begins with"),
+    ] = None,
+    person: Annotated[str | None, Query(min_length=1, max_length=63, description="who has submitted it")] = None,
+    text: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=200,
+            description="somewhere in its ID, in who has submitted it or in a label, KEY=VALUE, in capitals or not",
+        ),
+    ] = None,
+    created_after: Annotated[
+        AwareDatetime | None, Query(description="created then or later; with its offset to UTC")
+    ] = None,
+    created_before: Annotated[AwareDatetime | None, Query(description="created before; with its offset to UTC")] = None,
+    before: Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")] = None,
 ) -> JobList:
-    """The newest jobs, newest first, as many as one answer holds; ask again with `before` for older ones."""
-    return jobs.list(limit, state, before)
+    """The newest jobs that are all of what is asked for, newest first, as many as one answer holds.
+
+    Ask again with `before` for older ones: no job that is there all the time is left out or comes twice, whatever is
+    submitted or deleted meanwhile.
+    """
+    wanted = Filter(
+        states=state or (),
+        labels=_labels(label or ()),
+        name=name,
+        person=person,
+        text=text,
+        since=None if created_after is None else created_after.timestamp(),
+        until=None if created_before is None else created_before.timestamp(),
+    )
+    return jobs.list(limit, wanted, before)
+
+
+def _labels(given: Sequence[str]) -> dict[str, str]:
+    """Raises InvalidRequest."""
+    found: dict[str, str] = {}
+    for one in given:
+        try:
+            key, value = label_of(one)
+        except ValueError as error:
+            raise InvalidRequest.at("label", one[:200], str(error)) from error
+        if found.setdefault(key, value) != value:
+            raise InvalidRequest.at("label", one[:200], f"no job has two values of {key[:200]}: give it once")
+    return found
 
 
 @operators.get("/jobs/{job_id}", response_model=Job, responses=documented(JobNotFound))
@@ -164,9 +252,10 @@ async def show(job_id: str, jobs: Jobs, making: Annotated[asyncio.Semaphore, of_
     responses=documented(JobNotFound, JobOver, BodyTooLarge, UnsupportedMediaType),
 )
 def change(job_id: str, wanted: JobChange, jobs: Jobs, change: Asked) -> Job:
-    """Change how many workers a job may have. It is written down before the answer, and the run follows it.
+    """Change how many workers a job may have, or its labels. Asking for the same again changes nothing.
 
-    Asking for the same again changes nothing. A job that is over or being cancelled is a conflict.
+    Workers: it is written down before the answer, and the run follows it; of a job that is over or being cancelled it
+    is a conflict. Labels: of any job, whether it is over or not. If one of both is refused, neither is changed.
     """
     return jobs.change(job_id, wanted, change)
 
@@ -229,9 +318,14 @@ def history(
 
 
 @operators.get("/jobs/{job_id}/checkpoints", dependencies=LARGE, responses=documented(JobNotFound))
-def checkpoints(job_id: str, jobs: Jobs) -> CheckpointList:
-    """The checkpoints in the job's own folder; where it names a checkpoint.store, that."""
-    return jobs.checkpoints(job_id)
+def checkpoints(
+    job_id: str,
+    jobs: Jobs,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    before: Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")] = None,
+) -> CheckpointList:
+    """The newest checkpoints in the job's own folder, in order of step; where it names a checkpoint.store, that."""
+    return jobs.checkpoints(job_id, limit, before)
 
 
 @operators.get(

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
-import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from pydantic import JsonValue
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
 
-from thinwire.contract.jobs import CheckpointList, History, Job, JobChange, JobList, JobState, Logs, Problem
+from thinwire.contract.jobs import CheckpointList, Draft, History, Job, JobChange, JobList, JobState, Logs, Problem
+from thinwire.contract.jobs import Starts as StartsWhen
 from thinwire.contract.places import Room
 from thinwire.contract.redaction import HIDDEN, hidden_in, redacted
 from thinwire.contract.script import ScriptRecipe
-from thinwire.contract.spec import ScriptSpec, TextFile, TextRecipe, TrainSpec
+from thinwire.contract.spec import ScriptSpec, TrainSpec
 from thinwire.service.auth import new_token, token_hash
+from thinwire.service.cursors import cursor, key_of
 from thinwire.service.db import Database
 from thinwire.service.errors import (
     IdempotencyKeyReused,
@@ -36,12 +38,24 @@ from thinwire.service.errors import (
     ServiceError,
     Unavailable,
 )
-from thinwire.service.jobs.checkpoint_files import list_checkpoints, open_checkpoint
+from thinwire.service.jobs.checkpoint_files import checkpoints_before, open_checkpoint
+from thinwire.service.jobs.cloning import cloned
+from thinwire.service.jobs.data_files import check_data
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.repository import JobRepository, JobRow, key_of, record, transition
+from thinwire.service.jobs.listing import Filter, cursor_of, newest, place_of, put_labels, relabel
+from thinwire.service.jobs.repository import JobRepository, JobRow, record, stored_key, transition
 from thinwire.service.jobs.starts import Starts, heirs_of, unshared
 from thinwire.service.jobs.thinning import kept_steps
-from thinwire.service.jobs.views import event_view, job_item, job_json, job_view, sample_view, submission_id
+from thinwire.service.jobs.views import (
+    event_view,
+    job_item,
+    job_json,
+    job_view,
+    queued,
+    sample_view,
+    shown_spec,
+    submission_id,
+)
 from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resize, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LogChunk, NoLog, read_part
 from thinwire.service.packages.store import Packages
@@ -49,6 +63,12 @@ from thinwire.service.people.audit import Change, deleted_jobs
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""The list's name in its cursors."""
+LABELS = {"labels"}
+"""Of a spec, what does not stand in the row's: its own column has them as they are now."""
+LAST_ARRIVAL = 2**62
+"""Of a job that there is not yet: it comes after all others."""
 MOST_EVENTS = 5000
 MOST_SAMPLE_BYTES, MOST_EVENT_BYTES, MOST_JOB_BYTES = 2 << 20, 1 << 20, 4 << 20
 """In one answer, of samples, of events, and of what jobs in a list have in the database."""
@@ -68,7 +88,8 @@ PAUSE_S = 60.0
 class JobService:
     """The operator's side of the jobs domain. Methods may be called from any thread.
 
-    room: what the cluster has, as far as is known. confirm_owner: raises where another service owns the database.
+    room: what the cluster has, as far as is known. would: whether a new job would be started now.
+    confirm_owner: raises where another service owns the database.
     wake: called when there is something to reconcile at once. clock: unix seconds. new_suffix: the random end of an id.
     shared_folders: of all machines of the cluster.
     keep_jobs, keep_days: how many jobs that are over are kept, and for how long; None: however many, for ever.
@@ -84,6 +105,7 @@ class JobService:
         *,
         launcher_reason: Callable[[], str | None],
         room: Callable[[], Room | None],
+        would: Callable[[JobRow], tuple[StartsWhen, str | None, dict[str, Any] | None]],
         confirm_owner: Callable[[], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
@@ -100,6 +122,7 @@ class JobService:
         self._packages = packages
         self._launcher_reason = launcher_reason
         self._room = room
+        self._would = would
         self._confirm_owner = confirm_owner
         self._wake = wake
         self._clock = clock
@@ -118,17 +141,14 @@ class JobService:
         a start that is not there, more workers than the cluster can ever have), QuotaReached.
         """
         _refuse_hidden(spec)
-        # Of what was written: a default that a later version adds or changes leaves a request the same request.
-        digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True).encode()).hexdigest()
+        # Of what was written: a default that a later version adds or changes leaves a request the same request. Labels
+        # say nothing of the run.
+        digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True, exclude=LABELS).encode()).hexdigest()
         earlier = self._earlier(change.who, idempotency_key, digest, spec)
         if earlier is not None:
             change.job_id, change.about = earlier.id, "repeated"
             return earlier
-        if isinstance(spec, ScriptSpec):
-            self._check_package(spec.recipe)
-        self._check_places(spec)
-        refuse_never(spec.workers, self._room())
-        given, spec = spec, self._starts.found(spec)
+        given, spec = spec, self._checked(spec)
         token = new_token()
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token, change)
@@ -140,7 +160,9 @@ class JobService:
                 row = self._insert(spec, digest, idempotency_key, token, change)
             try:
                 folder = self._folders.of(row.id)
-                folder.write(job_json(row), limits_now(row), token, self._folders.service)
+                folder.write(
+                    job_json(row, self._folders.told_to(row.id)), limits_now(row), token, self._folders.service
+                )
             except OSError:
                 # The job is accepted: its row is written. The reconciler completes the folder.
                 logger.exception("run_folder_incomplete job_id=%s", row.id)
@@ -148,17 +170,46 @@ class JobService:
         self._wake()
         return self._view(row, workers=0)
 
-    def list(self, limit: int, state: JobState | None, before: str | None = None) -> JobList:
-        """The newest jobs; with `before`, those older than the job of that id. Raises JobNotFound."""
+    def validate(self, spec: TrainSpec | ScriptSpec, who: str) -> Draft:
+        """The job that would be made for this person, and whether it would start now. Nothing is written.
+
+        Raises what `submit` raises for a job that it would refuse.
+        """
+        _refuse_hidden(spec)
+        spec = self._checked(spec)
+        row = self._row(spec, "", None, "", who)
+        row.arrival = LAST_ARRIVAL
+        with self._db.read() as session:
+            self._refuse_too_much(session, who)
+        starts, reason, queue = self._would(row)
+        return Draft(spec=shown_spec(row), starts=starts, reason=reason, queue=queued(queue))
+
+    def clone(self, job_id: str, changes: Mapping[str, JsonValue], idempotency_key: str | None, change: Change) -> Job:
+        """A new job of the spec of another one, as that was submitted, with its labels as they are now, and these
+        changes (RFC 7396).
+
+        A secret in the spec is taken along for the person who has written it alone: it could be read by what the
+        changes let run. Raises: JobNotFound, and what `submit` raises.
+        """
+        with self._db.read() as session:
+            row = JobRepository(session).found(job_id)
+        change.about = f"of {job_id}"
+        return self.submit(cloned(row, changes, mine=row.submitted_by == change.who), idempotency_key, change)
+
+    def list(self, limit: int, wanted: Filter, before: str | None = None) -> JobList:
+        """The newest of the jobs that are wanted; with `before`, `next` of an earlier list, those that follow.
+
+        Raises InvalidRequest.
+        """
         now = self._clock()
         with self._db.read() as session:
-            jobs = JobRepository(session)
-            rows, more = jobs.newest(limit, MOST_JOB_BYTES, state, None if before is None else jobs.found(before))
-            workers = jobs.count_live_leases([row.id for row in rows], now)
+            place = None if before is None else place_of(session, before)
+            rows, more = newest(session, limit, MOST_JOB_BYTES, wanted, place)
+            workers = JobRepository(session).count_live_leases([row.id for row in rows], now)
             items = [
                 job_item(row, workers.get(row.id, 0), self._folders.of(row.id).path, self._page(row)) for row in rows
             ]
-        return JobList(jobs=items, next=items[-1].id if more else None)
+        return JobList(jobs=items, next=cursor_of(rows[-1]) if more else None)
 
     def get(self, job_id: str) -> Job:
         """One job. Raises JobNotFound."""
@@ -169,14 +220,19 @@ class JobService:
         return self._view(row, workers.get(job_id, 0))
 
     def change(self, job_id: str, wanted: JobChange, change: Change) -> Job:
-        """Want another number of workers; the same again changes nothing.
+        """Want another number of workers, or other labels, or both; the same again changes nothing.
 
-        Raises: JobNotFound, JobOver, InvalidRequest.
+        Raises: JobNotFound, JobOver (of workers), InvalidRequest; then nothing is changed.
         """
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
-            resize(session, row, wanted.workers, self._clock(), self._room())
-            change.write(session, job_id, f"workers {_limits(wanted)}")
+            if wanted.workers is not None:
+                resize(session, row, wanted.workers, self._clock(), self._room())
+            if wanted.labels is not None:
+                relabel(session, row, wanted.labels)
+            change.write(session, job_id, _said(wanted))
+        if wanted.workers is None:
+            return self.get(job_id)
         try:
             write_wanted(self._db, self._folders, job_id)
         except OSError:
@@ -343,13 +399,17 @@ class JobService:
         next_offset = ((row.attempt - 1) << LOG_OFFSET_BITS) + chunk.next_offset
         return Logs(text=chunk.text, next_offset=next_offset, complete=over and chunk.next_offset == offset)
 
-    def checkpoints(self, job_id: str) -> CheckpointList:
-        """What lies in the job's own folder. Raises: JobNotFound, Unavailable."""
+    def checkpoints(self, job_id: str, limit: int, before: str | None = None) -> CheckpointList:
+        """The last `limit` checkpoints in the job's own folder, by step; with `before`, `next` of an earlier list,
+        those before these. Raises: JobNotFound, InvalidRequest, Unavailable.
+        """
+        last = None if before is None else key_of(CHECKPOINTS, before, (str,), "before")[0]
         with self._db.read() as session:
             store = JobRepository(session).found(job_id).spec.get("checkpoint", {}).get("store")
         if store is not None:
             return CheckpointList(store=redacted(store), checkpoints=[])
-        return CheckpointList(checkpoints=list_checkpoints(self._folders.of(job_id).checkpoints))
+        found, first = checkpoints_before(self._folders.of(job_id).checkpoints, limit, last)
+        return CheckpointList(checkpoints=found, next=None if first is None else cursor(CHECKPOINTS, first))
 
     def checkpoint_file(self, job_id: str, folder: str, file: str) -> tuple[BinaryIO, int]:
         """One file of a checkpoint, opened, and its size. Raises: JobNotFound, CheckpointNotFound, Unavailable."""
@@ -380,6 +440,14 @@ class JobService:
             except OSError:
                 logger.exception("service_url_not_written job_id=%s", job_id)
 
+    def _checked(self, spec: TrainSpec | ScriptSpec) -> TrainSpec | ScriptSpec:
+        """The job, which says where its start lies. Raises InvalidRequest, Unavailable where it could not run here."""
+        if isinstance(spec, ScriptSpec):
+            self._check_package(spec.recipe)
+        self._check_places(spec)
+        refuse_never(spec.workers, self._room())
+        return self._starts.found(spec)
+
     def _check_package(self, recipe: ScriptRecipe) -> None:
         """Refuse a package that is not there, or lacks the script; keep one that is. Raises InvalidRequest."""
         if recipe.package is None:
@@ -409,7 +477,7 @@ class JobService:
                 store = spec.checkpoint.store
                 raise InvalidRequest.at("checkpoint.store", store, where)
         elif isinstance(spec, TrainSpec):
-            _check_data(spec)
+            check_data(spec)
 
     def _earlier(self, who: str, key: str | None, digest: str, spec: TrainSpec | ScriptSpec) -> Job | None:
         if key is None:
@@ -418,7 +486,7 @@ class JobService:
             row = JobRepository(session).by_idempotency_key(who, key)
         if row is None:
             return None
-        if row.spec_digest != digest and row.spec != spec.model_dump(mode="json"):
+        if row.spec_digest != digest and row.spec != spec.model_dump(mode="json", exclude=LABELS):
             raise IdempotencyKeyReused(key, row.id)
         return self.get(row.id)
 
@@ -426,33 +494,42 @@ class JobService:
         self, spec: TrainSpec | ScriptSpec, digest: str, key: str | None, token: str, change: Change
     ) -> JobRow | None:
         """The new row, committed with its first event; None where its id or its key has been taken meanwhile."""
-        row = JobRow(
-            id=f"{spec.name}-{self._new_suffix()}",
-            name=spec.name,
-            spec=spec.model_dump(mode="json"),
-            spec_digest=digest,
-            idempotency_key=None if key is None else key_of(change.who, key),
-            token_hash=token_hash(token),
-            state=JobState.SUBMITTING.value,
-            attempt=1,
-            max_attempts=1 + spec.workers.max_restarts,
-            created_at=self._clock(),
-            submitted_by=change.who,
-        )
+        row = self._row(spec, digest, key, token, change.who)
         try:
             with self._db.write() as session:
-                if too_much := JobRepository(session).too_much_of(
-                    change.who, self._person_jobs, MOST_SPEC_BYTES, self._person_bytes
-                ):
-                    raise QuotaReached(f"{change.who} has {too_much}: cancel or delete some, and submit this one again")
+                self._refuse_too_much(session, change.who)
                 row.arrival = JobRepository(session).next_arrival()
                 JobRepository(session).add(row)
+                put_labels(session, row, row.labels)
                 record(session, [row], row.created_at)
                 change.write(session, row.id)
         except IntegrityError:
             change.written = False  # it was taken back with the rest
             return None
         return row
+
+    def _row(self, spec: TrainSpec | ScriptSpec, digest: str, key: str | None, token: str, who: str) -> JobRow:
+        """The row of a new job, with an id that may be taken."""
+        return JobRow(
+            id=f"{spec.name}-{self._new_suffix()}",
+            name=spec.name,
+            labels=dict(spec.labels),
+            spec=spec.model_dump(mode="json", exclude=LABELS),
+            spec_digest=digest,
+            idempotency_key=None if key is None else stored_key(who, key),
+            token_hash=token_hash(token),
+            state=JobState.SUBMITTING.value,
+            attempt=1,
+            max_attempts=1 + spec.workers.max_restarts,
+            created_at=self._clock(),
+            submitted_by=who,
+        )
+
+    def _refuse_too_much(self, session: Session, who: str) -> None:
+        """Raises QuotaReached."""
+        too_much = JobRepository(session).too_much_of(who, self._person_jobs, MOST_SPEC_BYTES, self._person_bytes)
+        if too_much is not None:
+            raise QuotaReached(f"{who} has {too_much}: cancel or delete some, and submit this one again")
 
     def _page(self, row: JobRow) -> str | None:
         return self._launcher.dashboard_url(submission_id(row.id, row.attempt))
@@ -495,41 +572,11 @@ def _refuse_hidden(spec: TrainSpec | ScriptSpec) -> None:
         raise InvalidRequest.of(problems)
 
 
-def _limits(wanted: JobChange) -> str:
-    given = wanted.workers.model_dump(exclude_none=True)
-    return " ".join(f"{name}={value}" for name, value in given.items())
-
-
-def _check_data(spec: TrainSpec) -> None:
-    """Refuse a data file that this machine cannot read, or too short a one. Raises InvalidRequest."""
-    if not isinstance(spec.data, TextFile) or not isinstance(spec.recipe, TextRecipe):
-        return
-    path = spec.data.path
-    impossible = "\0" in path or not os.path.isabs(path)
-    wrong = "must be an absolute path" if impossible else _unusable(spec.data, spec.recipe.context)
-    if wrong:
-        raise InvalidRequest.at("data.path", path[:4096], wrong)
-
-
-def _unusable(data: TextFile, context: int) -> str | None:
-    """Why this machine cannot train on the file; None where it can."""
-    try:
-        found = os.stat(data.path)
-    except FileNotFoundError:
-        return "there is no such file on the service's machine"
-    except OSError as error:
-        return f"the service cannot reach this file: {error.strerror}"
-    if not stat.S_ISREG(found.st_mode):
-        return "must be a regular file, not a folder or a device"
-    if not os.access(data.path, os.R_OK):
-        return "the service may not read this file; change its permissions, or name another"
-    if found.st_size == 0:
-        return "the file is empty; training needs text"
-    training, validation = data.parts(found.st_size)
-    if min(training, validation) <= context:
-        return (
-            f"the file has {found.st_size} bytes: {training} for training and {validation} for validation at "
-            f"data.validation_fraction = {data.validation_fraction}; each part needs at least {context + 1}, one more "
-            f"than recipe.context = {context}"
-        )
-    return None
+def _said(wanted: JobChange) -> str:
+    """What is asked for, in the words of the audit."""
+    limits = {} if wanted.workers is None else wanted.workers.model_dump(exclude_none=True)
+    words = ["workers", *(f"{name}={value}" for name, value in limits.items())] if limits else []
+    if wanted.labels is not None:
+        labels = wanted.labels.items()
+        words += ["labels", *(f"-{key}" if value is None else f"{key}={value}" for key, value in labels)]
+    return " ".join(words)

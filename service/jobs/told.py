@@ -25,9 +25,9 @@ from thinwire.service.jobs.repository import (
     EVENT_BYTES,
     IN_PART,
     EventRow,
-    JobRepository,
     JobRow,
     ServiceRow,
+    first_rows,
     json_bytes,
 )
 
@@ -146,7 +146,7 @@ def _events(session: Session, after: int, upto: int, jobs: Sequence[str] | None)
     query = query.where(EventRow.id > after, EventRow.id <= upto).order_by(EventRow.id)
     if jobs is not None:
         query = query.where(EventRow.job_id.in_(jobs))
-    return JobRepository(session).first_of(query, MOST_ROWS, MOST_BYTES, _event)
+    return first_rows(session, query, MOST_ROWS, MOST_BYTES, _event)
 
 
 def _event(row: EventRow) -> Message:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from thinwire.contract.jobs import Job, JobItem, JobState, Queued, Wanted
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.contract.reports import Event, Sample
-from thinwire.contract.spec import read_accepted
+from thinwire.contract.spec import ScriptSpec, TrainSpec, read_accepted
 from thinwire.service.jobs.repository import EventRow, JobRow, SampleRow
 from thinwire.service.jobs.worker_numbers import membership_now, takes_effect, wanted_workers
 
@@ -24,9 +25,9 @@ def submission_id(job_id: str, attempt: int) -> str:
     return job_id if attempt == 1 else f"{job_id}-attempt{attempt}"
 
 
-def job_json(row: JobRow) -> dict[str, Any]:
-    """What job.json in the run folder holds."""
-    return {"job_id": row.id, "name": row.name, "created_at": row.created_at, "spec": row.spec}
+def job_json(row: JobRow, told: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """What job.json in the run folder holds. told: what the processes of a job are told beside it."""
+    return {"job_id": row.id, "name": row.name, "created_at": row.created_at, "spec": row.spec, **told}
 
 
 def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> Job:
@@ -34,8 +35,13 @@ def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     item = job_item(row, workers, run_dir, dashboard_url)
     shown = item.model_dump(exclude={"unreadable"})
     reading = Reading()
-    spec = reading.of("spec", lambda: read_accepted(redacted_json(row.spec)))
+    spec = reading.of("spec", lambda: shown_spec(row))
     return Job(**shown, unreadable=item.unreadable or reading.wrong, spec=spec, summary=redacted_json(row.summary))
+
+
+def shown_spec(row: JobRow) -> TrainSpec | ScriptSpec:
+    """What was asked for, without secrets, and the labels as they are now. Raises ValidationError."""
+    return read_accepted({**redacted_json(row.spec), "labels": row.labels})
 
 
 def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> JobItem:
@@ -49,6 +55,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     return JobItem(
         id=row.id,
         name=row.name,
+        labels=row.labels,
         state=state,
         reason=row.reason and redacted(row.reason),  # of an earlier version too
         attempt=row.attempt,
@@ -68,7 +75,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
         or Wanted(min=0, max=0, revision=0, takes_effect="at_restart"),
         world_size=world_size,
         waiting_for_workers=waiting,
-        queue=reading.of("queue", lambda: _queued(row.queue)) if state is JobState.QUEUED else None,
+        queue=reading.of("queue", lambda: queued(row.queue)) if state is JobState.QUEUED else None,
         run_dir=str(run_dir),
         kept_bytes=row.kept_bytes,
         dashboard_url=dashboard_url if submitted else None,
@@ -76,7 +83,8 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     )
 
 
-def _queued(queue: dict[str, Any] | None) -> Queued | None:
+def queued(queue: dict[str, Any] | None) -> Queued | None:
+    """Where a job stands in the queue, as its row says it."""
     if queue is None:
         return None
     starts_at = queue.get("starts_at")

@@ -352,6 +352,9 @@ def head_environment(base: Mapping[str, str], temp_dir: Path, token_path: Path) 
         "RAY_gcs_rpc_server_reconnect_timeout_s": "60",
         # What pip says while Ray makes a job's environment is in the job's log.
         "RAY_STREAM_RUNTIME_ENV_LOG_TO_JOB_DRIVER_LOG": "1",
+        # Else a first driver finds a worker for each CPU; they take seconds to start and fit no job, as workers of
+        # jobs have an environment of their own.
+        "RAY_prestart_worker_first_driver": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": "10",  # a cancelled driver's time from SIGTERM to SIGKILL
         **kept,
         processes.MARKER: str(temp_dir),

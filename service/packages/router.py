@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from thinwire.contract.packages import Package
+from thinwire.contract.packages import Package, PackageList
 from thinwire.contract.script import SHA256
 from thinwire.service.auth import person
+from thinwire.service.cursors import LONGEST
 from thinwire.service.errors import (
     BodyTooLarge,
     BodyTooSlow,
@@ -20,8 +21,9 @@ from thinwire.service.errors import (
     UnsupportedMediaType,
     documented,
 )
+from thinwire.service.large_answers import large_answer
 from thinwire.service.packages.store import Packages, Upload
-from thinwire.service.requests import ALWAYS, TAKES_BYTES, of_plane, zip_bytes
+from thinwire.service.requests import ALWAYS, TAKES_BYTES, known_query, of_plane, zip_bytes
 
 _PART_BYTES = 1 << 20
 
@@ -35,6 +37,16 @@ packages = APIRouter(
 
 Store = Annotated[Packages, of_plane("packages")]
 Sha256 = Annotated[str, Path(pattern=SHA256, description="of the zip, 64 hexadecimal digits in lower case")]
+
+
+@packages.get("", dependencies=[Depends(known_query), Depends(large_answer)])
+def list_packages(
+    store: Store,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    after: Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")] = None,
+) -> PackageList:
+    """The packages that the service keeps, in order of their hashes."""
+    return store.list(limit, after)
 
 
 @packages.get("/{sha256}", responses=documented(PackageNotFound))

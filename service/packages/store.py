@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -31,7 +32,17 @@ from typing import BinaryIO
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from thinwire.contract.files import private_folder, sync_folder
-from thinwire.contract.packages import MOST_BYTES, MOST_ENTRIES, MOST_RATIO, MOST_UNPACKED_BYTES, Package, odd_name
+from thinwire.contract.packages import (
+    MOST_BYTES,
+    MOST_ENTRIES,
+    MOST_RATIO,
+    MOST_UNPACKED_BYTES,
+    Package,
+    PackageList,
+    odd_name,
+)
+from thinwire.contract.script import SHA256
+from thinwire.service.cursors import cursor, key_of
 from thinwire.service.errors import BodyTooLarge, InsufficientStorage, InvalidRequest, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -44,6 +55,9 @@ PAUSE_S = 60.0
 LEAST_FREE_BYTES = 64 << 20
 """Stays free on the disk: a job that is accepted must be written down."""
 _UPLOAD = ".upload-"
+_NAME = re.compile(SHA256)
+PACKAGES = "packages"
+"""The list's name in its cursors."""
 
 
 class PackageGone(Exception):
@@ -86,6 +100,21 @@ class Packages:
             return None
         except OSError as error:
             raise Unavailable(f"the packages in {self._folder} cannot be read: {error.strerror}") from error
+
+    def list(self, limit: int, after: str | None) -> PackageList:
+        """Up to `limit` packages, in order of their hashes; with `after`, `next` of an earlier list, those that follow.
+
+        Raises: InvalidRequest, Unavailable.
+        """
+        last = "" if after is None else key_of(PACKAGES, after, (str,), "after")[0]
+        try:
+            names = sorted(
+                path.stem for path in self._folder.glob("*.zip") if path.stem > last and _NAME.fullmatch(path.stem)
+            )
+        except OSError as error:
+            raise Unavailable(f"the packages in {self._folder} cannot be listed: {error.strerror}") from error
+        found = [package for name in names[:limit] if (package := self.find(name)) is not None]  # or it has just gone
+        return PackageList(packages=found, next=cursor(PACKAGES, names[limit - 1]) if len(names) > limit else None)
 
     def use(self, sha256: str) -> bool:
         """Keep it for a while from now on. False where there is none. Raises Unavailable."""

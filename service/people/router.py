@@ -9,6 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from thinwire.contract.people import AuditList, MadeToken, NewToken, RotatedToken, TokenList, TokenName
 from thinwire.service.auth import operator
+from thinwire.service.cursors import LONGEST
 from thinwire.service.db import Database
 from thinwire.service.errors import (
     BodyTooLarge,
@@ -53,9 +54,13 @@ def create_token(asked: NewToken, tokens: AllTokens, change: Asked) -> MadeToken
 
 
 @people.get("/tokens")
-def list_tokens(tokens: AllTokens) -> TokenList:
-    """Everybody's tokens: role, when made, last used, over. Not the operator's in the home."""
-    return tokens.list()
+def list_tokens(
+    tokens: AllTokens,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    after: Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")] = None,
+) -> TokenList:
+    """Everybody's tokens, by name: role, when made, last used, over. Not the operator's in the home."""
+    return tokens.list(limit, after)
 
 
 @people.delete("/tokens/{name}", status_code=204, responses=documented(TokenNotFound))

@@ -37,6 +37,7 @@ def leaves(value, name=""):
         yield name, value
 
 
+@pytest.mark.slow
 def test_a_rehearsal_runs_every_part_and_says_that_it_is_one(tmp_path):
     require_compiler()
     argv = [sys.executable, "-c", REHEARSE, str(tmp_path)]

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks import one_bit_sgd
 
 
+@pytest.mark.slow
 def test_both_methods_are_run_and_told_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(one_bit_sgd, "RATES", (0.1,))
     one_bit_sgd.main(seeds=1, steps=20, out=tmp_path)

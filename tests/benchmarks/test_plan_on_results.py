@@ -13,6 +13,8 @@ core or half of one.
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.wire import results
 from benchmarks.wire.cases import FULL_LOADS, GOODPUT, LOADS, NETWORKS, Case
 from benchmarks.wire.figures import step_seconds
@@ -101,6 +103,7 @@ def test_whole_gradients_and_1_bit_adam_are_within_15_percent_but_for_these():
     }
 
 
+@pytest.mark.few(1)
 @every_value(
     {
         "method, within": [

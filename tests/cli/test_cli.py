@@ -20,10 +20,10 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService
 from thinwire.cli import commands, watch
-from thinwire.cli.client import server_of
 from thinwire.cli.job_file import JobFileError, read_job_file, read_job_spec
 from thinwire.cli.summary import SummaryError, read_summary, summary_table
 from thinwire.cli.watch import WorkerLines
+from thinwire.client import server_of
 from thinwire.contract.spec import TrainSpec
 from thinwire.service.launch.protocol import LaunchState
 
@@ -154,6 +154,7 @@ def test_show_prints_the_summary_of_a_success(thinwire: Callable[..., Run], live
         assert part in out, f"{part} in\n{out}"
 
 
+@pytest.mark.few(1)
 @parametrize("end", [None, LaunchState.FAILED, LaunchState.STOPPED], usual=[0, 1, 2])
 def test_a_job_without_a_summary_has_its_figures_and_picture(
     thinwire: Callable[..., Run], live: LiveService, tmp_path: Path, end: LaunchState | None
@@ -210,6 +211,7 @@ def test_a_summary_without_a_key_is_an_error_that_names_it(path: str) -> None:
 WITHOUT_SECONDS = {name: value for name, value in SUMMARY.items() if name != "seconds"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "summary", [WITHOUT_SECONDS, {"accuracy": 0.5}, {"a\x1b[2J": {"b": "c\x1b[2J"}}, {}], ids=range(4)
 )

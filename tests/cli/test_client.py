@@ -12,7 +12,7 @@ import pytest
 
 from tests.service.control_plane_harness import spec
 from tests.service.live_service import LiveService
-from thinwire.cli.client import (
+from thinwire.client import (
     AmbiguousId,
     ApiError,
     BadAnswer,

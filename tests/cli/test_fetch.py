@@ -103,6 +103,7 @@ def test_the_service_gives_out_files_of_checkpoints_and_nothing_else(live: LiveS
     )
 
 
+@pytest.mark.slow
 def test_the_weights_come_from_s3_with_credentials_of_the_environment_alone(
     thinwire: Callable[..., Run], live: LiveService, tmp_path: Path, s3_session: S3Server
 ) -> None:

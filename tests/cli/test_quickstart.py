@@ -20,7 +20,6 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import SUMMARY, LiveService
 from thinwire.cli import quickstart, watch
-from thinwire.cli.client import Client, Unreachable, server_of
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.quickstart import (
     INTERRUPTED,
@@ -30,6 +29,7 @@ from thinwire.cli.quickstart import (
     results_in,
     run_quickstart,
 )
+from thinwire.client import Client, Unreachable, server_of
 from thinwire.contract.jobs import JobState
 from thinwire.service.launch.protocol import LaunchState
 

@@ -14,7 +14,7 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, wait_until
 from tests.service.live_service import LiveService
 from thinwire.cli import main, watch
-from thinwire.cli.client import Client, Unreachable
+from thinwire.client import Client, Unreachable
 from thinwire.contract.jobs import Job
 from thinwire.service.launch.protocol import LaunchState
 

@@ -15,9 +15,10 @@ from tests.cli.command_line import Run
 from tests.service.control_plane_harness import sample, wait_until
 from tests.service.live_service import LiveService
 from thinwire.cli import watch as watching
-from thinwire.cli.client import BadAnswer, Client, Server, server_of
+from thinwire.cli.bell import Bell
 from thinwire.cli.events import line
-from thinwire.cli.streams import MOST_BYTES, Bell, Parser, follow
+from thinwire.client import BadAnswer, Client, Server, server_of
+from thinwire.client.streams import MOST_BYTES, Parser, follow
 from thinwire.contract.streams import Told
 
 STREAM = (

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from thinwire.cli.client import Client, NotFound, Unreachable
 from thinwire.cli.quantities import ratio_text, time_text
 from thinwire.cli.watch import LINE_EVERY_S, NO_WORKERS, View, watch
+from thinwire.client import Client, NotFound, Unreachable
 from thinwire.contract.jobs import Holder, Job, JobState, Queued, WaitingForWorkers, Wanted
 from thinwire.contract.reports import Event, EventKind, Sample
 from thinwire.contract.spec import TrainSpec

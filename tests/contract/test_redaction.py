@@ -178,6 +178,7 @@ def test_what_was_hidden_stays_hidden_and_changes_no_more(parts: list[str]) -> N
     assert redacted(once) == once
 
 
+@pytest.mark.slow
 def test_no_text_takes_long() -> None:
     """A regular expression that goes back and forth would need minutes for one of these."""
     for part in (

@@ -23,6 +23,7 @@ CLAIMS = Path(__file__).parent / "values" / "claims.txt"
 """A template that mounts claims whose names begin as another's."""
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("name", VALUES)
 def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(name, version):

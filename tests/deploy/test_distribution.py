@@ -140,6 +140,7 @@ assert "/v1/jobs" in app.openapi()["paths"]
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("source", [FILES, STEPS, SERVICE], ids=["files", "optimizer", "service"])
 def test_what_is_installed_works_away_from_the_clone(installed, tmp_path, source):
     away(installed, tmp_path, "python", "-c", source.replace("{environment!r}", repr(str(installed.parent))))

@@ -43,6 +43,7 @@ def assert_whole(server: Server, job: dict, steps: int) -> None:
     assert samples[-1]["payload_bytes_total"] == sent["sent"]
     for name in ("summary.json", "loss.png", "history.jsonl"):
         assert (Path(job["run_dir"]) / name).stat().st_size > 0
+    assert any((Path(job["run_dir"]) / "tensorboard").glob("events.out.tfevents.*"))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def rays_token(server):
 def on_the_train_page(server, job_id) -> set[int]:
     """Pids of the workers of a job that live, as Ray's dashboard shows them; none where it does not know the job."""
     headers = {"Authorization": f"Bearer {rays_token(server)}"}
-    answer = httpx.get(f"http://{server.ray()}/api/train/v2/runs/v1", headers=headers, timeout=30)
+    answer = server.client.get(f"http://{server.ray()}/api/train/v2/runs/v1", headers=headers)
     runs = answer.json()["train_runs"] if answer.status_code == 200 else []
     return {
         worker["pid"]

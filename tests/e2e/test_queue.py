@@ -24,6 +24,7 @@ def units(server: Server, job_id: str) -> list[str]:
     return [one["state"] for one in found if one["name"].startswith(f"{job_id}/") and one["state"] != "REMOVED"]
 
 
+@pytest.mark.slow
 def test_of_two_jobs_of_which_one_fits_the_second_holds_nothing_till_all_of_it_fits(server: Server) -> None:
     """Of 8 places one takes 5: of the other's 4 Ray would give 3."""
     places = max(os.cpu_count() or 1, 8)

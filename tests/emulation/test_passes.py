@@ -26,6 +26,7 @@ MOST = {  # launches of ours, bytes a value with torch's operations
 ALWAYS = ("1-bit adam, warm-up in 8 bits", "0/1 adam, a sync each step")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [ALWAYS, pytest.param(tuple(set(MOST) - set(ALWAYS)), marks=pytest.mark.slow)])
 def test_a_step_moves_no_more_bytes_than_were_counted(names):
     require_compiler()

@@ -94,6 +94,7 @@ def trained(name, size, dtype, steps=STEPS, shapes=SHAPES, overlap=True, each=No
     return run_threads(size, work)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in OPTIMIZERS]
@@ -236,6 +237,7 @@ MOST_LAUNCHES = 350
 SHAPES_OF_82_BUCKETS = [(64, 16)] * 40 + [(16,)] * 7 + [(64, 16)] * 41
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [

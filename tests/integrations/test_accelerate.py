@@ -374,6 +374,7 @@ def told(tmp_path_factory):
     return once(tmp_path_factory, "accelerate", make)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("run", ["plain", "bf16"])
 def test_adam_in_accelerate_is_adamw_under_ddp_to_rounding(told, run):
     here = told[run]

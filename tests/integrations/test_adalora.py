@@ -3,6 +3,8 @@
 import importlib.util
 import json
 
+import pytest
+
 from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
 
@@ -64,6 +66,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_adalora_is_refused_until_gradients_are_the_mean_and_then_ranks_decide_alike(tmp_path):
     ranks = start(TRAINED, 2, tmp_path)
     assert [rank.wait(timeout=280) for rank in ranks] == [0, 0]

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+import pytest
+
 from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
 
@@ -109,5 +111,6 @@ def test_a_loop_over_fabric_ends_as_one_by_hand_and_goes_on_from_its_checkpoint(
     assert ran(tmp_path, AS_BY_HAND) == ["as by hand"] * 2
 
 
+@pytest.mark.slow
 def test_a_model_that_fabric_sets_up_is_averaged_by_ddp_as_well_which_is_said(tmp_path):
     assert ran(tmp_path, SET_UP) == ["said"] * 2

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+import pytest
+
 from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
 
@@ -266,6 +268,7 @@ say("done", flat(model).tolist())
 """
 
 
+@pytest.mark.slow
 def test_training_is_that_of_lightnings_ddp_and_of_one_model_on_all_ranks(tmp_path):
     """One run of two processes, for to import Lightning takes longer than all that is asked of it.
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+import pytest
+
 from tests.comm.gloo_ranks import said, start
 from tests.conftest import missing
 from tests.integrations.test_lightning import MODULE
@@ -117,11 +119,13 @@ def run(tmp_path, *sources, timeout_s=280):
     assert [rank.wait(timeout=timeout_s) for rank in ranks] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_after_the_unfreeze_of_a_backbone(tmp_path):
     run(tmp_path, FINETUNING)
     assert said(tmp_path, 0, "resumed") == "{'adam': 0.0, 'onebit': 0.0, 'zero_one': 0.0}"
 
 
+@pytest.mark.slow
 def test_callbacks_that_change_a_run_train_as_under_ddp(tmp_path):
     run(tmp_path, CALLBACKS)
     assert said(tmp_path, 0, "called") == said(tmp_path, 1, "called") == "all"

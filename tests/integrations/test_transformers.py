@@ -258,6 +258,7 @@ def told(tmp_path_factory):
     return once(tmp_path_factory, "transformers", make)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("run", ["plain", "bf16", "unclipped"])
 def test_adam_in_trainer_is_adamw_under_ddp_to_rounding(told, run):
     here = told[run]

@@ -83,6 +83,7 @@ def preferred(parts, folder):
     return trl.DPOTrainer(model, reference, args, train_dataset=dataset.from_list(rows), processing_class=tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [supervised, preferred])
 def test_nothing_that_trl_keeps_shows_that_workers_died_and_came(tmp_path, monkeypatch, parts, made):
     """Its reference model; and numbers that it adds up for its log, of which a lost step must not be one."""

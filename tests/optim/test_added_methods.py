@@ -46,6 +46,7 @@ def test_each_is_short():
         assert len(path.read_text().splitlines()) < 80
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", [top_k.TopKAdam, every_fourth.EveryFourth], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.law

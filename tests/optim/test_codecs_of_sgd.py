@@ -35,6 +35,7 @@ def left(optimizer):
     return optimizer.vectors.momentum_error.residual()
 
 
+@pytest.mark.few(2)
 @every_value({"size": SIZES, "codec": OTHERS, "overlap": (False, True), "nesterov": (False, True)})
 @pytest.mark.law
 def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(size, codec, overlap, nesterov):
@@ -65,6 +66,7 @@ def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(size, codec,
         assert torch.equal(held, found[0][2])
 
 
+@pytest.mark.few(2)
 @every_value({"size": (1, 2, 3), "codec": OTHERS, "how": ("state_dict", "rank_state_dict")})
 @pytest.mark.law
 def test_a_run_that_loads_is_the_one_that_saved_and_went_on(size, codec, how):
@@ -83,6 +85,7 @@ def test_a_run_that_loads_is_the_one_that_saved_and_went_on(size, codec, how):
     run_threads(size, work)
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @pytest.mark.parametrize("codec", OTHERS)
 def test_r_and_the_momentum_are_kept_over_3_4_2_and_1_ranks(codec):
@@ -113,6 +116,7 @@ def test_r_and_the_momentum_are_kept_over_3_4_2_and_1_ranks(codec):
     assert residual.any()
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @every_value({"codec": OTHERS, "collective": ["all_to_all", "all_gather"], "when": list(When)})
 def test_replicas_are_equal_after_a_death_in_the_exchange(codec, collective, when):

@@ -169,6 +169,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(given, words):
         OneBitSGD(network().parameters(), lr=0.1, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_at_a_rate_that_sgd_stands_it_trains_as_sgd_does():
     """Where SGD on gradients in one bit diverges: docs/algorithms.md."""

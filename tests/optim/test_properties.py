@@ -120,6 +120,7 @@ def agreed(optimizer):
     return bits(*optimizer.common_vectors().values())
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CLASSES)
 @examples(12)
 @given(problems())
@@ -215,6 +216,7 @@ def test_t8_for_any_model_a_sync_leaves_the_mean_of_the_parameters_less_the_resi
         assert syncs >= STEPS_AFTER
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CLASSES)
 @examples(10)
 @given(problem=problems(dtypes=(torch.float64,)))
@@ -246,6 +248,7 @@ def test_every_optimizer_follows_the_reference_in_float64(name, problem):
                 torch.testing.assert_close(got, due, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", COMPRESSED)
 @examples(12)
 @given(problems(), st.sampled_from(SIZES), st.integers(1, 12))

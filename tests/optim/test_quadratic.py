@@ -65,6 +65,7 @@ def losses(kind, size, noise, lr):
     return run_threads(size, work)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("noise", "lr"), [(0.0, 5e-3), pytest.param(0.1, 1e-2, marks=pytest.mark.slow)])
 @pytest.mark.law

@@ -46,7 +46,7 @@ def sample(step: int, *, at: float | None = None, **changes: Any) -> dict[str, A
     return {"step": step, "phase": "warmup", "loss": 5.0, "time": float(step) if at is None else at, **changes}
 
 
-def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 300.0) -> Any:
     """The first truth of `claim`; fails with `what` when the time is up."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -54,7 +54,7 @@ def wait_until(claim: Callable[[], Any], what: str, timeout_s: float = 30.0) -> 
         if found:
             return found
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 class Clock:

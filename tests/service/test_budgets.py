@@ -20,7 +20,7 @@ from tests.service.control_plane_harness import STORE, Service, sample, spec
 from tests.service.live_service import live_service
 from tests.service.test_packages_api import BYTES, package_of, sha
 from tests.service.test_remote_runs_api import PLAIN
-from thinwire.cli.client import Client, Server
+from thinwire.client import Client, Server
 from thinwire.contract.jobs import JobState
 from thinwire.service.errors import TooMuch
 from thinwire.service.jobs import service as jobs_service

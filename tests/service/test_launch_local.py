@@ -43,6 +43,7 @@ time.sleep(600)
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_a_job_runs_and_its_status_and_log_are_told(local_launcher, tiny_job):
     submission_id = fresh_id()
     started = time.monotonic()
@@ -58,6 +59,7 @@ def test_a_job_runs_and_its_status_and_log_are_told(local_launcher, tiny_job):
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_ray_init_in_a_job_finds_its_cluster_and_is_let_in(local_launcher, tiny_job):
     code = (
         "import ray; ray.init(); f = ray.remote(lambda x: x + 1); print('answer', ray.get(f.remote(41)));"
@@ -76,6 +78,7 @@ def test_ray_init_in_a_job_finds_its_cluster_and_is_let_in(local_launcher, tiny_
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_a_job_of_a_script_runs_in_its_package_with_its_environment(local_launcher, tiny_job, tmp_path):
     zipped = tmp_path / "package.zip"
     with zipfile.ZipFile(zipped, "w") as archive:
@@ -117,6 +120,7 @@ print("another", ray.get(ray.remote(seen).remote()))
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_a_script_that_is_of_the_workers_alone_comes_to_no_other_process_of_the_job(local_launcher, tiny_job, tmp_path):
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
         archive.writestr("src/words.txt", "words of the package")
@@ -132,6 +136,7 @@ def test_a_script_that_is_of_the_workers_alone_comes_to_no_other_process_of_the_
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_a_second_submit_finds_the_first_and_cancel_ends_it_twice(local_launcher, tiny_job, tmp_path):
     submission_id = fresh_id()
     run_dir = tiny_job("sh", "-c", f"echo started >> {tmp_path}/starts; exec sleep 600")
@@ -147,6 +152,7 @@ def test_a_second_submit_finds_the_first_and_cancel_ends_it_twice(local_launcher
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_a_failed_job_says_why(local_launcher, tiny_job):
     submission_id = fresh_id()
     local_launcher.submit(submission_id, tiny_job("sh", "-c", "echo the reason; exit 7"), 1, {})
@@ -155,6 +161,7 @@ def test_a_failed_job_says_why(local_launcher, tiny_job):
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_an_unknown_submission_is_absent_and_cancelling_it_is_a_success(local_launcher):
     assert state(local_launcher, "never-submitted") is LaunchState.ABSENT
     assert local_launcher.logs("never-submitted", 0).text == ""
@@ -162,6 +169,7 @@ def test_an_unknown_submission_is_absent_and_cancelling_it_is_a_success(local_la
 
 
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_a_head_listens_on_loopback_only_and_asks_for_its_token(local_launcher, ray_home):
     head = head_of(ray_home)
     pids = {process.pid for process in processes.descendants(head.pid)}
@@ -207,6 +215,7 @@ def listening_elsewhere(pids: set[int]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.ray
+@pytest.mark.slow  # a head of its own; jobs of tests/e2e take the same path
 def test_killing_the_owner_leaves_the_job_and_the_next_owner_adopts_restarts_and_ends_it(tmp_path, spawned):
     home = tmp_path / "home"
     home.mkdir()

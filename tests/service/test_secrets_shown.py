@@ -40,6 +40,7 @@ def test_arguments_and_signed_urls_run_as_they_were_given_and_are_shown_without_
     assert SECRET in (service.run_dir(job_id) / "job.json").read_text()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("body", "path"),
     [

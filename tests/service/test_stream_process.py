@@ -22,9 +22,9 @@ from sqlalchemy import select
 from tests.service.control_plane_harness import Service, spec, wait_until
 from tests.service.live_service import LiveService, live_service
 from tests.service.test_server_process import Server
-from thinwire.cli.client import Client, Unauthorized, server_of
-from thinwire.cli.client import Server as ClientServer
-from thinwire.cli.streams import Parser, follow
+from thinwire.client import Client, Unauthorized, server_of
+from thinwire.client import Server as ClientServer
+from thinwire.client.streams import Parser, follow
 from thinwire.contract.streams import Told
 from thinwire.service.db import Database
 from thinwire.service.jobs import streams, told

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from tests.service.control_plane_harness import Service, sample
-from thinwire.cli.streams import Parser
+from thinwire.client.streams import Parser
 from thinwire.contract.streams import END, EVENT, GAP, MODELS, SAMPLE, STATE, Told
 from thinwire.service.connections import BoundedConnection
 from thinwire.service.errors import TooMuch, Unavailable

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from tests.certificates import authority, self_signed, signed
 from tests.service.control_plane_harness import STORE, spec, wait_until
 from tests.service.test_server_process import Server
-from thinwire.cli.client import Client, Unreachable, WrongEnvironment
+from thinwire.client import Client, Unreachable, WrongEnvironment
 from thinwire.contract.reports import Sample, Telemetry
 from thinwire.contract.tls import LONGEST_CA, WrongCa, as_word, from_word, read_ca, trusting
 from thinwire.service.config import Settings

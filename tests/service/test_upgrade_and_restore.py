@@ -35,7 +35,9 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0006": (["kept_bytes"], []),
     "0007": (["granted", "queue"], []),
     "0008": (["arrival"], []),
-    "0009": ([], []),
+    "0009": (["labels"], ["job_labels"]),
+    "0010": ([], ["sessions"]),
+    "0011": ([], []),
 }
 """The columns of `jobs` and the tables that came with each version."""
 
@@ -45,12 +47,15 @@ def take_back(database: Database, version: str) -> None:
     with database.unfenced() as session:
         for later, (columns, tables) in reversed(LATER.items()):
             if later > version:
-                if later == "0009":
+                if later == "0011":
                     session.execute(text("DROP INDEX events_in_order"))
                     for name in ("numbers", "numbers_gone"):
                         session.execute(text(f"ALTER TABLE service DROP COLUMN {name}"))
                     if database.shared:
                         session.execute(text("ALTER TABLE events ALTER COLUMN id TYPE INTEGER"))
+                if "labels" in columns:
+                    session.execute(text("DROP INDEX jobs_listed"))
+                    session.execute(text("CREATE INDEX ix_jobs_created_at ON jobs (created_at)"))
                 if "arrival" in columns:
                     session.execute(text("ALTER TABLE service DROP COLUMN arrivals"))
                 if "ticket_hash" in columns:
@@ -79,7 +84,8 @@ def standing() -> FakeLauncher:
     return launcher
 
 
-@parametrize("revision", ["0001", "0002", "0003", "0004", "0005"], usual=[0, -1])
+@pytest.mark.few(2)
+@parametrize("revision", ["0001", "0002", "0003", "0004", "0005", "0008"], usual=[0, -1])
 def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
     tmp_path: Path, url: str | None, revision: str
 ) -> None:
@@ -104,7 +110,7 @@ def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
         new.turn(2)
         assert (new.state(running), new.state(waiting), new.state(over)) == ("RUNNING", "PENDING", "SUCCEEDED")
         assert new.job(running)["attempt"] == 1
-        assert kept < new.job(running)["kept_bytes"] < kept + 2000  # with the events of its states
+        assert kept <= new.job(running)["kept_bytes"] < kept + 2000  # with the events of its states
         assert launcher.submissions == told
         assert new.client.post(
             f"/v1/jobs/{running}/telemetry", json={"attempt": 1, "samples": [sample(2)]}, headers=token

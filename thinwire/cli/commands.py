@@ -44,6 +44,7 @@ WORK = {
     "what_if": "thinwire.workers.plan.what_if:answer",
     "fetch": "thinwire.workers.weights:fetch",
     "picture": "thinwire.workers.telemetry.history:picture",
+    "compared": "thinwire.workers.telemetry.history:compared",
 }
 """The function that does what a command shows."""
 

@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from thinwire.cli.client import Client, home
+from thinwire.cli.job_ids import JobId
 from thinwire.cli.screen import complain, note
+from thinwire.client import Client, home
 
 COOKIE = "ray-authentication-token"
 """As Ray's /api/authenticate sets it (ray/_private/authentication/authentication_constants.py)."""
@@ -82,7 +83,7 @@ def signing_in(page: str, token: str) -> Iterator[SignIn]:
 
 
 def dashboard(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")],
+    job_id: JobId,
     browser: Annotated[bool, typer.Option(help="Open it here, or only print a link to open.")] = True,
 ) -> None:
     """Open a job's page in Ray's dashboard, signed in.

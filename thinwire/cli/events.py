@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from thinwire.cli.client import Client, ClientError, NotFound
 from thinwire.cli.quantities import loss_text, time_text
 from thinwire.cli.screen import complain, printable
-from thinwire.cli.streams import follow as followed
-from thinwire.cli.streams import is_older
+from thinwire.client import Client, ClientError, NotFound
+from thinwire.client.streams import follow as followed
+from thinwire.client.streams import is_older
 from thinwire.contract.streams import END, EVENT, GAP, SAMPLE, STATE, Told
 
 LONGEST_FIELDS = 300

@@ -11,10 +11,11 @@ from typing import Annotated, Protocol
 
 import typer
 
-from thinwire.cli.client import Client, NotFound
 from thinwire.cli.commands import work
+from thinwire.cli.job_ids import JobId
 from thinwire.cli.quantities import bytes_text
 from thinwire.cli.screen import complain, note
+from thinwire.client import Client, NotFound
 from thinwire.contract.jobs import CheckpointFiles, CheckpointList, Job
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.weights import Fetched, FetchFailed
@@ -34,7 +35,7 @@ class Fetching(Protocol):
 
 
 def fetch(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")],
+    job_id: JobId,
     to: Annotated[
         Path | None, typer.Option("--to", help="Folder for the files. Default: one with the job's ID, here.")
     ] = None,

@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue, ValidationError
 
 from thinwire.contract.jobs import BODY_LIMIT_BYTES, Problem
-from thinwire.contract.spec import AnySpec, ScriptSpec, TrainSpec, read_spec
+from thinwire.contract.spec import ScriptSpec, TrainSpec, read_spec
+
+STDIN = Path("-")
+"""In the place of a file: what is piped into the command."""
 
 
 class JobFileError(Exception):
@@ -26,17 +30,42 @@ class JobFileError(Exception):
 
 
 def read_job_file(path: Path) -> dict[str, JsonValue]:
-    """The object in the file. Raises JobFileError."""
+    """The object in the file, or, for STDIN, in what is piped. Raises JobFileError."""
+    named = named_file(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(BODY_LIMIT_BYTES + 1)
+        if path == STDIN:
+            content = sys.stdin.buffer.read(BODY_LIMIT_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                content = file.read(BODY_LIMIT_BYTES + 1)
         if len(content) > BODY_LIMIT_BYTES:
-            size = max(path.stat().st_size, len(content))
-            raise JobFileError(f"{path} has {size} bytes; a job file may have at most {BODY_LIMIT_BYTES}")
+            size = len(content) if path == STDIN else max(path.stat().st_size, len(content))
+            raise JobFileError(f"{named} has {size} bytes; a job file may have at most {BODY_LIMIT_BYTES}")
         text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise JobFileError(f"{path} cannot be read: {reason}") from error
+        raise JobFileError(f"{named} cannot be read: {reason}") from error
+    document = _json_in(text, named)
+    if not isinstance(document, dict):
+        kind = _KINDS[type(document)]
+        raise JobFileError(f"{named} holds {kind}, not a mapping of fields: see examples/quickstart.yaml")
+    return document
+
+
+def named_file(path: Path) -> str:
+    """The file, in words."""
+    return "standard input" if path == STDIN else str(path)
+
+
+def read_value(text: str, named: str) -> JsonValue:
+    """One value, as it would stand in a file. named: what it is of, for a person. Raises JobFileError."""
+    if not text:
+        return ""
+    return _json_in(text, named)
+
+
+def _json_in(text: str, path: str) -> JsonValue:
+    """What the YAML or JSON in the text is. path: where it stands, for a person. Raises JobFileError."""
     try:
         found = yaml.load(text, Loader=_JsonLikeLoader)
         # What JSON cannot carry must fail here with the file's name, not in the middle of a request.
@@ -48,9 +77,6 @@ def read_job_file(path: Path) -> dict[str, JsonValue]:
         raise JobFileError(f"{path} is neither YAML nor JSON: {_one_line(error)}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise JobFileError(f"{path} holds a value that JSON cannot carry: {error}") from error
-    if not isinstance(document, dict):
-        kind = _KINDS[type(document)]
-        raise JobFileError(f"{path} holds {kind}, not a mapping of fields: see examples/quickstart.yaml")
     return document
 
 
@@ -58,25 +84,29 @@ def read_job_spec(path: Path, document: Mapping[str, JsonValue] | None = None) -
     """What the service would make of the file. document: in place of what is in it. Raises JobFileError, with every
     problem at once.
     """
-    from thinwire.service.problems import describe_problems
+    from thinwire.service.problems import problems_of_spec
 
     try:
         return read_spec(read_job_file(path) if document is None else document)
     except ValidationError as error:
-        schema = TypeAdapter(AnySpec).json_schema()
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise explain_rejection(path, "it is no job", describe_problems(errors, schema, schema)) from error
+        raise explain_rejection(path, "it is no job", problems_of_spec(error)) from error
 
 
 def explain_rejection(path: Path, message: str, problems: Sequence[Problem]) -> JobFileError:
     """The service's refusal of this file: each problem as path, value and what is allowed, a line each."""
+    named = named_file(path)
     if not problems:
-        return JobFileError(f"{path} was refused, nothing was started: {message}")
-    lines = [f"{path} was refused, nothing was started:"]
+        return JobFileError(f"{named} was refused, nothing was started: {message}")
+    return JobFileError("\n".join([f"{named} was refused, nothing was started:", *problem_lines(problems)]))
+
+
+def problem_lines(problems: Sequence[Problem]) -> list[str]:
+    """A line for each: path, value, what is allowed."""
+    lines = []
     for problem in problems:
         value = "" if problem.value is None else f" = {json.dumps(problem.value)}"
         lines.append(f"  {problem.path or '(the whole file)'}{value}: {problem.message}")
-    return JobFileError("\n".join(lines))
+    return lines
 
 
 def _not_json(value: object, path: str) -> Iterator[str]:

@@ -1,13 +1,12 @@
 """The command `thinwire`: a thin layer over the client of the REST API.
 
-Every expected error ends as one message on stderr: exit code 2 for input that must be changed, a file or an ID, and
-where no service answers; 1 for the rest, 130 for Ctrl-C. Tables go to stdout, and so does --json, for programs.
+Every expected error ends as one message on stderr, with a code of `exit_codes`. Tables go to stdout, and so does
+--json, for programs.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -19,22 +18,15 @@ from typing import Annotated, NoReturn
 import typer
 from pydantic import ValidationError
 
-from thinwire.cli import commands
-from thinwire.cli.client import (
-    AmbiguousId,
-    Client,
-    ClientError,
-    NoText,
-    NotFound,
-    Rejected,
-    Unreachable,
-    WrongEnvironment,
-    home,
-)
+from thinwire.cli import commands, exit_codes
+from thinwire.cli.compare import compare
 from thinwire.cli.dashboard import dashboard
+from thinwire.cli.drafts import clone, validate
 from thinwire.cli.events import events
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
+from thinwire.cli.job_ids import JobId, JobIds, resolved
+from thinwire.cli.jobs import AsJson, cancel, delete, jobs, label, labels_text, top, wait
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
@@ -46,9 +38,20 @@ from thinwire.cli.summary import SummaryError, picture, shown_summary, summary_r
 from thinwire.cli.up import down, up
 from thinwire.cli.watch import has_wanted_workers, logs, outcome, wait_for_workers, watch_to_end
 from thinwire.cli.what_if import what_if
+from thinwire.client import (
+    AmbiguousId,
+    Client,
+    ClientError,
+    NoText,
+    NotFound,
+    Rejected,
+    Unreachable,
+    WrongEnvironment,
+    home,
+)
+from thinwire.contract import logs as log_lines
 from thinwire.contract.figures import loss_is
-from thinwire.contract.jobs import JobList
-from thinwire.contract.redaction import Redacting
+from thinwire.contract.jobs import Job
 from thinwire.contract.reports import EventKind
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
@@ -56,18 +59,15 @@ from thinwire.service.launch.protocol import LauncherError
 app = typer.Typer(
     name="thinwire",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
+    epilog=exit_codes.in_help(),
     help="Train models over thin wires: submit jobs, watch them, end them.\n\n"
     "The commands find the service through its folder, THINWIRE_HOME (default: the user's data folder), or through "
     "THINWIRE_URL and THINWIRE_TOKEN. Start with `thinwire quickstart`, or with `thinwire serve` in one terminal and "
     "`thinwire submit examples/quickstart.yaml --watch` in another.",
 )
-
-JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON as the REST API gives it, for programs.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -125,10 +125,7 @@ def serve(
     except ValidationError as error:
         complain_of(error)
         raise typer.Exit(2) from None
-    to_stderr = logging.StreamHandler(sys.stderr)
-    to_stderr.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[to_stderr])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll of the launcher
+    log_lines.set_up(settings.log_format, stream=sys.stderr)
     try:
         run_server(settings, on_started=lambda url: note(_welcome(settings, url)))
     except (ServeRefused, LauncherError) as error:
@@ -142,59 +139,40 @@ app.command()(down)
 app.command()(manifest)
 
 
-@app.command()
-def jobs(
-    as_json: AsJson = False,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most jobs to list.")] = 100,
-) -> None:
-    """List the newest jobs, newest first.
-
-    Example: `thinwire jobs --json | jq -r '.jobs[] | select(.state == "RUNNING") | .id'`
-    """
-    with Client() as client:
-        found = client.jobs(limit)
-    if as_json:
-        typer.echo(JobList(jobs=found).model_dump_json(indent=2))
-        return
-    if not found:
-        note("No jobs yet. Next: `thinwire submit examples/quickstart.yaml --watch`.")
-        return
-    rows = [("ID", "NAME", "STATE", "STEP", "VALIDATION", "CREATED", "BY")]
-    rows += [
-        (
-            job.id,
-            job.name,
-            str(job.state) + (f" {job.queue.position}/{job.queue.of}" if job.queue else ""),
-            steps_text(job.progress.step if job.progress else 0, job.steps),
-            loss_text(job.validation_loss),
-            time_text(job.created_at),
-            job.submitted_by or "",
-        )
-        for job in found
-    ]
-    print_columns(rows)
+app.command()(jobs)
 
 
 @app.command()
-def show(job_id: JobId, as_json: AsJson = False) -> None:
-    """Show one job: state and reason, progress, summary, folder, and its page in the Ray dashboard.
+def show(job_ids: JobIds, as_json: AsJson = False) -> None:
+    """Show jobs: state and reason, progress, summary, folder, and the page in the Ray dashboard.
 
-    Without a summary of its own, because it goes on, was cancelled or has failed, it has one of the steps so far.
+    Without a summary of its own, because it goes on, was cancelled or has failed, a job has one of its steps so far.
+    --json prints an object for one job, and a list for several.
 
     Example: `thinwire show quickstart-3f`
     """
     with Client() as client:
-        job = client.resolve(job_id)
-        resumed = [] if as_json else client.events(job.id, [EventKind.RESUMED])
-        summary, refused = None, ""
-        try:
-            summary = None if as_json else shown_summary(client, job)
-        except SummaryError as error:  # of another version, or a script's own: the rest of the job is shown
-            refused = str(error)
-    if as_json:
-        typer.echo(job.model_dump_json(indent=2))
-        return
+        found = resolved(client, job_ids)
+        if as_json:
+            shown = [job.model_dump(mode="json") for job in found]
+            typer.echo(json.dumps(shown if len(job_ids) > 1 else shown[0], indent=2))
+            return
+        for number, job in enumerate(found):
+            if number:
+                typer.echo()
+            _show(client, job)
+
+
+def _show(client: Client, job: Job) -> None:
+    resumed = client.events(job.id, [EventKind.RESUMED])
+    summary, refused = None, ""
+    try:
+        summary = shown_summary(client, job)
+    except SummaryError as error:  # of another version, or a script's own: the rest of the job is shown
+        refused = str(error)
     rows = [("id", job.id), ("name", job.name), ("state", str(job.state))]
+    if job.labels:
+        rows.append(("labels", labels_text(job.labels)))
     if job.unreadable:
         rows.append(("unreadable", job.unreadable))
     if job.reason and not job.queue:  # which says the same
@@ -306,31 +284,8 @@ def resize(
     note(f"{job.name} {job.id} has them: workers {workers_text(job, job.world_size or 0)}.")
 
 
-@app.command()
-def cancel(job_id: JobId) -> None:
-    """Ask for a job's end. Its checkpoints stay.
-
-    Example: `thinwire cancel quickstart-3f`
-    """
-    with Client() as client:
-        job = client.resolve(job_id)
-        if not job.state.terminal:
-            job = client.cancel(job.id)
-            note(f"{job.name} {job.id} is {job.state}.")
-        else:
-            note(f"{job.name} {job.id} is over: {outcome(job)}. Nothing was done.")
-
-
-@app.command()
-def delete(job_id: JobId) -> None:
-    """Delete a job that is over, with its folder: checkpoints, history, logs. A checkpoint.store elsewhere stays.
-
-    Example: `thinwire delete quickstart-3f`
-    """
-    with Client() as client:
-        job = client.resolve(job_id)
-        client.delete(job.id)
-    note(f"{job.name} {job.id} is deleted, with {job.run_dir}.")
+for command in (validate, clone, cancel, delete, label, wait, top, compare):
+    app.command()(command)
 
 
 @app.command()
@@ -360,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
         app(args=given, prog_name="thinwire")
-    except (JobFileError, AmbiguousId, NotFound, NoText, WrongEnvironment, Unreachable) as error:
+    except (JobFileError, AmbiguousId, NotFound, NoText, Rejected, WrongEnvironment, Unreachable) as error:
         complain(str(error))
         sys.exit(2)
     except (ClientError, SummaryError, QuickstartError, commands.CommandMissing) as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from thinwire.cli.quantities import seconds_text, time_text
-from thinwire.contract.jobs import Job
+from thinwire.contract.jobs import Job, JobItem, Queued
 from thinwire.contract.reports import Event, EventKind
 
 RESTART_KINDS = (EventKind.JOB_SUBMITTING, EventKind.RESUMED)
@@ -129,7 +129,7 @@ def limits_text(least: object, most: object) -> str:
     return f"{least}" if least == most else f"{least}..{most}"
 
 
-def workers_text(job: Job, count: int) -> str:
+def workers_text(job: JobItem, count: int) -> str:
     """How many workers train, and how many are wanted where that is another number or several: 3 (wanted 2..8)."""
     wanted = limits_text(job.wanted_workers.min, job.wanted_workers.max)
     return str(count) if wanted == str(count) else f"{count} (wanted {wanted})"
@@ -141,9 +141,8 @@ def waiting_text(job: Job) -> str | None:
     return None if waiting is None else f"waiting for workers ({waiting.have} of {waiting.min})"
 
 
-def queue_text(job: Job) -> str | None:
-    """Where the job stands in the queue, and who has the places; None where it does not wait there."""
-    queue = job.queue
+def queue_text(queue: Queued | None) -> str | None:
+    """Where a job stands in the queue, and who has the places; None where it does not wait there."""
     if queue is None:
         return None
     held = [
@@ -165,7 +164,7 @@ def queue_text(job: Job) -> str | None:
 def workers_rows(job: Job) -> list[tuple[str, str]]:
     """The lines of `thinwire show` about the job's workers."""
     rows = [("workers", str(job.workers))]
-    if (queue := queue_text(job)) is not None:
+    if (queue := queue_text(job.queue)) is not None:
         rows.append(("queue", queue))
     if job.world_size is not None and not job.state.terminal:
         text = workers_text(job, job.world_size)

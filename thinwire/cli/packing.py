@@ -32,10 +32,10 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from thinwire.cli.client import Client
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.quantities import bytes_text
 from thinwire.cli.screen import note
+from thinwire.client import Client
 from thinwire.contract.packages import MOST_BYTES, MOST_ENTRIES, MOST_UNPACKED_BYTES, odd_name
 
 _WAYS_OUT = (

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from thinwire.cli.client import Client, Rejected
 from thinwire.cli.quantities import time_text
 from thinwire.cli.screen import complain, complain_of, note, print_columns
+from thinwire.client import Client, Rejected
 from thinwire.contract.people import AuditLine, AuditList, NewToken, Role, TokenItem, TokenList
 
 tokens = typer.Typer(

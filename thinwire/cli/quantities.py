@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import datetime, timedelta
 
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -69,6 +69,33 @@ def rate_mbit(text: str) -> float:
 def time_ms(text: str) -> float:
     """0.1ms, 100us, 0 -> milliseconds. Raises: ValueError."""
     return 0.0 if text.strip() == "0" else _read(text, TIME_MS, "a time with its unit, such as 0.1ms or 100us, or 0")
+
+
+DURATION_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+
+
+def duration_s(text: str) -> float:
+    """90s, 30m, 2h, 7d -> seconds. Raises: ValueError."""
+    return _read(text, DURATION_S, "a time with its unit, such as 90s, 30m, 2h or 7d")
+
+
+def past(text: str, now: datetime) -> datetime:
+    """So long before now, 2h, 7d; or a date, 2026-11-27, or a date and time, in the machine's time zone where none is
+    written. Raises: ValueError.
+    """
+    try:
+        return datetime.fromisoformat(text.strip()).astimezone()
+    except ValueError:
+        pass  # a duration, perhaps
+    except OverflowError as error:  # of the years 1 and 9999 in another time zone
+        raise ValueError(f"{text!r} is beyond what a date can be") from error
+    try:
+        return now - timedelta(seconds=duration_s(text))
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"{text!r} is neither a time that has passed, such as 90m, 12h or 7d, nor a date, such as 2026-11-27 or "
+            "2026-11-27T08:00"
+        ) from None
 
 
 def _read(text: str, units: dict[str, float], what: str) -> float:

@@ -25,12 +25,12 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.status import Status
 
-from thinwire.cli.client import Client, ClientError, Rejected, Server, Unreachable, server_of
 from thinwire.cli.extras import install_line
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.quantities import seconds_text
 from thinwire.cli.summary import read_summary, summary_table
 from thinwire.cli.watch import outcome, watch
+from thinwire.client import Client, ClientError, Rejected, Server, Unreachable, server_of
 from thinwire.contract.files import data_folder, unusable_home
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.run_folder import RunFolder

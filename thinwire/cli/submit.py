@@ -14,15 +14,31 @@ from typing import Annotated
 import typer
 from pydantic import JsonValue
 
-from thinwire.cli.client import Client, Rejected, Unreachable
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file, read_job_spec
+from thinwire.cli.jobs import labels_in
 from thinwire.cli.packing import Unpackable, folder_of, packed_job
 from thinwire.cli.screen import note
+from thinwire.cli.setting import changes_of
 from thinwire.cli.watch import watch_to_end
+from thinwire.client import Client, Rejected, Unreachable
 from thinwire.contract.job_names import fitting_name
+from thinwire.contract.labels import in_metadata
+from thinwire.contract.merge_patch import merged
 from thinwire.contract.spec import ScriptSpec
 
 _OF_SCRIPTS = "Scripts"
+SetOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="In the place of what the file says, such as optimizer.lr=1e-3; null: the default. Repeat it.",
+    ),
+]
+LabelOptions = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="KEY=VALUE", help="A label, by which jobs are found again; repeat it."),
+]
 
 
 class Option(JobFileError):
@@ -31,7 +47,11 @@ class Option(JobFileError):
 
 def submit(
     file: Annotated[
-        Path, typer.Argument(help="A script, train.py; or a job as YAML or JSON: see examples/quickstart.yaml.")
+        Path,
+        typer.Argument(
+            help="A script, train.py; or a job as YAML or JSON: see examples/quickstart.yaml; - reads it from standard "
+            "input."
+        ),
     ],
     arguments: Annotated[list[str] | None, typer.Argument(help="After --: what the script is called with.")] = None,
     follow: Annotated[
@@ -41,6 +61,8 @@ def submit(
         str | None,
         typer.Option(help="A second submit with the same key and file finds the first job. Default: a new key."),
     ] = None,
+    settings: SetOptions = None,
+    label: LabelOptions = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="So many workers, no more and no fewer.", rich_help_panel=_OF_SCRIPTS)
     ] = None,
@@ -120,7 +142,7 @@ def submit(
     and what is allowed (exit code 2).
 
     Examples: `thinwire submit train.py --workers 4 -- --lr 1e-3`, `thinwire submit train.py --from other-3f`,
-    `thinwire submit examples/quickstart.yaml --watch`
+    `thinwire submit examples/quickstart.yaml --set steps=60 --set optimizer.lr=1e-3 --label team=vision --watch`
     """
     of_scripts = {
         "--workers": workers,
@@ -164,8 +186,21 @@ def submit(
                 "write it there"
             )
         job = read_job_file(file)
-        local = folder_of(job, file)
+        local = None
+    job = changed(job, settings, label)
+    local = local or folder_of(job, file)
     _submit(file, job, local, idempotency_key or uuid.uuid4().hex, follow=follow)
+
+
+def changed(
+    job: dict[str, JsonValue], settings: Sequence[str] | None, labels: Sequence[str] | None
+) -> dict[str, JsonValue]:
+    """The job with what `--set` and `--label` say. Raises JobFileError, typer.BadParameter."""
+    job = merged(job, changes_of(settings or ()))
+    if not labels:
+        return job
+    known = job.get("labels")
+    return {**job, "labels": {**(known if isinstance(known, dict) else {}), **labels_in(labels)}}
 
 
 def _workers(workers: int | None, least: int | None, most: int | None) -> dict[str, int]:
@@ -322,7 +357,7 @@ def manifest(
                 service_id="SERVICE",
                 submission_id=job_id,
                 entrypoint=command_line("URL", job_id, 1, "TICKET", words),
-                metadata={"job_id": job_id, "job_name": spec.name, "attempt": "1"},
+                metadata={"job_id": job_id, "job_name": spec.name, "attempt": "1", **in_metadata(spec.labels)},
                 spec=spec,
                 least=spec.workers.min,
                 most=spec.workers.max,

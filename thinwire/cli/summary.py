@@ -17,10 +17,12 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from thinwire.cli.client import ApiError, Client
 from thinwire.cli.commands import work
+from thinwire.cli.exit_codes import WRONG_INPUT
+from thinwire.cli.job_ids import JobId
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
 from thinwire.cli.screen import complain, note
+from thinwire.client import ApiError, Client
 from thinwire.contract import figures
 from thinwire.contract.figures import NATS
 from thinwire.contract.files import write_whole
@@ -190,7 +192,7 @@ def _drawn(job: Job, samples: Sequence[Sample]) -> Summary | None:
 
 
 def picture(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")],
+    job_id: JobId,
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("loss.png"),
 ) -> None:
     """Draw the losses of a job, and what it sent beside fp32 and bf16, as a PNG.
@@ -207,10 +209,14 @@ def picture(
         complain(f"{job.id} is {job.state} and the service has no step of it: there is nothing to draw yet")
         raise typer.Exit(1)
     draw: Drawing = work("picture")
-    drawn = draw(samples, summary, figures.loss_is(job.spec))
+    write_picture(out, draw(samples, summary, figures.loss_is(job.spec)))
+    typer.echo(out)
+
+
+def write_picture(out: Path, drawn: bytes) -> None:
+    """Write a picture to the file of `--out`. Raises typer.Exit."""
     try:
         write_whole(out, drawn)
     except OSError as error:
         complain(f"--out {out} cannot be written: {error.strerror or error}; name a file in a folder that is there")
-        raise typer.Exit(2) from None
-    typer.echo(out)
+        raise typer.Exit(WRONG_INPUT) from None

@@ -5,11 +5,13 @@ by its server.json, and the job does not depend on it.
 
 Of the log `thinwire logs --rank` shows one worker. Ray puts the process before each line, `(ElasticWorker pid=16469,
 ip=10.0.0.2)`, and a worker's process says once which worker it is: `worker_started number=1 pid=16469`. So nothing else
-has to be asked for or sent, and a worker that replaces another is found too.
+has to be asked for or sent, and a worker that replaces another is found too. In a log of JSON the lines say it
+themselves.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import deque
@@ -26,12 +28,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.cli import streams
-from thinwire.cli.client import Client, ClientError, NotFound, Unreachable
+from thinwire.cli.bell import Bell
+from thinwire.cli.job_ids import JobId
 from thinwire.cli.news import WATCHED_KINDS, News, queue_text, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
 from thinwire.cli.screen import complain, console, note, printable
-from thinwire.cli.streams import Bell
+from thinwire.client import Client, ClientError, NotFound, Unreachable, streams
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
 from thinwire.contract.streams import LOG
@@ -269,7 +271,7 @@ def panel(view: View, now_s: float, spinner: Spinner) -> RenderableType:
         text = progress_line(view) if view.unreachable else "asking the control plane"
         spinner.update(text=Text(text))
         return spinner
-    head = Text.assemble((f"{job.name} ", "bold"), (f"{job.id}  ", "dim"), (str(job.state), _STYLES[job.state]))
+    head = Text.assemble((f"{job.name} ", "bold"), (f"{job.id}  ", "dim"), (str(job.state), STATE_STYLES[job.state]))
     if job.attempt > 1:
         head.append(f"  attempt {job.attempt}", "yellow")
     rows: list[RenderableType] = [head]
@@ -282,7 +284,7 @@ def panel(view: View, now_s: float, spinner: Spinner) -> RenderableType:
     elif sample is None or job.reason or view.stalled:
         words = printable(_standing(view, job))
         if job.state.terminal:
-            rows.append(Text(words, _STYLES[job.state]))
+            rows.append(Text(words, STATE_STYLES[job.state]))
         else:
             spinner.update(text=Text(f"{words} ({seconds_text(max(0.0, now_s - view.waits_since(job)))})"))
             rows.append(spinner)
@@ -341,7 +343,7 @@ def _reported(sample: Sample) -> list[tuple[str, str]]:
 
 def _standing(view: View, job: Job) -> str:
     """Where a job stands that has no figures to show, or only old ones."""
-    if (queue := queue_text(job)) is not None:
+    if (queue := queue_text(job.queue)) is not None:
         return f"{job.state}: {queue}"
     words = waiting_text(job) or (NO_WORKERS if view.stalled else _WAITING.get(job.state))
     return f"{job.state}: {job.reason or words}" if (job.reason or words) else str(job.state)
@@ -359,7 +361,7 @@ _WAITING = {
     JobState.RUNNING: "the workers import torch, form their group and load the data",
     JobState.CANCELLING: "being stopped",
 }
-_STYLES = {
+STATE_STYLES = {
     JobState.SUBMITTING: "cyan",
     JobState.QUEUED: "yellow",
     JobState.PENDING: "cyan",
@@ -396,6 +398,8 @@ class WorkerLines:
         return "".join(self._take(rest))
 
     def _take(self, line: str) -> list[str]:
+        if line.startswith("{"):
+            return self._of_json(line)
         process = _PROCESS.match(line)
         if process is None:
             return []
@@ -409,9 +413,19 @@ class WorkerLines:
             return []
         return [line] if self._number_of[name] == self._number else []
 
+    def _of_json(self, line: str) -> list[str]:
+        """Of a log of JSON: each line of a worker has its number."""
+        try:
+            number = json.loads(line).get("rank")
+        except ValueError:
+            return []
+        if isinstance(number, int):
+            self._number_of[str(number)] = number
+        return [line] if number == self._number else []
+
 
 def logs(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="A job's ID, or enough of its beginning to be unique.")],
+    job_id: JobId,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Only what this worker wrote, by its number in `thinwire watch`.")

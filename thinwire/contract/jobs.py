@@ -19,12 +19,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
+from thinwire.contract.fields import refuse
+from thinwire.contract.labels import Labels, LabelsChange, secrets_in
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import AnySpec, WorkerCount
 
 BODY_LIMIT_BYTES = 1 << 20
 """The largest body of a request, telemetry apart; so the largest job file too."""
 
+Starts = Literal["now", "queued", "handed_over", "unknown"]
 TakesEffect = Literal["at_start", "in_place", "at_restart"]
 
 
@@ -59,15 +62,22 @@ class WorkersChange(BaseModel):
 
 
 class JobChange(BaseModel):
-    """PATCH /v1/jobs/{id}: what can be changed of a job that is not over. Unknown fields are refused."""
+    """PATCH /v1/jobs/{id}: workers, of a job that is not over; labels, of any. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
-    workers: WorkersChange
+    workers: WorkersChange | None = None
+    labels: LabelsChange | None = Field(
+        None, description="labels to set; null takes one away, and what is not named stays"
+    )
 
     @model_validator(mode="after")
     def _asks_something(self) -> JobChange:
-        if self.workers.min is None and self.workers.max is None:
+        if self.workers is None and not self.labels:
+            empty = {"path": "", "value": None, "allowed": "a mapping with workers, labels or both"}
+            raise PydanticCustomError("impossible", "nothing is to be changed", {"problems": [empty]})
+        refuse([*secrets_in(self.labels or {})])
+        if self.workers is not None and self.workers.min is None and self.workers.max is None:
             given = self.workers.model_dump(exclude_unset=True)
             problem = {"path": "workers", "value": given, "allowed": "a mapping with min, max or both"}
             raise PydanticCustomError("impossible", "workers: neither min nor max is given", {"problems": [problem]})
@@ -124,6 +134,7 @@ class JobItem(BaseModel):
 
     id: str
     name: str
+    labels: Labels = Field(default_factory=dict, description="as they are now")
     state: JobState
     reason: str | None = Field(None, description="why the job is where it is, for a person; set when FAILED")
     unreadable: str | None = Field(
@@ -156,11 +167,27 @@ class Job(JobItem):
     summary: dict[str, JsonValue] | None = Field(None, description="summary.json of a run that succeeded")
 
 
+class Draft(BaseModel):
+    """POST /v1/jobs:validate: the job that would be made."""
+
+    spec: AnySpec = Field(description="with all defaults, and where its start lies")
+    starts: Starts = Field(
+        description="now: its workers have places; queued: it would wait for them; handed_over: at once, to a cluster "
+        "that brings machines or has a queue of its own; unknown: the launcher cannot be asked now"
+    )
+    reason: str | None = Field(None, description="why it would not start now, for a person")
+    queue: Queued | None = Field(None, description="where it would stand, where it would wait")
+
+
 class JobList(BaseModel):
     """GET /v1/jobs, newest first."""
 
     jobs: list[JobItem]
-    next: str | None = Field(None, description="ask again with before=<this> for older ones; null: there are none")
+    next: str | None = Field(
+        None,
+        description="ask again with before=<this> for older ones; null: there are none. It stays good whatever is "
+        "added or deleted meanwhile",
+    )
 
 
 class History(BaseModel):
@@ -208,6 +235,9 @@ class CheckpointList(BaseModel):
 
     store: str | None = Field(None, description="where they are instead; then none is listed here")
     checkpoints: list[CheckpointFiles]
+    next: str | None = Field(
+        None, description="there are older ones: ask again with before=<this>; null: these were all"
+    )
 
 
 class TargetGroup(BaseModel):
@@ -234,3 +264,6 @@ class ErrorBody(BaseModel):
     code: str
     message: str
     problems: list[Problem] = Field(default_factory=list)
+    request_id: str | None = Field(
+        None, description="of this request, as in the header X-Request-ID: the service's log has it in its lines"
+    )

@@ -25,6 +25,15 @@ class Package(BaseModel):
     bytes: int = Field(description="of the zip")
 
 
+class PackageList(BaseModel):
+    """GET /v1/packages, in order of their hashes."""
+
+    packages: list[Package]
+    next: str | None = Field(
+        None, description="ask again with after=<this> for those that follow; null: there are none"
+    )
+
+
 def odd_name(name: str) -> str | None:
     """Why a name may not stand in a package, to stand after it; None where it may. Folders end with a slash."""
     try:

@@ -67,6 +67,19 @@ class TokenList(BaseModel):
     """GET /v1/tokens, by name; of one name the newest first."""
 
     tokens: list[TokenItem]
+    next: str | None = Field(
+        None, description="ask again with after=<this> for those that follow; null: there are none"
+    )
+
+
+class SignedIn(BaseModel):
+    """GET /v1/session: who asks, and what the page shows around their jobs."""
+
+    name: str
+    role: Role
+    expires_at: datetime | None = Field(None, description="of the session; null: the request came with a token")
+    version: str = Field(description="of the service")
+    grafana_url: str | None = Field(None, description="where its dashboards are, if anywhere")
 
 
 class RotatedToken(BaseModel):

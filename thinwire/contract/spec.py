@@ -20,9 +20,10 @@ from pydantic import (
     model_validator,
 )
 
-from thinwire.contract import script, start, stores
+from thinwire.contract import labels, script, start, stores, tracking
 from thinwire.contract.fields import Fraction, Frozen, Impossible, StepsOrFraction, Whole, refuse
 from thinwire.contract.job_names import LABEL
+from thinwire.contract.labels import Labels
 from thinwire.contract.optimizers import (
     CadaSpec,
     Freezing,
@@ -38,6 +39,7 @@ from thinwire.contract.optimizers import (
 )
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.start import Start
+from thinwire.contract.tracking import Tracking
 
 _Channels = Annotated[Whole, Field(ge=1, le=4096)]
 MOST_WORKERS = 4096
@@ -234,6 +236,11 @@ class JobSpec(Frozen):
         description="in the service's queue: the higher starts first, and of equal ones the older. No job that "
         "trains is stopped for another",
     )
+    labels: Labels = Field(
+        default_factory=dict,
+        description="by which jobs are found again, such as {team: vision}; they may change later, and are no part of "
+        "what the run is",
+    )
     # By a factory: a default that is an object cannot be read by generators of clients, and says what the object's
     # own fields say.
     workers: Workers = Field(default_factory=Workers)
@@ -242,6 +249,7 @@ class JobSpec(Frozen):
         None, description="given weights, or a checkpoint of another job; null: the job begins with fresh values"
     )
     network: Network = Field(default_factory=Network)
+    tracking: Tracking = Field(default_factory=Tracking)
     kueue: Kueue | None = Field(None, description="where the launcher is kuberay; null: the job waits in no queue")
 
 
@@ -428,13 +436,15 @@ def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
         found.append(("checkpoint.store", store, words))
     if spec.start is not None:
         found += start.impossible(spec.start)
-    return found
+    return [*found, *tracking.impossible(spec.tracking)]
 
 
 def _secrets_in(spec: JobSpec, info: ValidationInfo) -> list[Impossible]:
     """What everybody who may see the job would read of it; of a job that was accepted nothing is asked."""
     recipe = spec.recipe if isinstance(spec, ScriptSpec) else None
-    return [] if info.context is _ACCEPTED else [*script.secrets_in(spec.checkpoint.store, spec.start, recipe)]
+    if info.context is _ACCEPTED:
+        return []
+    return [*labels.secrets_in(spec.labels), *script.secrets_in(spec.checkpoint.store, spec.start, recipe)]
 
 
 def _impossible(spec: TrainSpec) -> list[Impossible]:

@@ -171,6 +171,30 @@ def picture(samples: Sequence[Sample], summary: Summary, loss_is: str = NATS) ->
     return drawn.getvalue()
 
 
+def compared(curves: Sequence[tuple[str, Sequence[float], Sequence[float]]], by: str, loss_is: str = NATS) -> bytes:
+    """Losses of several runs in one panel, a PNG. curves: of each its name, places and losses, of one length and not
+    empty. by: what the places are: step, seconds or bytes. Raises ValueError where there is no curve.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not curves:
+        raise ValueError("no curves to draw: none of the runs has a loss")
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, places, losses in curves:
+        axes.plot([place / 1e6 for place in places] if by == "bytes" else places, losses, linewidth=1.2, label=name)
+    axes.set_xlabel({"bytes": "MB sent by rank 0", "seconds": "seconds since the first step"}.get(by, by), fontsize=11)
+    axes.set_ylabel(loss_is, fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=10, frameon=False)
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    return drawn.getvalue()
+
+
 _TRAIN, _VALIDATION, _SENT, _FP32, _BF16 = "#9ab8d8", "#1f4e79", "#1a7f37", "#b3261e", "#d9822b"
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import yaml
 
+from thinwire.contract.labels import of_metadata, on_kubernetes
 from thinwire.contract.spec import JobSpec
 
 Object = dict[str, Any]
@@ -113,6 +114,8 @@ def rayjob(template: Template, attempt: Attempt) -> Object:
     spec["metadata"] = dict(attempt.metadata)
     cluster = spec["rayClusterSpec"]
     head, group = cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]
+    for one in (made, cluster["headGroupSpec"]["template"], group["template"]):
+        _mapping(_mapping(one, "metadata"), "labels").update(_labels_of_job(attempt.metadata))
     least = attempt.least
     if _is_fixed(made):  # Kueue counts its pods once, when it admits it, and takes no autoscaler
         least = attempt.most
@@ -167,6 +170,11 @@ def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _ForKubectl.add_representer(str, _string)
+
+
+def _labels_of_job(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a person has written of the job, on what is made of it: for kubectl, cost reports and policies."""
+    return {on_kubernetes(key): value for key, value in of_metadata(metadata).items()}
 
 
 def _queue(spec: Object, labels: dict[str, str], annotations: dict[str, str], job: JobSpec) -> None:

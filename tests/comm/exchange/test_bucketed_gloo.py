@@ -48,6 +48,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_processes_agree_with_threads_bit_for_bit_and_undo_what_a_killed_rank_breaks(tmp_path):
     size = 3
     ranks = start(RUN, size, tmp_path)

@@ -38,6 +38,7 @@ def unit(x):
     return (bits + 0x10000).view(torch.float32).double() - bits.view(torch.float32).double()
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_rounded_numbers_are_right_on_average_and_within_one_unit():
     """Over draws each is above by chance p: six standard deviations of a mean of so many."""
@@ -50,6 +51,7 @@ def test_rounded_numbers_are_right_on_average_and_within_one_unit():
     assert bool(((many.mean(0) - x.double()).abs() / unit(x) <= allowed).all())
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_over_all_keys_every_draw_of_an_element_is_as_likely_as_every_other():
     """65536 keys that differ in their upper half take an element's draw through all numbers, as the whole word does."""

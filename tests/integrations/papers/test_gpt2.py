@@ -101,6 +101,7 @@ def test_rows_are_apart_and_windows_overlap_by_the_token_that_is_predicted(files
     assert torch.equal(torch.cat([windows[i][1] for i in range(len(windows))]), tokens[1 : len(joined) + 1].long())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
 def test_a_stream_gives_the_windows_of_all_and_goes_on_at_the_very_next(files, kind):
     def fed():
@@ -172,6 +173,7 @@ def test_weights_of_a_file_are_taken_and_those_of_another_model_refused(tmp_path
         gpt2.make_model(tiny(width=64), 280, tmp_path / "model.safetensors")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "error"),
     [

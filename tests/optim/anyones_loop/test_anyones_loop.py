@@ -45,6 +45,7 @@ def measured(case, when, like):
     return run_threads(2, lambda group: by_torch(Cell(case, when, like, overlap=False), group))[0]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "cell", [pytest.param(cell, id=name, marks=marks(cell)) for name, cell in CELLS.items() if not cell.case.apart]
 )
@@ -76,6 +77,7 @@ def on_a_rank(names, group):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs_always", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_over_processes_it_trains_as_adamw_does_or_says_what_to_do(tmp_path, runs_always):
     """Of all these cells in one pair of processes, so that imports are paid once."""

@@ -31,6 +31,7 @@ def reference(optimizer, net, size, **settings):
     return ReferenceCada(optimizer.space.p_N, size, gradient, **settings)
 
 
+@pytest.mark.few(2)
 @every_value(
     {
         "size": SIZES,
@@ -82,6 +83,7 @@ def test_in_these_problems_some_ranks_send_and_in_some_steps_none(rule):
     assert counts & {1, 2, 3}
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @every_value({"size": SIZES, "rule": (1, 2), "dtype": (torch.float32, torch.float64, torch.bfloat16)})
 def test_g_is_the_mean_of_what_ranks_sent_last_and_replicas_are_bit_equal(size, rule, dtype):
@@ -102,6 +104,7 @@ def test_g_is_the_mean_of_what_ranks_sent_last_and_replicas_are_bit_equal(size, 
     assert all(torch.equal(found[0][1], held) for _, held in found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @every_value({"size": SIZES, "rule": (1, 2), "settings": ({"max_age": 0}, {"threshold": 0.0}, {"max_age": 1})})
 def test_where_all_send_it_is_amsgrad_of_torch_on_the_mean_gradient(size, rule, settings):
@@ -151,6 +154,7 @@ def test_where_nobody_sends_a_byte_from_each_rank_is_all_that_crosses(size):
         assert sent[5][1] >= 8 * 2 * (size - 1) / size * 380  # float64, the ring's
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("rule", [1, 2])
 def test_who_sends_depends_neither_on_the_unit_of_the_loss_nor_on_the_rate(rule):

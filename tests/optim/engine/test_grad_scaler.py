@@ -48,6 +48,7 @@ def synced(optimizer):
     return optimizer
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step", "unscale_then_step"])
 @pytest.mark.parametrize("overflow_at", [2, 8], ids=["in_warmup", "compressed"])
 @pytest.mark.parametrize("name", MAKE)

@@ -230,6 +230,7 @@ def test_an_interrupt_at_one_line_in_three_of_a_step_leaves_it_whole_and_no_peer
         interrupted_at(line, undisturbed)
 
 
+@pytest.mark.slow
 def test_any_error_inside_an_exchange_leaves_it_whole_or_said_to_be_torn_and_no_peer_waiting(undisturbed):
     has, num_lines = undisturbed["has"], undisturbed["lines"][EXCHANGE]
 

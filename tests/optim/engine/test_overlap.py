@@ -90,6 +90,7 @@ def everything(optimizer):
     return bits(optimizer.space.p_N, optimizer.space.g_N, *replicated(optimizer.vectors).values())
 
 
+@pytest.mark.few(2)
 @every_value({"name": CLASSES, "size": (1, 2, 3), "dtype": [torch.float32, torch.float64]}, only=(1, 3, 5))
 def test_with_overlap_every_step_is_bit_equal_to_one_without(name, size, dtype):
     """Both phases, tied weights, unused ones, layers that take part on some ranks only, micro-batches."""
@@ -107,6 +108,7 @@ def test_with_overlap_every_step_is_bit_equal_to_one_without(name, size, dtype):
     assert all(torch.equal(first, other) for other in others if first is not None)
 
 
+@pytest.mark.few(1)
 @every_value({"name": MERGED}, only=(0, 2, 4))
 def test_buckets_leave_while_backward_runs_in_every_step_but_the_first(name):
     def work(group):
@@ -178,6 +180,7 @@ def test_inside_reentrant_checkpointing_the_end_of_backward_is_that_of_the_outer
         assert (told["in_backward"] == told["buckets"]) == all_early
 
 
+@pytest.mark.few(1)
 @every_value({"name": MERGED, "clear": ["to zero", "never"]}, only=(1, 3, 5))
 def test_gradients_that_backward_adds_to_go_early_too(name, clear):
     """They are the flat gradient itself, or one that is never cleared and grows, as any optimizer would have it."""
@@ -230,6 +233,7 @@ def test_a_gradient_that_was_replaced_is_copied_in():
     assert all(run_threads(2, work))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_gradients_are_copied_in_when_they_are_ready(dtype):
     def work(group):

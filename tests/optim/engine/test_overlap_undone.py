@@ -49,6 +49,7 @@ def skip_by(how, net, optimizer):
         optimizer.zero_grad()
 
 
+@pytest.mark.few(1)
 @every_value(
     {
         "name": ("adam", *COMPRESSED),
@@ -81,6 +82,7 @@ def test_a_backward_that_no_step_follows_is_undone_and_training_goes_on(name, st
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.few(2)
 @every_value(
     {
         "name": ("adam", *COMPRESSED),

@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(3)
 @every_value(
     {
         "name, phase, saved_at": CASES,

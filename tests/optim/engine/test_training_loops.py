@@ -107,6 +107,7 @@ def test_every_way_to_write_the_loop_gives_the_same_bits(name, loop):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.few(3)
 @every_optimizer
 def test_two_backward_passes_before_a_step_are_one_of_the_sum_and_send_nothing(name):
     def work(group):

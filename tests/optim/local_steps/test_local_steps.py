@@ -48,6 +48,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(alike)
 
 
+@pytest.mark.few(2)
 @every_value(
     {
         "size": SIZES,

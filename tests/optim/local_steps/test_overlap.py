@@ -24,6 +24,7 @@ def late(net, group=None, inner="adamw", **more):
     return made(net, group, inner, overlap=True, **more)
 
 
+@pytest.mark.few(3)
 @pytest.mark.law
 @pytest.mark.parametrize("codec", [SignCodec(64), TopKCodec(64, 4)], ids=["sign", "topk"])
 @pytest.mark.parametrize("size", SIZES)
@@ -195,6 +196,7 @@ LAST = -1
 """The bucket in which the fault strikes: then others may have all of the exchange."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("fault", "bucket"),

@@ -99,6 +99,7 @@ def test_every_step_is_that_of_the_method_written_out(overlap, size, parts):
     assert max(run_threads(size, work)) < 1e-12
 
 
+@pytest.mark.few(2)
 @every_value(
     {
         "size": SIZES,
@@ -177,6 +178,7 @@ def test_a_save_in_a_round_ends_it_and_the_loaded_run_is_the_one_that_went_on(ov
     assert all(torch.equal(first, p) for p in others)
 
 
+@pytest.mark.few(1)
 @every_value({"overlap": (False, True), "dtype": (torch.float64, torch.bfloat16), "steps": (4, 5, 7)})
 @pytest.mark.law
 def test_a_share_changes_nothing_goes_on_bit_for_bit_and_those_of_all_make_a_whole(overlap, dtype, steps):

@@ -45,6 +45,7 @@ def momentum(optimizer):
     return optimizer.vectors.m_N.clone()
 
 
+@pytest.mark.few(2)
 @every_value({"size": SIZES, "overlap": (False, True), "nesterov": (True, False)})
 @pytest.mark.law
 def test_all_of_every_ranks_update_is_applied_or_in_r(size, overlap, nesterov):
@@ -343,6 +344,7 @@ def test_who_would_compress_torchs_is_told_of_ours():
         compressed(torch.optim.Muon(torch.nn.Linear(3, 4, bias=False).parameters()))
 
 
+@pytest.mark.few(1)
 @every_value({"narrow": [(), ("momentum", "error_memory")], "size": (2, 3)})
 def test_state_is_8_and_a_half_bytes_a_parameter_and_4_for_the_server_and_half_in_bfloat16(size, narrow):
     def work(group):

@@ -38,6 +38,7 @@ def residual_after(ranks):
     return found[0], ranks[0].told
 
 
+@pytest.mark.few(2)
 @every_value(
     {"name, more": [*((name, {}) for name in SYNC), ("onebit_adam", {"narrow": ["error_memory"]})], "at": (1, 0, 2, 3)}
 )
@@ -114,6 +115,7 @@ OF_SYNC = 6
 """Sums of a sync in full: x and m, in three buckets each."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", [14, 15, 16, 18, 19, 20])
 def test_a_rank_that_lost_the_sync_of_a_hand_over_follows_whatever_the_next_step_is(step):
     def made(loses):

@@ -44,6 +44,7 @@ def assert_close_to_r(found, expected):
         assert (found[name] - r_N).abs().max() <= 8 * torch.finfo(r_N.dtype).eps * r_N.abs().max()
 
 
+@pytest.mark.few(3)
 @every_value(
     {
         "name, phase, saved_at": CASES,

@@ -3,6 +3,7 @@
 import io
 import os
 
+import pytest
 import torch
 
 from tests.comm.gloo_ranks import said, start
@@ -72,6 +73,7 @@ def test_safetensors_saves_and_loads_a_model_with_tied_weights(tmp_path):
     assert os.path.getsize(tmp_path / "model.safetensors") < 4 * sum(p.numel() for p in net.parameters()) + 1000
 
 
+@pytest.mark.slow
 def test_save_pretrained_of_transformers_gives_the_model_back(tmp_path):
     transformers = library("transformers")
     sizes = {"vocab_size": 40, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}

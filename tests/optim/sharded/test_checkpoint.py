@@ -113,6 +113,7 @@ def test_a_checkpoint_with_missing_or_other_entries_is_refused_and_changes_nothi
     assert all(torch.equal(x, state[key]) for key, x in by_parameter(optimizer).items() if key != "plain")
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_state_and_r_are_resharded_with_the_parameters(tmp_path):
     ranks = start(SETUP + RESHARDED, 4, tmp_path)

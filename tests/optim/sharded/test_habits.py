@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.comm.gloo_ranks import said, start
 from tests.optim.sharded.boxes import SETUP
 
@@ -131,6 +133,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_evaluation_checkpointing_and_accumulation_leave_names_values_and_overlap(tmp_path):
     ranks = start(SETUP + HABITS, 4, tmp_path)
     assert [rank.wait(timeout=240) for rank in ranks] == [0] * 4

@@ -142,6 +142,7 @@ def one_bit_adam(params):
     return OneBitAdam(params, lr=0.01, warmup=WARMUP)
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @pytest.mark.parametrize("lane", range(LANES))
 @pytest.mark.parametrize("when", list(When))
@@ -185,6 +186,7 @@ def test_boxes_that_lack_a_step_finish_it_in_all_lanes(monkeypatch):
     boxes.assert_equal()
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("lane", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_death_anywhere_in_a_regroup_leaves_each_box_with_one_step(monkeypatch, lane):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.comm.gloo_ranks import said, start
 from tests.optim.sharded.boxes import SETUP
 
@@ -117,6 +119,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_and_pipeline_stages_train_as_one_process(tmp_path):
     ranks = start(SETUP + PARALLEL, 4, tmp_path)
     assert [rank.wait(timeout=240) for rank in ranks] == [0] * 4

@@ -219,13 +219,17 @@ os._exit(0)
 
 
 @pytest.mark.law
+@pytest.mark.slow  # of eight runs with both cores busy one ended with a rank that had lost nobody
 def test_ctrl_c_in_one_process_takes_its_box_out_at_once_and_the_other_box_goes_on(tmp_path):
     """It lives on, so that no connection of its box is closed: its word is all that the others of the box have."""
     ranks = start(SETUP + INTERRUPTED, 4, tmp_path, timeout_s=100)
     assert [rank.wait(timeout=200) for rank in ranks] == [0] * 4
     of_rank = [json.loads(said(tmp_path, rank, "found")) for rank in range(4)]
     for rank, found in enumerate(of_rank):
-        assert found["lost"].startswith("KeyboardInterrupt: " if rank == 3 else "PeerLost: "), (rank, found)
+        assert found.get("lost", "nobody").startswith("KeyboardInterrupt: " if rank == 3 else "PeerLost: "), (
+            rank,
+            found,
+        )
         assert found["steps"] == 5
         assert found["seconds"] < 50, "it waited for a time-out"
         assert ("out" in found) == (rank in (2, 3)), (rank, found)

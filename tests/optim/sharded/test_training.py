@@ -92,6 +92,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [4, 6], ids=["2 boxes of 2", "2 boxes of 3"])
 def test_sharded_boxes_train_as_replicated_by_fsdp_itself(tmp_path, size):
     ranks = start(SETUP + TRAINING, size, tmp_path)

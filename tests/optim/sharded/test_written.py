@@ -100,6 +100,7 @@ KINDS = ("dense", "dense bf16", "compressed", "skipping", "compressed bf16")
 WRITES = ("clipped", "clipped_in_one_box", "scaled", "divided", "through_data", "zeroed_on_one_rank")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_gradients_of_shards_that_are_written_after_they_were_sent_are_refused_alike(tmp_path, size):
     ranks = start(SETUP + WRITTEN, size, tmp_path)

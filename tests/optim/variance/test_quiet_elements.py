@@ -148,6 +148,7 @@ LATE_MOVE = {"onebit_adam": 3.0, "onebit_lamb": 1.0, "zero_one_adam": 3.0}
 """In units of lr, over the rest of the run. LAMB moves a tensor by lr times its own size, and these weigh 0.02."""
 
 
+@pytest.mark.slow
 @every_value({"size": (2, 4), "name": MAKE}, only=(2,))
 def test_t13_quiet_elements_of_a_gpt_neither_explode_nor_die(name, size):
     for seen in run_threads(size, lambda group: train(MAKE[name], group)):
@@ -159,6 +160,7 @@ def test_t13_quiet_elements_of_a_gpt_neither_explode_nor_die(name, size):
         assert seen.losses[-1] < 0.7 * seen.losses[0]
 
 
+@pytest.mark.few(1)
 @every_value({"name": MAKE}, only=(0, 1))
 def test_t13_on_one_rank_where_nothing_is_compressed_late_rows_are_bounded_by_the_floor(name):
     """Measured: 17 for late rows under 1-bit Adam, whose new gradients are larger than those that v is the mean of."""
@@ -210,6 +212,7 @@ Adam's own steps here reach 2 lr; without the floor they reach 1e6 lr. 4 is long
 """
 
 
+@pytest.mark.few(1)
 @every_value(
     {
         "name, size": [

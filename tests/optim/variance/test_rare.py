@@ -123,6 +123,7 @@ def test_a_row_is_frozen_as_if_typical_gradients_had_touched_it_more_often(name,
     assert all(torch.equal(v_N, found[0]) for v_N in found)
 
 
+@pytest.mark.few(1)
 @every_value({"name": CLASSES, "share": [False, True]})
 @pytest.mark.law
 def test_a_run_of_rare_rows_loaded_around_the_freeze_and_a_refresh_is_the_one_that_went_on(name, share):

@@ -98,6 +98,7 @@ def test_a_refresh_is_an_exchange_in_full_from_which_v_is_brought_up_to_date(nam
     assert all(torch.equal(x, results[0][1]) for _, x in results)
 
 
+@pytest.mark.few(1)
 @every_value({"name": CLASSES, "share": [False, True]}, only=(1, 2))
 @pytest.mark.law
 def test_a_run_loaded_before_at_and_after_a_refresh_is_the_one_that_went_on(name, share):

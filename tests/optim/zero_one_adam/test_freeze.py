@@ -138,6 +138,7 @@ def test_a_frozen_run_does_not_unfreeze_when_it_is_loaded_with_another_freeze():
     assert not other.plan(9).update_variance
 
 
+@pytest.mark.few(1)
 @every_value({"freeze": [1, 2, 3], "beta2": [0.99, 0.999]})
 def test_a_variance_of_one_two_or_three_gradients_neither_explodes_nor_stops_the_run(freeze, beta2):
     """Measured: 53 lr with a variance of one noisy gradient, 28 of three. beta2 is no matter."""

@@ -15,6 +15,7 @@ from tests.deploy.policies import broken
 from tests.deploy.rendering import objects, rendered
 from tests.deploy.schemas import NEWEST, complaints
 from tests.service.control_plane_harness import spec
+from thinwire.contract.labels import in_metadata
 from thinwire.contract.spec import read_spec
 from thinwire.service.launch.driver import command_line, script_of_workers
 from thinwire.service.launch.kuberay.manifest import (
@@ -108,6 +109,21 @@ def test_the_fields_that_are_the_jobs() -> None:
     assert GPU not in group(made(**CASES["cpu"]))["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert group(made(**CASES["cpu"]))["template"]["spec"]["terminationGracePeriodSeconds"] == 150
     assert "suspend" not in found["spec"]
+
+
+def test_labels_of_the_job_are_on_all_that_is_made_of_it_and_are_none_that_others_go_by() -> None:
+    labels = {"team": "vision", QUEUE: "the-largest", "ray.io/cluster": "", "app.kubernetes.io/managed-by": "me"}
+    job = replace(attempt(), metadata={**attempt().metadata, **in_metadata(labels)})
+    found = rayjob(read_template(None), job)
+    cluster = found["spec"]["rayClusterSpec"]
+    for one in (found, cluster["headGroupSpec"]["template"], group(found)["template"]):
+        on_it = one["metadata"]["labels"]
+        assert on_it["label.thinwire/team"] == "vision"
+        assert on_it["kueue.x-k8s.io.label.thinwire/queue-name"] == "the-largest"
+        assert QUEUE not in on_it
+        assert "ray.io/cluster" not in on_it
+    assert found["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "thinwire"
+    assert complaints(found, NEWEST) == []
 
 
 def test_a_template_is_left_as_it_is_however_many_jobs_are_made_of_it() -> None:
@@ -256,6 +272,7 @@ GO_READS_OTHERWISE = ("1e-3", "1e3", ".5e3", "1.e+3", "+2E6", "y", "N", "0o17")
 kubectl reads a file."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", GO_READS_OTHERWISE)
 def test_a_string_that_kubernetes_would_read_as_something_else_is_quoted(text: str) -> None:
     found = made()

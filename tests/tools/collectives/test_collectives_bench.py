@@ -50,6 +50,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_measure_all_algorithms_and_the_first_keeps_them(size, tmp_path):
     for rank in gloo_ranks.start(BENCH, size, tmp_path):
@@ -92,6 +93,7 @@ except BenchFailed as error:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("at", ["chain", "tree"])  # the one a collective, the other of send and recv
 def test_a_rank_that_dies_is_named_and_nothing_is_kept(at, tmp_path):
     ranks = gloo_ranks.start(DIES.replace("{at}", at), 3, tmp_path, timeout_s=20.0)

@@ -20,6 +20,7 @@ URL = "http://head:8265"
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_nodes_of_a_cluster_are_examined_by_a_job(local_launcher: LocalLauncher, tmp_path: Path) -> None:
     assert local_launcher._serving is not None
     url, token = local_launcher._serving[0].url, local_launcher._head.token_path

@@ -46,6 +46,7 @@ def rehearsed(out: Path, *options: str) -> dict:
     return json.loads((out / "REHEARSAL.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_rehearsal_trains_on_hosts_of_a_lab_and_counts_what_they_send(namespaces, tmp_path):  # noqa: F811
     result = rehearsed(tmp_path, "--rates", "1000", "--only", "ddp_fp32,deepspeed,onebit_adam_clipped")
     rows = {row["method"]: row for row in result["rows"]}

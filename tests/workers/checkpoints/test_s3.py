@@ -71,6 +71,7 @@ def test_a_store_that_denies_access_says_so(s3, where, method):
     assert store.newest_whole().step == 10
 
 
+@pytest.mark.slow
 @parametrize(
     ("place", "method", "words"),
     [
@@ -108,6 +109,7 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for_before_a_job_trains(s3,
     assert not [name for name in objects(where) if "probe" in name]
 
 
+@pytest.mark.slow
 def test_a_job_trains_on_while_its_store_is_away_and_saves_when_it_is_back(s3, where, tmp_path, monkeypatch):
     deliver = CheckpointStore.deliver
     failed = threading.Event()

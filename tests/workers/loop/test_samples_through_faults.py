@@ -86,6 +86,7 @@ def spec(tmp_path, name):
     )
 
 
+@pytest.mark.few(1)
 @parametrize("name", OPTIMIZERS, usual=[1, 3, -1])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_every_sample_of_an_epoch_is_used_once(tmp_path, monkeypatch, name, seed):

@@ -42,6 +42,7 @@ OLD = {
 """Within which seeds an old rule breaks which law, among others."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("old", OLD)
 def test_an_old_rule_put_back_breaks_its_law(old):
     seeds, law = OLD[old]

@@ -139,6 +139,7 @@ def test_without_a_link_it_says_how_to_give_one_or_to_measure_it(monkeypatch):
         run(PlanRequest(SPEC, None, workers=2), quiet)
 
 
+@pytest.mark.slow
 def test_what_a_rank_says_before_it_fails_is_told(monkeypatch):
     monkeypatch.setattr(children, "LAST_WORDS", 40)
     spec = small_spec(data={"source": "text-file", "path": "/no/such/text"})

@@ -96,6 +96,7 @@ def test_what_cannot_be_rehearsed_says_why_the_scripts_own_words_first(tmp_path,
     assert "thinwire/" not in str(told.value)
 
 
+@pytest.mark.slow
 def test_one_of_several_that_ends_without_a_word_is_not_waited_for(tmp_path):
     """The second one ends well while the first is awaited."""
     text = ENDLESS.replace("assert ", "time.sleep(0.1)\nif len(os.listdir()) > 2: os._exit(0)\nassert ", 1)

@@ -44,6 +44,7 @@ def test_every_example_of_a_recipe_is_a_job_whose_optimizer_is_made(path):
     assert type(made).__name__ == OPTIMIZERS[spec.optimizer.name].__name__
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_built_from_the_defaults_of_its_spec_and_trains(name, tmp_path):
     given = {"lr": 1e-2} if name != "local_steps" else {"every": 4, "inner": {"name": "adam", "lr": 1e-2}}
@@ -77,6 +78,7 @@ def test_the_outer_step_that_a_job_file_leaves_out_is_the_constructor_s():
     assert OuterSGD(**OuterSpec().model_dump()) == OuterSGD()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", [1, 2])
 def test_a_job_of_cada_counts_its_uploads_and_a_resumed_one_is_the_one_that_went_on(tmp_path, rule):
     given = {"name": "cada", "lr": 4e-3, "rule": rule, "max_age": 6, "threshold": 0.02}

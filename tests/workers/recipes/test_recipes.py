@@ -212,6 +212,7 @@ def test_the_rehearsal_leaves_no_trace(name):
     assert torch.equal(values(training.model), values(other.model))
 
 
+@pytest.mark.few(2)
 @every_recipe
 @every_precision
 def test_a_job_runs_and_a_resumed_one_repeats_it(name, precision, tmp_path):

@@ -3,6 +3,8 @@
 import contextlib
 import json
 
+import pytest
+
 from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import RunFolder
@@ -34,6 +36,7 @@ def lock(job, rank, step):
     partial.replace(job.run_dir / f"locked-{rank}")
 
 
+@pytest.mark.slow
 def test_one_worker_that_hangs_and_all_that_hang_are_told_by_the_line_of_the_script(tmp_path):
     folder = tmp_path / "driver"
     folder.mkdir()

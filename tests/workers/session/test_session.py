@@ -635,6 +635,7 @@ def test_ranks_that_are_given_folders_of_their_own_are_told_before_the_first_ste
         run_threads(2, work)
 
 
+@pytest.mark.slow
 def test_peers_hear_of_the_error_by_which_a_session_is_left():
     script = textwrap.dedent("""
         import torch

@@ -224,6 +224,7 @@ def test_damaged_history_is_an_error_and_the_summary_stands(tmp_path: Path) -> N
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
+@pytest.mark.slow
 def test_drawing_uses_no_pyplot(tmp_path: Path) -> None:
     """pyplot keeps every figure of the process and picks a window system; and matplotlib is loaded to draw only."""
     write(tmp_path, run())

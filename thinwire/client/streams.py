@@ -6,16 +6,17 @@ for told in follow(client, job_id, "events"):
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Self
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Final
 
 import httpx
 
-from thinwire.cli.client import BadAnswer, Client, ClientError, NotFound, Unreachable
+from thinwire.client.asking import Awaiting, Blocking
+from thinwire.client.errors import BadAnswer, ClientError, NotFound, Unreachable
 from thinwire.contract.streams import END, RETRY_MS, Told
 
 MOST_BYTES: Final = 1 << 20
@@ -88,7 +89,7 @@ class Parser:
 
 
 def follow(
-    client: Client,
+    client: Blocking,
     job_id: str | None,
     what: str,
     params: Mapping[str, str] | None = None,
@@ -125,69 +126,38 @@ def follow(
         sleep(parser.retry_s)
 
 
+async def followed(
+    client: Awaiting,
+    job_id: str | None,
+    what: str,
+    params: Mapping[str, str] | None = None,
+    *,
+    again: bool = True,
+    lost: Callable[[ClientError], None] = lambda error: None,
+) -> AsyncIterator[Told]:
+    """The same as `follow`, for a program with an event loop."""
+    parser = Parser()
+    while True:
+        try:
+            async with client.stream(job_id, what, params or {}, parser.last_id) as response:
+                if response.status_code == httpx.codes.NO_CONTENT:
+                    return
+                parser.begin()
+                async for part in response.aiter_bytes():
+                    for told in parser.of(part):
+                        yield told
+                        if told.event == END:
+                            return
+            if not again:
+                return
+        except (Unreachable, httpx.HTTPError) as error:
+            wrong = error if isinstance(error, Unreachable) else Unreachable(f"the stream broke off ({error!r})")
+            if not again:
+                raise wrong from error
+            lost(wrong)
+        await asyncio.sleep(parser.retry_s)
+
+
 def is_older(error: NotFound) -> bool:
     """Is it the service that has no streams, or no such job?"""
     return error.code != "job_not_found"
-
-
-class Bell:
-    """Rings when something has happened to a job: a stream of it is read in a thread, and what it says is not kept.
-
-    Use it as a context manager. Where the service has no streams, or they end, it no longer `follows`.
-    """
-
-    def __init__(self, client: Client, job_id: str) -> None:
-        self._client, self._job_id = client, job_id
-        self._rung, self._over = threading.Event(), threading.Event()
-        self._follows = False
-        self._thread = threading.Thread(target=self._listen, name="thinwire-bell", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *what: object) -> None:
-        self._over.set()
-
-    @property
-    def follows(self) -> bool:
-        """Will it ring? Else ask every now and then."""
-        return self._follows
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for it, so long at most. Did it ring since the last time?"""
-        rung = self._rung.wait(seconds)
-        self._rung.clear()
-        return rung
-
-    def wait_for_news(self, poll_s: float, slow_s: float, on_poll: Callable[[], None]) -> None:
-        """Wait until it rings, at least for one poll, and at most for `slow_s`; for one poll where it does not follow.
-
-        on_poll: called between polls.
-        """
-        until = time.monotonic() + slow_s
-        if self._follows:  # whatever happens meanwhile is asked for at once
-            time.sleep(poll_s)
-            on_poll()
-        while not self.wait(poll_s) and self._follows and time.monotonic() < until:
-            on_poll()
-
-    def _listen(self) -> None:
-        try:
-            for told in follow(self._client, self._job_id, "events", lost=self._lost, sleep=self._pause):
-                self._follows = True
-                self._rung.set()
-                if self._over.is_set() or told.event == END:
-                    break
-        except (ClientError, RuntimeError):  # an older service, or the client is closed: it is polled, and says why
-            pass
-        self._follows = False
-        self._rung.set()
-
-    def _lost(self, error: ClientError) -> None:
-        self._follows = False
-        self._rung.set()
-
-    def _pause(self, seconds: float) -> None:
-        if self._over.wait(seconds):
-            raise RuntimeError("nobody waits for the bell any more")

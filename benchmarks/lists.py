@@ -1,0 +1,170 @@
+"""The command: python -m benchmarks.lists [--jobs 100000] [--postgresql]. How quick are lists of many jobs?
+
+A database with so many jobs that are over, of 50 people, a tenth of them with a label that one job in 1,000 has, all
+with one that half of them have; beside them 1,000 that are not over. A server of its own answers over HTTP: each list is asked
+for as a page of 100, in turn with the others so that a busy machine slows all of them alike, and each of its next pages
+by its cursor. Printed: p50 and p99 in milliseconds, and what it is of the page without a filter.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import httpx
+import typer
+from sqlalchemy import insert, text
+
+from benchmarks.provenance import ROOT, provenance
+from benchmarks.service import PACKAGES, Service
+from tests.service.control_plane_harness import sample, spec
+from tests.service.postgresql import postgresql
+from thinwire.contract.spec import read_spec
+from thinwire.service.db import Database
+from thinwire.service.jobs.listing import LabelRow
+from thinwire.service.jobs.repository import JobRow
+
+RESULT = ROOT / "benchmarks" / "results" / "service" / "lists.json"
+CODE = ("service", "thinwire", "benchmarks/service.py", "benchmarks/lists.py", ":!*.md")
+OPEN = 1000
+PEOPLE = 50
+LISTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "not over": {"state": ["PENDING", "RUNNING"]},
+    "succeeded": {"state": "SUCCEEDED"},
+    "over": {"state": ["SUCCEEDED", "FAILED", "CANCELLED"]},
+    "cancelled, of which there is none": {"state": "CANCELLED"},
+    "of one person": {"person": "person-7"},
+    "of nobody": {"person": "nobody"},
+    "of a name": {"name": "job-3"},
+    "of names that begin so": {"name": "job-*"},
+    "of no name": {"name": "none*"},
+    "of a label that half have": {"label": "half=yes"},
+    "of a label that few have": {"label": "sweep=17"},
+    "of two labels": {"label": ["half=yes", "sweep=17"]},
+    "of half, and one person": {"label": "half=yes", "person": "person-7"},
+    "of half, and nobody": {"label": "half=yes", "person": "nobody"},
+    "of a day": {"created_after": "2026-01-01T00:00:00Z", "created_before": "2026-01-02T00:00:00Z"},
+    "with a text in few": {"text": "00042"},
+    "with a text in none": {"text": "nowhere"},
+    "all of one person that failed": {"person": "person-7", "state": "FAILED"},
+}
+"""What is asked for beside limit=100."""
+
+
+def fill(database: Database, count: int) -> None:
+    """Jobs that are over, ten minutes apart, and OPEN that are not."""
+    draw = random.Random(0)
+    made = read_spec(spec()).model_dump(mode="json", exclude={"labels"})
+    newest = {"attempt": 1, "sample": sample(100)}
+    first = 1_767_225_600.0  # the beginning of 2026
+    with database.unfenced() as session:
+        for begin in range(0, count + OPEN, 5000):
+            jobs, labels = [], []
+            for number in range(begin, min(begin + 5000, count + OPEN)):
+                job_id = f"job-{number % 10}-{number:06x}"
+                over = number < count
+                own = {"half": "yes" if number % 2 else "no"}
+                if number % 10 == 0:
+                    own["sweep"] = str(draw.randrange(100))
+                at = first + 600.0 * number
+                state = draw.choice(["SUCCEEDED"] * 9 + ["FAILED"]) if over else "PENDING"
+                row = {"id": job_id, "name": f"job-{number % 10}", "spec": made, "labels": own, "state": state}
+                row |= {"spec_digest": "0" * 64, "token_hash": f"{number:064x}", "max_attempts": 4, "attempt": 1}
+                row |= {"created_at": at, "finished_at": at + 60.0 if over else None, "version": 1, "kept_bytes": 0}
+                row |= {"submitted_by": f"person-{draw.randrange(PEOPLE)}", "arrival": number + 1}
+                row |= {"newest_sample": newest if over else None, "summary": {"state": state} if over else None}
+                jobs.append(row)
+                labels += [{"job_id": job_id, "key": k, "value": v, "created_at": at} for k, v in own.items()]
+            session.execute(insert(JobRow), jobs)
+            session.execute(insert(LabelRow), labels)
+
+
+def measure(client: httpx.Client, times: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of each list's first page, and of the page that follows it."""
+    taken: dict[str, list[float]] = {}
+    for _ in range(times):
+        for name, asked in LISTS.items():
+            before: dict[str, str] = {}
+            for page in ("", ", the next page"):
+                began = time.perf_counter()
+                answer = client.get("/v1/jobs", params={"limit": 100, **asked, **before})
+                taken.setdefault(name + page, []).append(1000.0 * (time.perf_counter() - began))
+                answer.raise_for_status()
+                found = answer.json()
+                if found["next"] is None:
+                    break
+                before = {"before": found["next"]}
+    base = median(taken["all"])
+    return {
+        name: {
+            "p50_ms": round(median(ms), 1),
+            "p99_ms": round(sorted(ms)[min(len(ms) - 1, int(0.99 * len(ms)))], 1),
+            "of_all": round(median(ms) / base, 2),
+        }
+        for name, ms in taken.items()
+    }
+
+
+def main(
+    jobs: Annotated[int, typer.Option(min=1000, help="That are over.")] = 100_000,
+    times: Annotated[int, typer.Option(min=1, help="Each list is asked for so often.")] = 50,
+    on_postgresql: Annotated[bool, typer.Option("--postgresql", help="Not SQLite.")] = False,
+    keep: Annotated[bool, typer.Option(help="Write the result beside the others.")] = True,
+) -> None:
+    """Fill a database, ask for lists, print what they took."""
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
+        url = stack.enter_context(postgresql())() if on_postgresql else f"sqlite:///{home / 'thinwire.db'}"
+        database = Database(url)
+        database.upgrade()
+        fill(database, jobs)
+        with database.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+            if on_postgresql:
+                connection.execute(text("VACUUM ANALYZE"))  # as autovacuum does within a minute
+        database.close()
+        # A turn of the reconciler in five minutes: what is measured is the lists alone.
+        settings = {"THINWIRE_DATABASE_URL": url, "THINWIRE_RECONCILE_INTERVAL_S": "300"}
+        service = Service(home, files=4096, **settings)
+        try:
+            time.sleep(5.0)  # the first turn, which finds nobody there and waits
+            headers = {"Authorization": f"Bearer {service.operator}"}
+            with httpx.Client(base_url=service.url, headers=headers, trust_env=False, timeout=60.0) as client:
+                measure(client, 2)
+                found = measure(client, times)
+            memory = service.memory("VmHWM")
+        finally:
+            service.process.terminate()
+            service.process.wait(60)
+    kind = "PostgreSQL" if on_postgresql else "SQLite"
+    print(f"{jobs} jobs, {kind}")
+    for name, figures in found.items():
+        print(f"{name:50} p50 {figures['p50_ms']:8.1f} ms  p99 {figures['p99_ms']:8.1f} ms  {figures['of_all']:6.2f}x")
+    if keep:
+        known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        versions = {name: version(name) for name in PACKAGES}
+        known[kind] = {
+            "command": " ".join(["python -m benchmarks.lists", *map(shlex.quote, sys.argv[1:])]),
+            **asdict(provenance(CODE)),
+            "packages": versions,
+            "jobs": jobs,
+            "not_over": OPEN,
+            "times": times,
+            "rss_most_mib": memory,
+            "lists": found,
+        }
+        RESULT.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,443 @@
+"""Every call of the REST API, as the requests that it takes; see `asking`. All of them raise ClientError.
+
+Each returns what contract/ says of its answer. A list comes whole, page after page, as long as nothing else is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from thinwire.client.asking import Ask, Params, Steps, Upload, answered
+from thinwire.client.errors import AmbiguousId, BadAnswer, ClientError, NotFound, Unreachable, error_body
+from thinwire.client.streams import Parser
+from thinwire.contract.jobs import (
+    CheckpointList,
+    Draft,
+    History,
+    Job,
+    JobItem,
+    JobList,
+    JobState,
+    Logs,
+    TargetGroup,
+)
+from thinwire.contract.packages import Package, PackageList
+from thinwire.contract.people import AuditLine, AuditList, MadeToken, NewToken, RotatedToken, TokenItem, TokenList
+from thinwire.contract.reports import Event
+from thinwire.contract.spec import JobSpec
+from thinwire.contract.streams import Told
+
+MOST = 1000
+"""In one page."""
+_BEYOND_ALL_STEPS = 10**9
+_UPLOAD_TIMEOUT_S = 120.0
+"""Between two parts of a package, and until the service has looked at it."""
+_TARGETS = TypeAdapter(list[TargetGroup])
+_States = JobState | str | Iterable[JobState | str]
+
+
+# jobs
+
+
+def submit(spec: Mapping[str, JsonValue] | JobSpec, idempotency_key: str | None = None) -> Steps[Job]:
+    """Create a job; the same key and spec again finds the first. Raises Rejected for a wrong spec."""
+    headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+    return (yield from answered(Job, Ask("POST", "/v1/jobs", body=_body(spec), headers=headers)))
+
+
+def validate(spec: Mapping[str, JsonValue] | JobSpec) -> Steps[Draft]:
+    """What would become of a submission: the spec with all defaults, and whether it would start now. It makes no job.
+
+    Raises Rejected for a wrong spec, as `submit` does.
+    """
+    return (yield from answered(Draft, Ask("POST", "/v1/jobs:validate", body=_body(spec))))
+
+
+def clone(
+    job_id: str, changes: Mapping[str, JsonValue] | None = None, idempotency_key: str | None = None
+) -> Steps[Job]:
+    """A new job of another one's spec, with these changes: a JSON merge patch, where None stands for a default.
+
+    Raises NotFound, Rejected.
+    """
+    headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+    ask = Ask("POST", _path(job_id, "clone"), body=changes or {}, headers=headers)
+    return (yield from answered(Job, ask))
+
+
+def jobs(
+    limit: int | None = 100,
+    *,
+    state: _States = (),
+    labels: Mapping[str, str] | None = None,
+    name: str | None = None,
+    person: str | None = None,
+    text: str | None = None,
+    created_after: datetime | None = None,
+    created_before: datetime | None = None,
+) -> Steps[list[JobItem]]:
+    """The newest jobs that are all of this, newest first, as many as `limit`; None: all.
+
+    state: one of these. labels: all of them. name: the whole name, or with * at its end what it begins with. person:
+    who has submitted it. text: somewhere in its ID, that person's name or a label. created_after, created_before: with
+    a time zone.
+    """
+    asked = filters(
+        state=state,
+        labels=labels,
+        name=name,
+        person=person,
+        text=text,
+        created_after=created_after,
+        created_before=created_before,
+    )
+    found: list[JobItem] = []
+    before: str | None = None
+    while limit is None or len(found) < limit:  # an answer holds as many as fit
+        page = yield from jobs_page(asked, MOST if limit is None else min(MOST, limit - len(found)), before)
+        found += page.jobs
+        before = page.next
+        if before is None:
+            break
+    return found
+
+
+def jobs_page(asked: Params | None = None, limit: int = 100, before: str | None = None) -> Steps[JobList]:
+    """One page of that. asked: `filters(...)`. before: `next` of the page before."""
+    params = {**(asked or {}), "limit": str(limit), **({} if before is None else {"before": before})}
+    return (yield from answered(JobList, Ask("GET", "/v1/jobs", params=params)))
+
+
+def filters(
+    *,
+    state: _States = (),
+    labels: Mapping[str, str] | None = None,
+    name: str | None = None,
+    person: str | None = None,
+    text: str | None = None,
+    created_after: datetime | None = None,
+    created_before: datetime | None = None,
+) -> dict[str, str | list[str]]:
+    """What a list of jobs is asked for, as parameters of its query."""
+    states = [state] if isinstance(state, str) else list(state)
+    times = {"created_after": created_after, "created_before": created_before}
+    asked: dict[str, str | list[str] | None] = {
+        "state": [str(one) for one in states],
+        "label": [f"{key}={value}" for key, value in (labels or {}).items()],
+        "name": name,
+        "person": person,
+        "text": text,
+        **{parameter: None if at is None else at.isoformat() for parameter, at in times.items()},
+    }
+    return {parameter: value for parameter, value in asked.items() if value not in (None, [])}
+
+
+def job(job_id: str) -> Steps[Job]:
+    """One job, by its full ID. Raises NotFound."""
+    return (yield from answered(Job, Ask("GET", _path(job_id))))
+
+
+def resolve(prefix: str) -> Steps[Job]:
+    """The job whose ID is, or alone begins with, `prefix`. Raises NotFound, AmbiguousId."""
+    if not prefix:
+        raise NotFound(404, "not_found", "the ID is empty: `thinwire jobs` lists the IDs", [])
+    try:
+        return (yield from job(prefix))
+    except NotFound:
+        pass  # it may be the beginning of an ID
+    is_possible = prefix.isascii() and prefix.isprintable() and len(prefix) <= 80
+    listed = (yield from jobs(MOST, text=prefix)) if is_possible else []
+    found = [one for one in listed if one.id.startswith(prefix)]
+    if not found:
+        raise NotFound(404, "not_found", f"no job has an ID that begins with {prefix!r}: see `thinwire jobs`", [])
+    if len(found) > 1:
+        ids = ", ".join(one.id for one in found[:5])
+        raise AmbiguousId(f"{len(found)} jobs have an ID that begins with {prefix!r}: {ids}; give more of it")
+    return (yield from job(found[0].id))  # a list says less of a job
+
+
+def resize(job_id: str, *, least: int | None = None, most: int | None = None) -> Steps[Job]:
+    """Ask for other limits on the number of workers; what is None stays. The same again changes nothing.
+
+    Raises: NotFound, Rejected, and ApiError (409) where the job is over or being cancelled.
+    """
+    limits = {"min": least, "max": most}
+    given: dict[str, JsonValue] = {name: value for name, value in limits.items() if value is not None}
+    return (yield from answered(Job, Ask("PATCH", _path(job_id), body={"workers": given})))
+
+
+def label(job_id: str, labels: Mapping[str, str | None]) -> Steps[Job]:
+    """Set labels of a job, which may be over; None takes one away, and the others stay. Raises NotFound, Rejected."""
+    return (yield from answered(Job, Ask("PATCH", _path(job_id), body={"labels": dict(labels)})))
+
+
+def cancel(job_id: str) -> Steps[Job]:
+    """Ask for the job's end; answers at once. Raises NotFound, and ApiError (409) where it is over."""
+    return (yield from answered(Job, Ask("POST", _path(job_id, "cancel"))))
+
+
+def delete(job_id: str) -> Steps[None]:
+    """Remove a job that is over, with its folder. Raises NotFound, ApiError."""
+    yield Ask("DELETE", _path(job_id))
+
+
+def wait(
+    job_ids: Sequence[str],
+    timeout_s: float | None = None,
+    *,
+    poll_s: float = 1.0,
+    on_ended: Callable[[Job], None] = lambda job: None,
+) -> Steps[dict[str, Job]]:
+    """The jobs as they have ended, by full ID; at the end of `timeout_s` those that have by then.
+
+    A service that cannot be reached is waited for. poll_s: seconds between two looks. on_ended: called with each.
+    Raises NotFound, where one is deleted meanwhile.
+    """
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    ended: dict[str, Job] = {}
+    pause_s = 0.0
+    while True:
+        for job_id in dict.fromkeys(job_ids):
+            if job_id in ended:
+                continue
+            try:
+                found = yield from answered(Job, Ask("GET", _path(job_id), after_s=pause_s))
+            except Unreachable:
+                if until is not None and time.monotonic() >= until:
+                    raise
+                pause_s = poll_s
+                continue
+            pause_s = 0.0
+            if found.state.terminal:
+                ended[job_id] = found
+                on_ended(found)
+        if all(job_id in ended for job_id in job_ids):
+            return ended
+        left_s = float("inf") if until is None else until - time.monotonic()
+        if left_s <= 0.0:
+            return ended
+        pause_s = min(poll_s, left_s)
+
+
+# what a job has said
+
+
+def logs(job_id: str, offset: int = 0, limit: int | None = None) -> Steps[Logs]:
+    """The next part of the job's log from `offset` on: 0, or `next_offset` of the part before. limit: bytes."""
+    params = {"offset": str(offset), **({} if limit is None else {"limit": str(limit)})}
+    return (yield from answered(Logs, Ask("GET", _path(job_id, "logs"), params=params)))
+
+
+def history(job_id: str) -> Steps[History]:
+    """Every sample and event of the job that the service keeps."""
+    first = page = yield from history_page(job_id)
+    samples, events = list(first.samples), list(first.events)
+    while page.next_after_step is not None:
+        # No event is of this kind: only samples are wanted.
+        page = yield from history_page(job_id, page.next_after_step, kinds=["none"])
+        samples += page.samples
+    page = first
+    while page.next_before_event is not None:
+        page = yield from history_page(job_id, _BEYOND_ALL_STEPS, before_event=page.next_before_event)
+        events[:0] = page.events
+    return History(job_id=job_id, samples=samples, events=events, unreadable=first.unreadable)
+
+
+def history_page(
+    job_id: str, after_step: int = -1, *, kinds: Sequence[str] = (), before_event: int | None = None
+) -> Steps[History]:
+    """The samples after a step, and the newest events, of these kinds alone where some are named: one answer."""
+    params: dict[str, str | list[str]] = {}
+    if after_step >= 0:
+        params["after_step"] = str(after_step)
+    if kinds:
+        params["event_kind"] = list(kinds)
+    if before_event is not None:
+        params["before_event"] = str(before_event)
+    return (yield from answered(History, Ask("GET", _path(job_id, "metrics"), params=params)))
+
+
+def events(job_id: str, kinds: Sequence[str]) -> Steps[list[Event]]:
+    """The job's newest events of these kinds, in order of time: as many as one answer holds."""
+    page = yield from history_page(job_id, _BEYOND_ALL_STEPS, kinds=kinds)
+    return page.events
+
+
+def told(after: int = 0) -> Steps[list[Told]]:
+    """States and events of all jobs after an id, as far as they have been told; `streams.follow` goes on."""
+    params = {"after": str(after), "follow": "false"}
+    return Parser().of((yield Ask("GET", "/v1/events", params=params)).content)
+
+
+def told_of_job(job_id: str, after: int = 0) -> Steps[list[Told]]:
+    """The same of one job, with its newest sample, and its end. Raises NotFound."""
+    params = {"after": str(after), "follow": "false"}
+    return Parser().of((yield Ask("GET", _path(job_id, "events"), params=params)).content)
+
+
+def log_told(job_id: str, offset: int = 0) -> Steps[list[Told]]:
+    """Its log from an offset on, as far as it is written. Raises NotFound."""
+    params = {"offset": str(offset), "follow": "false"}
+    return Parser().of((yield Ask("GET", _path(job_id, "logs", "stream"), params=params)).content)
+
+
+def checkpoints(job_id: str) -> Steps[CheckpointList]:
+    """The checkpoints in the job's own folder, in order of step, or where they are instead. Raises NotFound."""
+    path = _path(job_id, "checkpoints")
+    page = yield from answered(CheckpointList, Ask("GET", path))
+    found = list(page.checkpoints)
+    while page.next is not None:
+        page = yield from answered(CheckpointList, Ask("GET", path, params={"before": page.next}))
+        found[:0] = page.checkpoints
+    return CheckpointList(store=page.store, checkpoints=found)
+
+
+def checkpoint_file(job_id: str, folder: str, file: str, target: Path) -> Steps[None]:
+    """Download one file of a checkpoint; its folder is made. Raises: NotFound; OSError of the own disk."""
+    yield Ask("GET", _path(job_id, "checkpoints", quote(folder, safe=""), quote(file, safe="")), into=target)
+
+
+def targets() -> Steps[list[TargetGroup]]:
+    """The workers that can be scraped now, as Prometheus asks for them."""
+    response = yield Ask("GET", "/v1/metrics/targets")
+    try:
+        return _TARGETS.validate_json(response.content)
+    except ValidationError as error:
+        raise BadAnswer(f"GET {response.url} answered what this version cannot read") from error
+
+
+# packages
+
+
+def package(sha256: str) -> Steps[Package]:
+    """The package of this hash. Raises NotFound."""
+    return (yield from answered(Package, Ask("GET", f"/v1/packages/{_quoted(sha256)}")))
+
+
+def has_package(sha256: str) -> Steps[bool]:
+    """Whether the service keeps a package of this hash."""
+    try:
+        found = yield from package(sha256)
+    except NotFound:
+        return False
+    return found.sha256 == sha256
+
+
+def packages() -> Steps[list[Package]]:
+    """All packages that the service keeps, in order of their hashes."""
+    found: list[Package] = []
+    after: Params = {}
+    while True:
+        page = yield from answered(PackageList, Ask("GET", "/v1/packages", params=after))
+        found += page.packages
+        if page.next is None:
+            return found
+        after = {"after": page.next}
+
+
+def put_package(
+    sha256: str, file: BinaryIO, size: int, progress: Callable[[int], None] = lambda size: None
+) -> Steps[None]:
+    """Give a package to the service, from where the file stands. progress: called with how many more were sent.
+
+    Raises: Rejected for a zip that may not be unpacked; ApiError (413) for one that is too large, (507) where the
+    service has no room.
+    """
+    sent = Upload(file, size, progress, _UPLOAD_TIMEOUT_S)
+    try:
+        yield Ask("PUT", f"/v1/packages/{_quoted(sha256)}", upload=sent)
+    except Unreachable as error:
+        raise Unreachable(
+            f"the package of {size} bytes could not be sent: {error}. Try again; nothing is left of what was sent"
+        ) from error
+
+
+# people
+
+
+def create_token(asked: NewToken) -> Steps[MadeToken]:
+    """A token for somebody else, with its text. Raises Rejected, and ApiError (409) where the name has one."""
+    body = asked.model_dump(mode="json", exclude_none=True)
+    return (yield from answered(MadeToken, Ask("POST", "/v1/tokens", body=body)))
+
+
+def tokens() -> Steps[list[TokenItem]]:
+    """Everybody's tokens, by name, without their texts."""
+    found: list[TokenItem] = []
+    after: Params = {}
+    while True:
+        page = yield from answered(TokenList, Ask("GET", "/v1/tokens", params=after))
+        found += page.tokens
+        if page.next is None:
+            return found
+        after = {"after": page.next}
+
+
+def revoke_token(name: str) -> Steps[None]:
+    """Refuse the token of this name from now on. Raises NotFound."""
+    yield Ask("DELETE", f"/v1/tokens/{_quoted(name)}")
+
+
+def rotate_token() -> Steps[str]:
+    """Another operator's token in the place of the one in the service's home."""
+    made = yield from answered(RotatedToken, Ask("POST", "/v1/tokens/operator/rotate"))
+    return made.token
+
+
+def audit(limit: int | None = 100, *, who: str | None = None, job_id: str | None = None) -> Steps[list[AuditLine]]:
+    """The newest changes, newest first; of one person, of one job where given. limit: None: all that are kept."""
+    asked = {"who": who, "job_id": job_id}
+    params: dict[str, str | list[str]] = {name: value for name, value in asked.items() if value is not None}
+    found: list[AuditLine] = []
+    while limit is None or len(found) < limit:
+        params["limit"] = str(MOST if limit is None else min(MOST, limit - len(found)))
+        page = yield from answered(AuditList, Ask("GET", "/v1/audit", params=params))
+        found += page.lines
+        if page.next is None:
+            break
+        params["before"] = str(page.next)
+    return found
+
+
+# the service
+
+
+def not_ready() -> Steps[str | None]:
+    """None when the service takes jobs, else its reason. Raises Unreachable where nobody answers at all."""
+    response = yield Ask("GET", "/readyz", is_open=True, any_status=True)
+    return None if response.is_success else error_body(response).message
+
+
+def alive() -> Steps[bool]:
+    """True where the service that is found answers /healthz; nothing is raised."""
+    try:
+        response = yield Ask("GET", "/healthz", is_open=True, any_status=True)
+    except ClientError:
+        return False
+    return response.is_success
+
+
+def metrics() -> Steps[str]:
+    """The service's own metrics, as Prometheus reads them."""
+    response = yield Ask("GET", "/metrics")
+    return response.text
+
+
+def _body(spec: Mapping[str, JsonValue] | JobSpec) -> Mapping[str, JsonValue]:
+    """A spec that was read as a model says what was written, and no default: those of the service hold."""
+    return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else spec
+
+
+def _path(job_id: str, *rest: str) -> str:
+    return "/".join(["/v1/jobs", _quoted(job_id), *rest])
+
+
+def _quoted(part: str) -> str:
+    return quote(part, safe="", errors="backslashreplace")

@@ -1,0 +1,116 @@
+"""Where the service listens, and with which token it is asked.
+
+THINWIRE_URL and THINWIRE_TOKEN say it, else server.json and token in THINWIRE_HOME. A client looks again before every
+request, so a control plane that was started again, on another port, is found without more ado.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from pydantic import ValidationError
+
+from thinwire.client.errors import Unreachable, WrongEnvironment
+from thinwire.contract.files import unusable_home
+from thinwire.contract.redaction import redacted_json
+from thinwire.contract.tls import WrongCa, read_ca, trusting
+from thinwire.service.config import Settings
+
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a control plane listens, and a person's token. `pid` is None for one named by THINWIRE_URL."""
+
+    url: str
+    token: str = field(repr=False)
+    pid: int | None = None
+
+
+def find_server() -> Server:
+    """The server that THINWIRE_URL names, else the one of THINWIRE_HOME. Raises Unreachable, WrongEnvironment."""
+    url = os.environ.get("THINWIRE_URL", "").strip()
+    if not url:
+        return server_of(home())
+    if not url.startswith(("http://", "https://")):
+        raise WrongEnvironment(f"THINWIRE_URL is {url!r}; it must begin with http:// or https://")
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise WrongEnvironment(f"THINWIRE_URL is {url!r}, which is no URL: {error}") from error
+    token = os.environ.get("THINWIRE_TOKEN", "").strip()
+    # The token of the home is a secret of this machine's server: it is not sent to another one.
+    if not token and httpx.URL(url).host in _LOOPBACK_HOSTS:
+        token = _read(home() / "token")
+    if not token:
+        raise WrongEnvironment(f"THINWIRE_URL is {url}, and no token is known for it: set THINWIRE_TOKEN")
+    return Server(url.rstrip("/"), token)
+
+
+def trusted() -> ssl.SSLContext | bool:
+    """The CA that THINWIRE_TLS_CA names, else those of the machine, or of SSL_CERT_FILE. Raises WrongEnvironment."""
+    named = os.environ.get("THINWIRE_TLS_CA", "")
+    if not named:
+        return True
+    try:
+        return trusting(read_ca(Path(named)))
+    except WrongCa as error:
+        raise WrongEnvironment(str(error)) from error
+
+
+def home() -> Path:
+    """The folder of the service's state: THINWIRE_HOME, else the user's data folder. Raises WrongEnvironment."""
+    try:
+        return Settings().home
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "THINWIRE_" + "_".join(map(str, first["loc"])).upper()
+        given = redacted_json(first["input"], name)
+        raise WrongEnvironment(f"the environment variable {name} is {given!r}: {first['msg']}") from error
+
+
+def server_of(home: Path) -> Server:
+    """The server that serves this home, as its server.json says. Raises Unreachable where there is none."""
+    server_file, token_file = home / "server.json", home / "token"
+    try:
+        text = _text(server_file)
+    except OSError as error:
+        raise Unreachable(unusable_home(home, error)) from error
+    except ValueError as error:
+        raise Unreachable(f"{server_file} is not readable ({error}): start the server again") from error
+    if not text:
+        raise Unreachable(
+            f"no control plane serves {home} (it has no server.json): start one with `thinwire serve`, "
+            "or set THINWIRE_HOME or THINWIRE_URL"
+        )
+    try:
+        found = json.loads(text)
+        url, pid = str(found["url"]), int(found["pid"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise Unreachable(f"{server_file} is not readable ({error}): start the server again") from error
+    token = _read(token_file)
+    if not token:
+        raise Unreachable(f"{token_file} is missing or empty: start the server again with `thinwire serve`")
+    return Server(url.rstrip("/"), token, pid)
+
+
+def _read(path: Path) -> str:
+    """The file's text without white space around it; empty where there is no such file. Raises Unreachable."""
+    try:
+        return _text(path)
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"{path} cannot be read: {error}") from error
+
+
+def _text(path: Path) -> str:
+    """The same. Raises OSError, ValueError."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
