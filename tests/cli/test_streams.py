@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
@@ -17,8 +18,8 @@ from tests.service.live_service import LiveService
 from thinwire.cli import watch as watching
 from thinwire.cli.bell import Bell
 from thinwire.cli.events import line
-from thinwire.client import BadAnswer, Client, Server, server_of
-from thinwire.client.streams import MOST_BYTES, Parser, follow
+from thinwire.client import AsyncClient, BadAnswer, Client, Server, server_of
+from thinwire.client.streams import MOST_BYTES, Parser, follow, followed
 from thinwire.contract.streams import Told
 
 STREAM = (
@@ -62,10 +63,23 @@ def test_a_stream_that_breaks_is_asked_for_from_its_last_id() -> None:
             return httpx.Response(204)
         return httpx.Response(200, content=rest[: chance.randrange(len(rest)) if len(asked) < 20 else None])
 
-    with Client(lambda: Server("http://here", "t"), httpx.MockTransport(answer)) as client:
+    with Client(Server("http://here", "t"), httpx.MockTransport(answer)) as client:
         found = [told.data["n"] for told in follow(client, None, "events", sleep=lambda seconds: None)]
     assert found == list(range(1, 30))
     assert len(asked) > 5
+
+    async def awaited() -> list[object]:
+        async with AsyncClient(Server("http://here", "t"), httpx.MockTransport(answer)) as client:
+            return [told.data["n"] async for told in followed(client, None, "events")]
+
+    asked.clear()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(asyncio, "sleep", _at_once)
+        assert asyncio.run(awaited()) == found
+
+
+async def _at_once(seconds: float) -> None:
+    """Nobody waits."""
 
 
 def test_an_older_service_has_no_streams_and_is_polled(monkeypatch: pytest.MonkeyPatch) -> None:
