@@ -1,9 +1,9 @@
 """The command: python -m benchmarks.lists [--jobs 100000] [--postgresql]. How quick are lists of many jobs?
 
 A database with so many jobs that are over, of 50 people, a tenth of them with a label that one job in 1,000 has, all
-with one that half of them have; beside them 1,000 that are not over. A server of its own answers over HTTP: each list is asked
-for as a page of 100, in turn with the others so that a busy machine slows all of them alike, and each of its next pages
-by its cursor. Printed: p50 and p99 in milliseconds, and what it is of the page without a filter.
+with one that half of them have; beside them 1,000 that are not over. A server of its own answers over HTTP: each list
+is asked for as a page of 100, in turn with the others so that a busy machine slows all of them alike, and each of its
+next pages by its cursor. Printed: p50 and p99 in milliseconds, and what it is of the page without a filter.
 """
 
 from __future__ import annotations

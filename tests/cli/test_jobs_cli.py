@@ -63,6 +63,7 @@ def cancelled(live: LiveService, **changes: Any) -> str:
 # jobs
 
 
+@pytest.mark.slow
 def test_jobs_are_listed_by_what_the_options_say(live: LiveService, thinwire: Thinwire) -> None:
     first = live.service.submit(name="listed", labels={"team": "vision", "stage": "dev"})
     second = cancelled(live, name="listed", labels={"team": "text"})
@@ -83,6 +84,13 @@ def test_jobs_are_listed_by_what_the_options_say(live: LiveService, thinwire: Th
     assert "LABELS" in table.splitlines()[0]
     assert "stage=dev,team=vision" in table
     assert "No such job" in thinwire("jobs", "--name", "nothing-is-called-so").err
+
+
+def test_jobs_of_a_label_and_a_state_are_listed(live: LiveService, thinwire: Thinwire) -> None:
+    job_id = live.service.submit(name="labelled", labels={"listed": "yes"})
+    table = thinwire("jobs", "--label", "listed=yes", "--state", "open").out.splitlines()
+    assert [line.split()[0] for line in table] == ["ID", job_id]
+    assert table[1].endswith("listed=yes")
 
 
 @parametrize(
@@ -152,6 +160,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_job(
 # several
 
 
+@pytest.mark.slow
 def test_several_jobs_are_shown_cancelled_and_deleted_at_once(live: LiveService, thinwire: Thinwire) -> None:
     first, second = live.service.submit(name="several"), live.service.submit(name="several")
     assert [job["id"] for job in json.loads(thinwire("show", first, second, "--json").out)] == [first, second]
@@ -183,6 +192,7 @@ def test_top_is_a_table_of_what_is_not_over(live: LiveService, thinwire: Thinwir
     assert over not in table.out
 
 
+@pytest.mark.slow
 def test_labels_are_set_and_taken_away(live: LiveService, thinwire: Thinwire) -> None:
     job_id = live.service.submit(labels={"stage": "dev"})
     assert thinwire("label", job_id, "team=vision", "stage-").code == 0
@@ -208,6 +218,7 @@ def test_a_job_comes_from_standard_input_with_changes(
     assert (job["spec"]["steps"], job["spec"]["optimizer"]["lr"]) == (60, 1e-3)
 
 
+@pytest.mark.slow
 def test_a_field_that_there_is_not_is_told_by_its_name(live: LiveService, thinwire: Thinwire, job_file: Path) -> None:
     for option, words in (
         ("optimizer.lrr=1", "did you mean lr"),
@@ -246,6 +257,7 @@ def test_settings_are_read_by_the_fields_that_they_name() -> None:
 # validate, clone
 
 
+@pytest.mark.slow
 def test_validate_says_what_would_become_of_a_file(live: LiveService, thinwire: Thinwire, job_file: Path) -> None:
     before = len(json.loads(thinwire("jobs", "--all", "--json").out)["jobs"])
     assert "would be taken" in thinwire("validate", str(job_file)).out
@@ -257,6 +269,7 @@ def test_validate_says_what_would_become_of_a_file(live: LiveService, thinwire: 
     assert len(json.loads(thinwire("jobs", "--all", "--json").out)["jobs"]) == before
 
 
+@pytest.mark.slow
 def test_clone_makes_a_job_of_another_with_changes(live: LiveService, thinwire: Thinwire) -> None:
     origin = live.service.submit(name="origin", labels={"try": "1"})
     said = thinwire("clone", origin, "--set", "steps=60", "--label", "try=2")

@@ -112,7 +112,7 @@ def _encoded(found: object) -> str:
         st.just(cursor("tokens", "anna", 1)),
     )
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_cursor_that_somebody_has_made_up_is_a_place_or_refused_in_words(several: Service, made_up: str) -> None:
     for path, parameter in (("/v1/jobs", "before"), ("/v1/tokens", "after"), ("/v1/packages", "after")):
         answer = several.client.get(path, params={parameter: made_up})
@@ -164,7 +164,7 @@ QUIET: Any = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 @given(**WALK)
-@settings(max_examples=5, **QUIET)
+@settings(max_examples=3, **QUIET)
 def test_a_walk_sees_each_job_that_stood_all_the_time_exactly_once(walked: Walks, **walk: Any) -> None:
     _walk(walked, **walk)
 

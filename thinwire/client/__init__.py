@@ -78,6 +78,7 @@ class Calls:
     has_package = Call(calls.has_package)
     packages = Call(calls.packages)
     put_package = Call(calls.put_package)
+    me = Call(calls.me)
     create_token = Call(calls.create_token)
     tokens = Call(calls.tokens)
     revoke_token = Call(calls.revoke_token)

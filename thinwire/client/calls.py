@@ -29,7 +29,16 @@ from thinwire.contract.jobs import (
     TargetGroup,
 )
 from thinwire.contract.packages import Package, PackageList
-from thinwire.contract.people import AuditLine, AuditList, MadeToken, NewToken, RotatedToken, TokenItem, TokenList
+from thinwire.contract.people import (
+    AuditLine,
+    AuditList,
+    MadeToken,
+    NewToken,
+    RotatedToken,
+    SignedIn,
+    TokenItem,
+    TokenList,
+)
 from thinwire.contract.reports import Event
 from thinwire.contract.spec import JobSpec
 from thinwire.contract.streams import Told
@@ -360,6 +369,11 @@ def put_package(
 
 
 # people
+
+
+def me() -> Steps[SignedIn]:
+    """Whose token this is, and what they may do."""
+    return (yield from answered(SignedIn, Ask("GET", "/v1/session")))
 
 
 def create_token(asked: NewToken) -> Steps[MadeToken]:
