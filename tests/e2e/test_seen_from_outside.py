@@ -18,8 +18,6 @@ from tests.service.collector import Collector
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 STEPS = 300
 
 
@@ -93,6 +91,7 @@ def test_the_log_of_one_worker_is_found_by_its_rank(seen: Server, job: dict[str,
 
 
 def test_tensorboard_has_each_step_once_through_the_death_of_rank_0(job: dict[str, Any]) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = Path(job["run_dir"]) / "tensorboard"
     found = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     found.Reload()
