@@ -3,7 +3,7 @@
 The guard stands before the routes and is closed by default: a path that OPEN_PATHS does not name needs a token,
 whether a route exists there or not. What a known token may do is said by the routes, with the dependencies
 `person`, `operator`, `job_or_person` and `ticket_holder`. Tokens and tickets are stored as SHA-256; they are random, so
-no slow hash is needed.
+no slow hash is needed. In the place of a token a browser may send the cookie of a session (web/sessions.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from thinwire.contract import logs
 from thinwire.contract.jobs import JobState
 from thinwire.contract.people import Role
 from thinwire.service.errors import Forbidden, JobOver, ServiceError, Unauthorized, Unavailable, error_response
+from thinwire.service.web.cookies import cookie_of, refuse_foreign
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs", "/"})
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods of requests that change nothing."""
 DOCS_FILES = "/docs/files"
 """Below it is what the page /docs loads: open too."""
+WEB_FILES = "/web"
+"""Below it is what the page / loads. None of it is about anybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +70,36 @@ def token_hash(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+Find = Callable[[str, str], Caller | None]
+
+
 class Guard:
     """ASGI middleware: 401 without a known token; with one, `request.state.caller` says whose it is.
 
-    find: the caller who has this token or ticket, asked from this address, or None. It may block.
+    find: the caller who has this token or ticket, asked from this address, or None. find_session: the same of what a
+    session's cookie holds. Both may block. The cookie counts only where there is no Authorization header.
     """
 
-    def __init__(self, app: ASGIApp, find: Callable[[str, str], Caller | None]) -> None:
+    def __init__(self, app: ASGIApp, find: Find, find_session: Find) -> None:
         self.app = app
-        self._find = find
+        self._find, self._find_session = find, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an open path or a known caller pass; answer the others."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{DOCS_FILES}/"):
+        open_below = (f"{DOCS_FILES}/", f"{WEB_FILES}/")
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith(open_below):
             await self.app(scope, receive, send)
             return
         try:
             address = (scope.get("client") or ("",))[0]
-            caller = await self._caller(Headers(scope=scope).get("authorization", ""), address)
+            headers = Headers(scope=scope)
+            cookie = None if "authorization" in headers else cookie_of(headers)
+            if cookie is None:
+                caller = await self._caller(headers.get("authorization", ""), address)
+            else:
+                if scope["method"] not in READS:
+                    refuse_foreign(headers)
+                caller = await self._of_session(cookie, address)
         except ServiceError as error:
             await error_response(error)(scope, receive, send)
             return
@@ -102,14 +117,24 @@ class Guard:
             )
         if scheme.lower() != "bearer" or not token:
             raise Unauthorized("the Authorization header must be 'Bearer <token>'")
-        try:
-            caller = await run_in_threadpool(self._find, token, address)
-        except OperationalError as error:
-            logger.exception("database_error where=guard")
-            raise Unavailable("the database does not answer now, so the token cannot be checked; try again") from error
+        caller = await _asked(self._find, token, address)
         if caller is None:
             raise Unauthorized("this token is not known: it is wrong, or of another service or home folder")
         return caller
+
+    async def _of_session(self, cookie: str, address: str) -> Caller:
+        caller = await _asked(self._find_session, cookie, address)
+        if caller is None:
+            raise Unauthorized("there is no such session, or no more: sign in with your token")
+        return caller
+
+
+async def _asked(find: Find, secret: str, address: str) -> Caller | None:
+    try:
+        return await run_in_threadpool(find, secret, address)
+    except OperationalError as error:
+        logger.exception("database_error where=guard")
+        raise Unavailable("the database does not answer now, so the token cannot be checked; try again") from error
 
 
 # The guard does the work; this puts the scheme into OpenAPI, and an "Authorize" button into /docs.
@@ -119,6 +144,11 @@ _documented = HTTPBearer(auto_error=False, description="a person's token, or a j
 async def person(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: a person who may do this: to read takes the role viewer, all else the role user. Raises Forbidden."""
     _need(_of_request(request), request)
+
+
+async def anybody(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
+    """Dependency: a person of any role, for what is their own. Raises Forbidden."""
+    _need(Role.VIEWER, request)
 
 
 async def operator(request: Request, _: Annotated[object, Depends(_documented)]) -> None:

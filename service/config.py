@@ -111,6 +111,12 @@ class Settings(BaseSettings):
     scrape_networks: tuple[IPNetwork, ...] = Field(
         (), description="networks whose addresses jobs may register for Prometheus, beside the sender's own"
     )
+    session_hours: float = Field(
+        12.0, gt=0.0, le=8760.0, description="who has signed in to the page is signed in for so long"
+    )
+    grafana_url: str | None = Field(
+        None, description="a Grafana with the service's dashboards, which the page links to"
+    )
     trusted_proxies: tuple[IPNetwork, ...] = Field(
         (), description="networks of proxies that say by X-Forwarded-For who asks, and from which nobody else can ask"
     )
@@ -133,7 +139,7 @@ class Settings(BaseSettings):
             raise ValueError("is blank: name a database, or leave it out for SQLite in the home")
         return re.sub(r"\Apostgres(ql)?://", "postgresql+psycopg://", bare)
 
-    @field_validator("ray_address", "public_url", "otlp_endpoint")
+    @field_validator("ray_address", "public_url", "otlp_endpoint", "grafana_url")
     @classmethod
     def _http(cls, url: str | None) -> str | None:
         parts = urlsplit(url or "http://a")

@@ -45,6 +45,7 @@ from thinwire.contract import logs
 from thinwire.contract.jobs import ErrorBody, JobState, Problem
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.service.problems import describe_problems
+from thinwire.service.web.headers import HEADERS
 
 logger = logging.getLogger(__name__)
 
@@ -440,5 +441,7 @@ def _database_error(request: Request, error: Exception) -> Response:
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
-    # The server logs the traceback itself after this answer has been sent.
-    return error_response(ServiceError("an error inside the service; its log has the details"))
+    # The server logs the traceback itself after this answer has been sent, which passes by all middleware.
+    answer = error_response(ServiceError("an error inside the service; its log has the details"))
+    answer.headers.update(HEADERS)
+    return answer

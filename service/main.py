@@ -12,8 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic.json_schema import models_json_schema
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,7 +23,7 @@ from thinwire.contract.reports import Telemetry
 from thinwire.contract.tls import read_ca
 from thinwire.contract.traces import ENDPOINT, Traces
 from thinwire.service import errors
-from thinwire.service.auth import DOCS_FILES, Guard, person
+from thinwire.service.auth import DOCS_FILES, WEB_FILES, Guard, person
 from thinwire.service.bodies import Bodies
 from thinwire.service.config import IPNetwork, Settings
 from thinwire.service.db import Database
@@ -48,6 +46,9 @@ from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
 from thinwire.service.request_ids import RequestIds
 from thinwire.service.requests import SCHEMAS
 from thinwire.service.tracing import Traced
+from thinwire.service.web import router as web_router
+from thinwire.service.web.headers import BrowserHeaders
+from thinwire.service.web.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class ControlPlane:
         self.audit = Audit(self.db, keep_days=settings.audit_days, clock=clock)
         self.tokens = Tokens(self.db, keep_days=settings.audit_days, clock=clock)
         self.callers = Callers(self.db, self.operator_token, self.tokens, grace_s=settings.job_grace_s)
+        self.sessions = Sessions(self.db, self.callers, lifetime_s=settings.session_hours * 3600.0, clock=clock)
+        self.grafana_url = settings.grafana_url
         self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(
@@ -238,6 +241,7 @@ class ControlPlane:
         self.jobs.sweep()
         self.packages.prune()
         self.tokens.prune()
+        self.sessions.prune()
         self.audit.prune()
 
     def service_id(self) -> str:
@@ -302,13 +306,17 @@ def create_app(
     app.include_router(packages_router.packages)
     app.include_router(people_router.people)
     app.include_router(_own)
+    app.include_router(web_router.sessions)
+    app.include_router(web_router.pages)
+    app.mount(WEB_FILES, web_router.files())
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
     # The last one added is the first to see a request: name it, see whom a proxy speaks for, send its answer in parts,
-    # count it, ask who it is, note what is changed, read the body.
+    # tell browsers of it, count it, ask who it is, note what is changed, read the body.
     app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
-    app.add_middleware(Guard, find=plane.callers.of)
+    app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
+    app.add_middleware(BrowserHeaders)
     app.add_middleware(Paced)
     if plane.traces is not None:
         app.add_middleware(Traced, spans=plane.traces)
@@ -355,18 +363,6 @@ async def openapi(request: Request) -> Response:
     if not hasattr(state, "openapi"):
         state.openapi = errors.ShowableJSON(request.app.openapi()).body
     return Response(state.openapi, media_type="application/json")
-
-
-@_own.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> HTMLResponse:
-    """The API to look at and to try. Open; its files come from here, since a cluster may not reach the Internet."""
-    return get_swagger_ui_html(
-        openapi_url="/openapi.json",
-        title=request.app.title,
-        swagger_js_url=f"{DOCS_FILES}/swagger-ui-bundle.js",
-        swagger_css_url=f"{DOCS_FILES}/swagger-ui.css",
-        swagger_favicon_url=f"{DOCS_FILES}/favicon.png",
-    )
 
 
 @_own.get("/readyz", responses=errors.documented(errors.Unavailable))

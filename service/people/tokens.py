@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -230,20 +231,33 @@ class Callers:
 
         Raises: Unauthorized for a token that is over; TooManyWrongTokens; sqlalchemy's errors.
         """
-        digest, now = token_hash(token), self._elapsed()
+        digest = token_hash(token)
         self._home.look()
         if hmac.compare_digest(digest, self._home.hash):
             return Caller(person=Person(OPERATOR, Role.OPERATOR))
+        # The prefix saves a look-up. One job's token in 16 million begins so, too: then all are looked at.
+        is_persons, may_hold_later = token.startswith(PREFIX), len(token) == TICKET_CHARACTERS
+        return self.known(digest, address, partial(self._found, is_persons=is_persons), remember=not may_hold_later)
+
+    def known(
+        self, digest: str, address: str, find: Callable[[Session, str], Caller | None], *, remember: bool = True
+    ) -> Caller | None:
+        """Who `find` says it is whose secret has this SHA-256, unless it is known to be wrong; wrong ones are counted.
+
+        remember: a wrong one stays wrong. Raises: what `find` raises, TooManyWrongTokens; sqlalchemy's errors.
+        """
+        now = self._elapsed()
         why = self._wrong.get(digest, now)
         if why is None:
             self.look_ups += 1
             try:
-                if (caller := self._found(token, digest)) is not None:
-                    return caller
+                with self._db.read() as session:
+                    if (caller := find(session, digest)) is not None:
+                        return caller
                 why = ""
             except Unauthorized as error:
                 why = error.message
-            if why or len(token) != TICKET_CHARACTERS:
+            if why or remember:
                 self._wrong.put(digest, why, now)
             if not why and (wait_s := self._guesses.take(address, 1.0, now)) > 0.0:
                 raise TooManyWrongTokens(address, ceil(wait_s))
@@ -251,18 +265,23 @@ class Callers:
             raise Unauthorized(why)
         return None
 
-    def _found(self, token: str, digest: str) -> Caller | None:
-        with self._db.read() as session:
-            # The prefix saves a look-up. One job's token in 16 million begins so, too: then all are looked at.
-            if token.startswith(PREFIX) and (person := self._tokens.person(session, digest)) is not None:
-                return Caller(person=person)
-            jobs = JobRepository(session)
-            if (job := jobs.by_token_hash(digest)) is not None:
-                found, state, finished_at = job
-                late = finished_at is not None and self._tokens.now() > finished_at + self._grace_s
-                return Caller(found, over=state if late else None)
-            if (job_id := jobs.id_by_ticket_hash(digest)) is not None:
-                return Caller(job_id, ticket=True)
+    def person(self, session: Session, digest: str) -> Person | None:
+        """Whose token has this SHA-256, the operator's too; None where it is no person's. Raises Unauthorized."""
+        self._home.look()
+        if hmac.compare_digest(digest, self._home.hash):
+            return Person(OPERATOR, Role.OPERATOR)
+        return self._tokens.person(session, digest)
+
+    def _found(self, session: Session, digest: str, *, is_persons: bool) -> Caller | None:
+        if is_persons and (person := self._tokens.person(session, digest)) is not None:
+            return Caller(person=person)
+        jobs = JobRepository(session)
+        if (job := jobs.by_token_hash(digest)) is not None:
+            found, state, finished_at = job
+            late = finished_at is not None and self._tokens.now() > finished_at + self._grace_s
+            return Caller(found, over=state if late else None)
+        if (job_id := jobs.id_by_ticket_hash(digest)) is not None:
+            return Caller(job_id, ticket=True)
         return None
 
 

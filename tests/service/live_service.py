@@ -50,10 +50,10 @@ SUMMARY: dict[str, Any] = {
 
 
 class Listening:
-    """An application that answers on a free port of loopback, from a thread. options: of uvicorn."""
+    """An application that answers on a port of loopback, 0: a free one, from a thread. options: of uvicorn."""
 
-    def __init__(self, app: Any, **options: Any) -> None:
-        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, **{"lifespan": "off", **options}))
+    def __init__(self, app: Any, port: int = 0, **options: Any) -> None:
+        self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, **{"lifespan": "off", **options}))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         wait_until(lambda: self._server.started, "the server listens")
@@ -75,9 +75,9 @@ class LiveService:
         self.home = service.home
         self._listening: Listening | None = None
 
-    def listen(self) -> None:
-        """Answer on a free port; write server.json, and tell the runs."""
-        found = self._listening = Listening(self.service.app, timeout_graceful_shutdown=1)
+    def listen(self, port: int = 0) -> None:
+        """Answer on this port, 0: a free one; write server.json, and tell the runs."""
+        found = self._listening = Listening(self.service.app, port, timeout_graceful_shutdown=1)
         self.port = found.port
         (self.home / "server.json").write_text(json.dumps({"url": found.url, "pid": os.getpid()}))
         self.service.plane.jobs._folders.service = ServiceAt(found.url)

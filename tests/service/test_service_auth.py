@@ -35,6 +35,8 @@ OF_THE_JOB = {
     ("POST", "/v1/jobs/{job_id}/log"),
 }
 """What the token of a job allows, of that job."""
+OF_ANYBODY = {("POST", "/v1/session"), ("GET", "/v1/session"), ("DELETE", "/v1/session")}
+"""What every person may, for it is their own session."""
 OF_THE_TICKET = {("POST", "/v1/jobs/{job_id}/claim")}
 """What the ticket of an attempt allows, of its job, and nobody else may."""
 
@@ -43,7 +45,7 @@ OF_THE_TICKET = {("POST", "/v1/jobs/{job_id}/claim")}
 def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     app = create_app(Settings(home=tmp_path_factory.mktemp("routes"), launcher="fake"), FakeLauncher())
     documented = [(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item]
-    return sorted({*documented, ("GET", "/openapi.json"), ("GET", "/docs")})
+    return sorted({*documented, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/")})
 
 
 def _at(path: str, job_id: str) -> str:
@@ -58,7 +60,7 @@ def _at(path: str, job_id: str) -> str:
 def _needed(route: tuple[str, str]) -> Role:
     if route in OF_OPERATORS:
         return Role.OPERATOR
-    return Role.VIEWER if route[0] == "GET" else Role.USER
+    return Role.VIEWER if route[0] == "GET" or route in OF_ANYBODY else Role.USER
 
 
 def _is_allowed(route: tuple[str, str], caller: Role | str) -> bool:
@@ -113,7 +115,7 @@ def test_every_route_but_the_open_ones_needs_a_known_token(
 
 def test_a_path_without_a_route_is_closed_too(service: Service) -> None:
     del service.client.headers["Authorization"]
-    for path in ("/", "/v1", "/v1/jobs/", "/docs/", "//healthz", "/admin", "/redoc"):
+    for path in ("/v1", "/v1/jobs/", "/web", "/webx", "/docs/", "http://testserver//healthz", "/admin", "/redoc"):
         assert service.client.get(path, follow_redirects=False).status_code == 401, path
 
 

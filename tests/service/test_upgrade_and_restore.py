@@ -36,6 +36,7 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0007": (["granted", "queue"], []),
     "0008": (["arrival"], []),
     "0009": (["labels"], ["job_labels"]),
+    "0010": ([], ["sessions"]),
 }
 """The columns of `jobs` and the tables that came with each version."""
 

@@ -72,6 +72,16 @@ class TokenList(BaseModel):
     )
 
 
+class SignedIn(BaseModel):
+    """GET /v1/session: who asks, and what the page shows around their jobs."""
+
+    name: str
+    role: Role
+    expires_at: datetime | None = Field(None, description="of the session; null: the request came with a token")
+    version: str = Field(description="of the service")
+    grafana_url: str | None = Field(None, description="where its dashboards are, if anywhere")
+
+
 class RotatedToken(BaseModel):
     """POST /v1/tokens/operator/rotate: the operator's new token, which is in the home too."""
 

@@ -1,0 +1,177 @@
+// The frame: who is signed in, which view the address names, and whether what is shown is of now.
+import { ApiError, call, get, SignedOut, Unreachable, watcher } from "./api.js";
+import { fill, h, put, say } from "./dom.js";
+import { clockText } from "./format.js";
+
+const VIEWS = {
+  "": () => import("./jobs.js"),
+  jobs: () => import("./job.js"),
+  compare: () => import("./compare.js"),
+  submit: () => import("./submit.js"),
+  people: () => import("./people.js"),
+};
+const content = document.getElementById("content");
+const stale = document.getElementById("stale");
+
+/** Who is signed in: {name, role, ...}; null where nobody is. */
+let me = null;
+let current = null;
+let turn = 0;
+let lastOk = null;
+
+watcher.ok = () => {
+  lastOk = new Date();
+  if (stale.textContent) stale.textContent = "";
+};
+watcher.lost = (error) => {
+  const since = lastOk ? `stale since ${clockText(lastOk)}: ` : "";
+  say(stale, `${since}${error.message}. What is shown is from then; it goes on by itself when the service is back.`);
+};
+watcher.signedOut = (why) => {
+  if (me === null) return;
+  me = null;
+  frame();
+  signIn(why);
+};
+
+function frame() {
+  const nav = document.getElementById("nav"), who = document.getElementById("who");
+  nav.hidden = who.hidden = me === null;
+  if (me === null) { nav.replaceChildren(); who.replaceChildren(); return; }
+  const links = [["#/", "Jobs"]];
+  if (me.role !== "viewer") links.push(["#/submit", "Submit"]);
+  if (me.role === "operator") links.push(["#/people", "People"]);
+  fill(nav, links.map(([href, name]) => h("a", { href }, name)),
+    me.grafana_url ? h("a", { href: me.grafana_url, rel: "noreferrer" }, "Grafana") : null,
+    h("a", { href: "docs" }, "API"));
+  fill(who, h("span", { class: "wide" }, `${me.name} (${me.role}) `), h("button", { type: "button", on: { click: signOut } }, "Sign out"));
+}
+
+function mark(name) {
+  for (const link of document.querySelectorAll("#nav a")) {
+    const here = link.getAttribute("href") === `#/${name === "jobs" ? "" : name}`;
+    if (here) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  }
+}
+
+/** The view that the address names: #/jobs/ID/logs?rank=1 is the view `jobs` with parts and parameters. */
+async function show() {
+  const mine = ++turn;
+  const [path, search] = location.hash.replace(/^#\/?/, "").split("?", 2);
+  const [name, ...parts] = path.split("/");
+  const route = { name, parts: parts.map(unescaped), parameters: new URLSearchParams(search ?? "") };
+  if (me === null) { signIn(); return; }
+  if (current?.goes?.(route)) { mark(name); return; }
+  current?.stop();
+  current = null;
+  if (!Object.hasOwn(VIEWS, name)) { heading("There is no such page", h("p", {}, h("a", { href: "#/" }, "All jobs"))); return; }
+  mark(name);
+  try {
+    const module = await VIEWS[name]();
+    if (mine !== turn) return;
+    content.replaceChildren();
+    current = module.view(content, route, { me, failed });
+    focusHeading();
+  } catch (error) {
+    failed(error);
+  }
+}
+
+function unescaped(part) {
+  try { return decodeURIComponent(part); } catch { return part; }
+}
+
+function focusHeading() {
+  const title = content.querySelector("h1");
+  document.title = title ? `${title.textContent} - Thinwire` : "Thinwire";
+  if (title && document.activeElement !== document.body) { title.tabIndex = -1; title.focus({ preventScroll: true }); }
+  scrollTo(0, 0);
+}
+
+function heading(title, ...rest) {
+  fill(content, h("h1", {}, title), ...rest);
+  focusHeading();
+}
+
+/** What cannot be mended by waiting, in words. */
+function failed(error) {
+  if (error instanceof SignedOut || error?.name === "AbortError") return;
+  current?.stop();
+  current = null;
+  const what = error instanceof ApiError ? error.message : error instanceof Unreachable ? `${error.message}; load the page again` : `an error of this page: ${error?.message ?? error}`;
+  if (!(error instanceof ApiError)) console.error(error);
+  heading(error?.status === 404 ? "Not found" : "This cannot be shown", h("p", { role: "alert" }, what), h("p", {}, h("a", { href: "#/" }, "All jobs")));
+}
+
+function signIn(why) {
+  current?.stop();
+  current = null;
+  const error = h("p", { class: "problem", role: "alert", id: "sign-in-problem" }, why ?? null);
+  const token = h("input", { id: "token", type: "password", autocomplete: "current-password", required: true, spellcheck: "false", "aria-describedby": "token-help sign-in-problem" });
+  const form = h("form", { class: "sign-in", on: { submit: begin } },
+    h("h1", {}, "Sign in"),
+    h("label", { for: "token" }, "Your token"),
+    token,
+    h("p", { id: "token-help", class: "help" }, "The operator makes one for you with ", h("code", {}, "thinwire token create"),
+      "; their own is the file ", h("code", {}, "token"), " in the service's home. The browser keeps a session, and not the token."),
+    error,
+    h("button", { class: "main" }, "Sign in"));
+  fill(content, form);
+  document.title = "Sign in - Thinwire";
+  token.focus();
+
+  async function begin(event) {
+    event.preventDefault();
+    const button = form.querySelector("button");
+    button.disabled = true;
+    say(error, "");
+    try {
+      if (!/^[\x21-\x7e]+$/.test(token.value.trim())) throw new Error("a token is one word of letters, digits, - and _");
+      me = await call("POST", "v1/session", { token: token.value.trim() });
+      token.value = "";
+      frame();
+      show();
+    } catch (problem) {
+      button.disabled = false;
+      say(error, problem.message);
+      token.focus();
+      token.select();
+    }
+  }
+}
+
+async function signOut() {
+  try {
+    await call("DELETE", "v1/session");
+  } catch (error) {
+    if (!(error instanceof SignedOut)) { watcher.lost(error); return; }
+  }
+  me = null;
+  current?.stop();
+  current = null;
+  frame();
+  signIn();
+}
+
+async function begin() {
+  for (let waitMs = 1000; ; waitMs = Math.min(15_000, waitMs * 2)) {
+    try {
+      me = await get("v1/session");
+      break;
+    } catch (error) {
+      if (error instanceof SignedOut) break;
+      if (!(error instanceof Unreachable)) { failed(error); return; }
+      fill(content, h("p", {}, "The service does not answer. The page goes on by itself when it does."));
+      await new Promise((resolve) => setTimeout(resolve, waitMs));
+    }
+  }
+  frame();
+  addEventListener("hashchange", show);
+  show();
+}
+
+document.getElementById("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the fragment names the view
+  content.focus();
+});
+begin();

@@ -1,0 +1,110 @@
+// Two or more runs beside one another: by step, by seconds, and by bytes sent.
+import { get, jobPath, Poller, query } from "./api.js";
+import { Chart } from "./charts.js";
+import { fill, h, newId, put, say, table } from "./dom.js";
+import { bytesText, lossText, OVER, ratioText, secondsText, stepsText } from "./format.js";
+import { Samples } from "./history.js";
+import { badge } from "./jobs.js";
+
+const MOST = 8;
+const EVERY_MS = 4000;
+const AXES = {
+  step: { name: "step", text: String, of: (samples) => samples.columns.step },
+  seconds: { name: "time", text: secondsText, of: (samples) => samples.seconds() },
+  bytes: { name: "sent", text: bytesText, of: (samples) => samples.bytes().sent },
+};
+
+export function view(place, route, { failed }) {
+  const ids = [...new Set((route.parameters.get("jobs") ?? "").split(",").filter(Boolean))].slice(0, MOST);
+  const runs = ids.map((id, at) => ({ id, colour: `c${at + 1}`, samples: new Samples(id), job: null, progress: null }));
+  const axis = h("select", { id: newId("axis") }, Object.keys(AXES).map((one) => h("option", { value: one }, one)));
+  axis.value = Object.hasOwn(AXES, route.parameters.get("by")) ? route.parameters.get("by") : "step";
+  const add = h("input", { id: newId("add"), placeholder: "another job's ID", spellcheck: "false", autocomplete: "off" });
+  const list = h("div"), figures = h("div", { class: "charts" }), note = h("p", { class: "help", role: "status" });
+  put(place, h("h1", {}, "Compare"),
+    h("form", { class: "filters", on: { submit: more } }, h("label", { for: axis.id }, "By"), axis, h("label", { for: add.id }, "Add"), add, h("button", {}, "Add")),
+    note, list, figures);
+  let charts = [];
+  axis.addEventListener("change", () => { history.replaceState(null, "", address(ids)); build(); draw(); });
+
+  function address(jobs) { return `#/compare${query({ jobs: jobs.join(","), by: axis.value })}`; }
+
+  function more(event) {
+    event.preventDefault();
+    const id = add.value.trim();
+    if (id && ids.length < MOST) location.hash = address([...ids, id]);
+    else if (id) say(note, `At most ${MOST} runs.`);
+  }
+
+  function build() {
+    for (const chart of charts) chart.stop();
+    const lines = runs.map((run) => ({ name: run.id, colour: run.colour }));
+    const x = AXES[axis.value], sync = newId("sync");
+    const made = (title, y, points = false) => new Chart(title, lines.map((line) => ({ ...line, points })), { x, y, sync });
+    charts = [made("Training loss", { text: (value) => value.toPrecision(4) }), made("Validation loss", { text: (value) => value.toPrecision(4) }, true),
+      made("Bytes a worker has sent", { text: bytesText, fromZero: true }), made("Seconds of a step", { text: secondsText, fromZero: true })];
+    fill(figures, charts.map((one) => one.element));
+  }
+
+  function draw() {
+    const known = runs.filter((run) => run.job);
+    if (known.length) {
+      fill(list, table("The runs", ["job", "state", "step", "loss", "validation", "time", "a worker sent", "against fp32", "workers"], runs.map((run) => {
+        const { job, samples } = run, bytes = samples.bytes(), sent = bytes.sent.at(-1), seconds = samples.seconds().at(-1);
+        return [h("span", {}, h("span", { class: `key ${run.colour}` }), h("a", { href: `#/jobs/${encodeURIComponent(run.id)}` }, run.id), " ", h("button", { type: "button", "aria-label": `Leave out ${run.id}`, on: { click: () => { location.hash = address(ids.filter((one) => one !== run.id)); } } }, "x")),
+          job ? badge(job) : run.gone ?? "", job?.progress ? stepsText(job.progress.step, job.steps) : "-", lossText(job?.progress?.loss), lossText(job?.validation_loss),
+          secondsText(seconds), bytesText(sent), sent ? ratioText(bytes.fp32.at(-1) / sent || null) : "-", String(job?.progress?.world_size ?? "-")];
+      })));
+    }
+    const joined = joinedBy(runs.map((run) => AXES[axis.value].of(run.samples)));
+    const column = (of) => [joined.xs, ...runs.map((run, at) => spread(joined, at, of(run.samples)))];
+    const steps = (name) => (samples) => samples.columns[name].map((one, at) => (samples.columns.step[at] > 0 ? one : null));
+    charts[0].set(column((samples) => samples.columns.loss));
+    charts[1].set(column((samples) => samples.columns.validation_loss));
+    charts[2].set(column((samples) => samples.bytes().sent));
+    charts[3].set(column(steps("step_seconds")));
+  }
+
+  async function load(signal) {
+    let changed = false;
+    for (const run of runs) {
+      if (run.over) continue;
+      try {
+        run.job = await get(jobPath(run.id), { signal });
+      } catch (error) {
+        if (error.status !== 404) throw error;
+        run.gone = "there is no such job"; run.over = changed = true;
+        continue;
+      }
+      const { progress } = run.job;
+      if (progress && (progress.step !== run.progress?.step || progress.time !== run.progress?.time)) {
+        await run.samples.refresh(progress, signal);
+        run.progress = progress;
+      }
+      changed = true;
+      run.over = OVER.has(run.job.state) && run.samples.lastStep >= (progress?.step ?? -1);
+    }
+    if (changed) draw();
+  }
+
+  if (ids.length === 0) {
+    say(note, "Choose two or more in the list of jobs, or add them here by their IDs.");
+    return { stop() {} };
+  }
+  build();
+  const poller = new Poller(load, EVERY_MS, failed).start();
+  return { stop() { poller.stop(); for (const chart of charts) chart.stop(); } };
+}
+
+/** One axis for several runs: all their values, in order, and where each run has which. */
+export function joinedBy(axes) {
+  const xs = [...new Set(axes.flat())].sort((one, other) => one - other);
+  const at = new Map(xs.map((x, place) => [x, place]));
+  return { xs, places: axes.map((axis) => axis.map((x) => at.get(x))) };
+}
+
+function spread({ xs, places }, run, column) {
+  const found = new Array(xs.length).fill(null);
+  places[run].forEach((place, at) => { if (column[at] !== null) found[place] = column[at]; });
+  return found;
+}

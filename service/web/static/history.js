@@ -1,0 +1,104 @@
+// What the service keeps of a job's steps, as columns: a run of 100,000 steps is some arrays of numbers.
+import { getLarge, jobPath, query } from "./api.js";
+
+export const COLUMNS = ["step", "time", "loss", "validation_loss", "step_seconds", "predicted_step_seconds", "waited_seconds", "samples_per_second",
+  "payload_bytes", "payload_bytes_total", "compression_ratio", "world_size"];
+const NO_EVENTS = "none"; // no event is of this kind: an answer with samples alone
+export const BEYOND_ALL_STEPS = 1_000_000_000;
+
+export class Samples {
+  constructor(jobId) {
+    this.jobId = jobId;
+    this.columns = Object.fromEntries(COLUMNS.map((name) => [name, []]));
+    this.phase = [];
+    /** [step, {name: number}] of each step at which the optimizer's health was taken. */
+    this.health = [];
+    /** The script's own numbers, by name: [step, value]. */
+    this.reported = new Map();
+    this.seenStep = -1;
+    this.unreadable = 0;
+  }
+
+  get length() { return this.columns.step.length; }
+  get lastStep() { return this.length ? this.columns.step[this.length - 1] : -1; }
+
+  /**
+   * Ask for what is new. progress: the job's newest sample: steps that a resumed run makes again come again.
+   * part(): called after each part. Returns whether anything came.
+   */
+  async refresh(progress, signal, part = () => {}) {
+    const now = progress.step;
+    let after = Math.min(this.lastStep, this.seenStep, now - 1);
+    if (this.length && after < this.lastStep) this.cut(after);
+    let any = false;
+    for (;;) {
+      const found = await getLarge(jobPath(this.jobId, `metrics${query({ after_step: after, event_kind: NO_EVENTS })}`), { signal });
+      found.samples.forEach((sample) => this.take(sample));
+      this.unreadable += found.unreadable;
+      any ||= found.samples.length > 0;
+      if (found.next_after_step === null) break;
+      after = found.next_after_step;
+      part();
+    }
+    this.seenStep = now;
+    return any;
+  }
+
+  /** Forget the steps after this one. */
+  cut(step) {
+    let keep = this.length;
+    while (keep > 0 && this.columns.step[keep - 1] > step) keep -= 1;
+    for (const name of COLUMNS) this.columns[name].length = keep;
+    this.phase.length = keep;
+    this.health = this.health.filter(([at]) => at <= step);
+    for (const [name, pairs] of this.reported) this.reported.set(name, pairs.filter(([at]) => at <= step));
+  }
+
+  take(sample) {
+    for (const name of COLUMNS) this.columns[name].push(sample[name] ?? null);
+    this.phase.push(sample.phase);
+    if (sample.health) this.health.push([sample.step, sample.health]);
+    for (const [name, value] of Object.entries(sample.reported ?? {})) {
+      if (!this.reported.has(name)) { if (this.reported.size >= 40) continue; this.reported.set(name, []); }
+      this.reported.get(name).push([sample.step, typeof value === "number" ? value : null]);
+    }
+  }
+
+  /** Values of the model, as the ratios say; null where nothing was sent. A ring of n sends 2 (n-1)/n values a value. */
+  parameters() {
+    const { compression_ratio: ratio, payload_bytes: sent, world_size: n } = this.columns;
+    for (let at = this.length - 1; at >= 0; at -= 1) {
+      if (ratio[at] !== null && n[at] > 1) return Math.round((ratio[at] * sent[at]) / ((2 * (n[at] - 1) / n[at]) * 4));
+    }
+    return null;
+  }
+
+  /** Bytes so far, at each step: sent, and what a ring all-reduce in fp32 and in bf16 would have sent. */
+  bytes() {
+    const { payload_bytes: sent, world_size: n, step } = this.columns, values = this.parameters() ?? 0;
+    const found = { sent: [], fp32: [], bf16: [] };
+    let all = 0, dense = 0;
+    for (let at = 0; at < this.length; at += 1) {
+      if (step[at] > 0) { all += sent[at]; dense += (2 * (n[at] - 1) / n[at]) * 4 * values; }
+      found.sent.push(all); found.fp32.push(dense); found.bf16.push(dense / 2);
+    }
+    return found;
+  }
+
+  /** Seconds since the first sample, at each step, without what lies between two attempts. */
+  seconds() {
+    const { time } = this.columns;
+    return time.map((one) => one - time[0]);
+  }
+
+  /** The step after which phases change: [[from, to, phase], ...]. */
+  phases() {
+    const found = [], { step } = this.columns;
+    for (let at = 0; at < this.length; at += 1) {
+      const last = found.at(-1);
+      if (last && last[2] === this.phase[at]) last[1] = step[at];
+      else found.push([step[at], step[at], this.phase[at]]);
+    }
+    return found;
+  }
+}

@@ -1,0 +1,134 @@
+// What a job's processes wrote: the end of it first, followed as it grows; all of it, or the lines of one worker.
+import { ApiError, getLarge, jobPath, Poller, query } from "./api.js";
+import { h, newId, plain, put, say } from "./dom.js";
+import { bytesText, OVER } from "./format.js";
+
+const EVERY_MS = 1500;
+const SHOWN_LINES = 3000;
+const PART_BYTES = 1 << 20;
+const TAIL_BYTES = 256 << 10;
+/** Each attempt's log begins at a multiple of this (LOG_OFFSET_BITS of service/jobs/service.py). */
+const ATTEMPT = 2 ** 40;
+const HELD_LINES = 1000;
+/** Ray puts the process before each line, and a worker's process says once which worker it is (as thinwire/cli/watch.py reads it). */
+const PROCESS = /^(\([^()]*\bpid=(\d+)[^()]*\))/;
+const IS_WORKER = /\bworker_started number=(\d+) pid=(\d+)\b/;
+
+export class LogView {
+  constructor(place, jobId, rank, job, failed) {
+    this.jobId = jobId; this.job = job;
+    this.offset = 0; this.begun = false; this.rest = ""; this.lines = []; this.of = new Map(); this.numberOf = new Map();
+    this.select = h("select", { id: newId("rank") }, h("option", { value: "" }, "all processes"));
+    this.followed = h("input", { type: "checkbox", id: newId("follow"), checked: true });
+    this.start = h("button", { type: "button", hidden: true }, "From the beginning");
+    this.note = h("p", { class: "help", role: "status" });
+    this.text = h("pre", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Log" });
+    put(place, h("p", { class: "filters" }, h("label", { for: this.select.id }, "Lines of"), this.select, this.followed, h("label", { for: this.followed.id }, "Follow"), this.start), this.note, this.text);
+    this.wanted = rank ?? "";
+    if (rank !== null) this.option(rank);
+    this.select.addEventListener("change", () => { this.wanted = this.select.value; this.draw(true); });
+    this.start.addEventListener("click", () => { this.start.hidden = true; this.reset(); this.skipped = 0; this.begun = true; this.offset = 0; this.poller.now(); });
+    this.poller = new Poller((signal) => this.load(signal), EVERY_MS, failed).start();
+  }
+
+  stop() { this.poller.stop(); }
+
+  reset() { this.rest = ""; this.lines = []; this.of.clear(); this.text.replaceChildren(); }
+
+  async load(signal) {
+    if (this.done) return;
+    let first = true;
+    try {
+      for (;;) {
+        const found = await getLarge(jobPath(this.jobId, `logs${query({ offset: this.offset, limit: PART_BYTES })}`), { signal });
+        const moved = found.next_offset > this.offset;
+        // A further attempt has a log of its own, from another offset on.
+        if (!this.begun && moved && !found.complete && new Blob([found.text]).size > PART_BYTES / 2) {
+          this.begun = true;
+          const end = await this.end(this.offset, found.next_offset, signal);
+          if (end - found.next_offset > TAIL_BYTES) {
+            this.skipped = end - TAIL_BYTES;
+            this.start.hidden = false;
+            this.offset = this.skipped;
+            this.rest = null; // the first line is cut
+            continue;
+          }
+        }
+        this.begun = true;
+        this.offset = found.next_offset;
+        this.take(found.text);
+        if (first || moved) this.draw(false);
+        first = false;
+        if (!moved) {
+          this.done = found.complete && OVER.has(this.job()?.state);
+          say(this.note, this.lines.length ? "" : this.done ? "The log is empty." : "There is no line yet.");
+          return;
+        }
+      }
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      say(this.note, error.message);
+      this.done = error.status === 410;
+    }
+  }
+
+  /** Where the log ends, about: the service says it of no log, but whether there is something at an offset. */
+  async end(from, known, signal) {
+    const anyAt = async (offset) => (await getLarge(jobPath(this.jobId, `logs${query({ offset, limit: 4 })}`), { signal })).text.length > 0;
+    let low = known, step = PART_BYTES;
+    while (step < 2 ** 33 && (await anyAt(low + step))) { low += step; step *= 2; }
+    let high = low + step;
+    while (high - low > TAIL_BYTES / 4) {
+      const middle = Math.floor((low + high) / 2);
+      if (await anyAt(middle)) low = middle; else high = middle;
+    }
+    return high;
+  }
+
+  take(text) {
+    const whole = this.rest === null ? text.slice(text.indexOf("\n") + 1) : this.rest + text;
+    const lines = whole.split("\n");
+    this.rest = lines.pop();
+    for (const raw of lines) this.line(raw);
+  }
+
+  line(raw) {
+    const line = plain(raw), process = PROCESS.exec(line);
+    let number = null;
+    if (process) {
+      const said = IS_WORKER.exec(line);
+      if (said && said[2] === process[2]) {
+        this.numberOf.set(process[1], said[1]);
+        this.option(said[1]);
+        for (const one of this.of.get(process[1]) ?? []) one.number = said[1];
+        this.of.delete(process[1]);
+      }
+      number = this.numberOf.get(process[1]) ?? null;
+    }
+    const made = { line, number };
+    if (process && number === null) {
+      if (!this.of.has(process[1])) this.of.set(process[1], []);
+      const held = this.of.get(process[1]);
+      held.push(made);
+      if (held.length > HELD_LINES) held.shift();
+    }
+    this.lines.push(made);
+    if (this.lines.length > 4 * SHOWN_LINES) this.lines.splice(0, this.lines.length - 2 * SHOWN_LINES);
+  }
+
+  option(number) {
+    if ([...this.select.options].some((one) => one.value === number)) return;
+    this.select.append(h("option", { value: number }, `worker ${number}`));
+    this.select.value = this.wanted;
+  }
+
+  draw(anew) {
+    const shown = this.wanted === "" ? this.lines : this.lines.filter((one) => one.number === this.wanted);
+    const last = shown.slice(-SHOWN_LINES).map((one) => one.line).join("\n") + (this.wanted === "" && this.rest ? `\n${plain(this.rest)}` : "");
+    if (this.text.textContent !== last) this.text.textContent = last;
+    const where = this.skipped ? `The beginning, ${bytesText(this.skipped % ATTEMPT)}, is left out. ` : "";
+    const left = shown.length > SHOWN_LINES ? `The last ${SHOWN_LINES.toLocaleString("en")} lines; thinwire logs ${this.jobId} has all. ` : "";
+    if (shown.length || anew) say(this.note, shown.length ? where + left : `No line of worker ${this.wanted} yet.`);
+    if (this.followed.checked) this.text.scrollTop = this.text.scrollHeight;
+  }
+}

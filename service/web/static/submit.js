@@ -1,0 +1,169 @@
+// A new job: out of an example, a file, or another job; as a form or as the file itself.
+import { ApiError, call, get, jobPath } from "./api.js";
+import { fill, h, newId, put, say } from "./dom.js";
+import { Form, withoutDefaults } from "./form.js";
+import { CORE_SCHEMA, dump, load } from "./vendor/js-yaml.esm.min.mjs";
+
+const EXAMPLES = ["quickstart", "bert", "local-steps", "muon", "resnet"];
+const LONGEST = 1 << 20;
+const VALIDATE = "/v1/jobs:validate";
+
+const STARTS = {
+  now: "It would start now.",
+  queued: "It would wait for places.",
+  handed_over: "It would go to the cluster at once, which brings machines or has a queue of its own.",
+  unknown: "Whether it would start now is not known: the launcher does not answer.",
+};
+
+/** What somebody has written and not submitted, for when they come back: after a session that ran out, above all. */
+let draft = null;
+
+export function view(place, route, { failed }) {
+  const stopped = new AbortController();
+  make(place, route.parameters, stopped.signal).catch((error) => { if (!stopped.signal.aborted) failed(error); });
+  return { stop: () => stopped.abort() };
+}
+
+async function make(place, parameters, signal) {
+  const title = h("h1", {}, "Submit a job");
+  put(place, title);
+  const document_ = await get("openapi.json", { signal });
+  const problems = h("div", { role: "alert", tabindex: "-1" }), note = h("p", { class: "help", role: "status" });
+  const example = h("select", { id: newId("example") }, h("option", { value: "" }, "choose"), EXAMPLES.map((one) => h("option", { value: one }, one)));
+  const file = h("input", { id: newId("file"), type: "file", accept: ".yaml,.yml,.json" });
+  const text = h("textarea", { class: "file", id: newId("text"), spellcheck: "false", autocomplete: "off", "aria-label": "The job file, YAML or JSON" });
+  const body = h("div");
+  const radio = (value, words) => { const id = newId("as"); return [h("input", { type: "radio", name: "as", id, value, checked: value === "form", on: { change: turn } }), h("label", { for: id }, words)]; };
+  const submit = h("button", { class: "main" }, "Submit");
+  const check = Object.hasOwn(document_.paths ?? {}, VALIDATE) ? h("button", { type: "button", on: { click: () => send(true) } }, "Check") : null;
+  let as = "form", key = null, form = null, written = "", busy = false, submitted = false;
+  const formElement = h("form", { class: "submit", novalidate: true, on: { submit: (event) => { event.preventDefault(); send(false); } } },
+    h("p", { class: "filters" }, h("label", { for: example.id }, "Begin with"), example, h("label", { for: file.id }, "or a file"), file),
+    h("p", { class: "filters", role: "group", "aria-label": "Show the job" }, radio("form", "as a form"), radio("file", "as a file")),
+    note, problems, body, h("p", { class: "actions" }, check, submit));
+  put(place, formElement, h("p", { class: "help" }, "A script with its folder: ", h("code", {}, "thinwire submit train.py --workers 4"), " packs and sends it."));
+
+  example.addEventListener("change", async () => {
+    if (!example.value) return;
+    try { take(await get(`web/examples/${example.value}.yaml`, { as: "text", signal })); } catch (error) { refuse([error.message]); }
+  });
+  file.addEventListener("change", async () => {
+    const chosen = file.files[0];
+    if (!chosen) return;
+    example.value = "";
+    if (chosen.size > LONGEST) refuse([`${chosen.name} has ${chosen.size} bytes; a job file may have at most ${LONGEST}`]);
+    else take(await chosen.text());
+  });
+  text.addEventListener("input", () => { key = null; });
+
+  const origin = parameters.get("continue") ?? parameters.get("like");
+  const asked = parameters.toString();
+  if (draft?.asked === asked) {
+    as = draft.as;
+    formElement.querySelector(`[value=${as}]`).checked = true;
+    show(draft.value, draft.text);
+    say(note, "This is what you had begun. An example or a file takes its place.");
+  } else if (origin) {
+    const job = await get(jobPath(origin), { signal });
+    const spec = withoutDefaults(document_, job.spec ?? {});
+    if (parameters.has("continue")) {
+      spec.start = { job: origin };
+      say(title, `Continue from ${origin}`);
+      say(note, `It begins with the newest checkpoint of ${origin}, with all that is in it. ${job.steps ? `That job was to make ${job.steps} steps: ask for more if it is to train longer.` : ""}`);
+    } else say(title, `Another job like ${origin}`);
+    show(spec);
+  } else show({});
+  signal.addEventListener("abort", () => {
+    const value = form.value;
+    draft = submitted || (as === "form" && !Object.keys(value).length) ? null : { asked, as, ...(as === "form" ? { value } : { value: {}, text: text.value }) };
+  });
+  if (parameters.has("continue")) form.at("steps")?.control.focus();
+
+  /** A text, of a file or an example: its comments stay as long as it is shown as a file. */
+  function take(content) {
+    fill(problems);
+    const found = read(content);
+    if (found === null) { text.value = content; as = "file"; formElement.querySelector("[value=file]").checked = true; fill(body, text); return; }
+    show(found, content);
+  }
+
+  function show(value, content) {
+    key = null;
+    if (!form) form = new Form(document_, value, () => { key = null; }); else form.show(value);
+    written = content ?? "";
+    text.value = content ?? yaml(value);
+    text.shown = JSON.stringify(form.value);
+    fill(body, as === "form" ? form.element : text);
+  }
+
+  /** The other way to show it. */
+  function turn(event) {
+    const to = event.target.value;
+    fill(problems);
+    if (to === "form") {
+      const found = read(text.value);
+      if (found === null) { event.target.checked = false; formElement.querySelector("[value=file]").checked = true; return; }
+      form.show(found);
+      written = text.value;
+      text.shown = JSON.stringify(form.value);
+    } else if (JSON.stringify(form.value) !== text.shown) text.value = yaml(form.value);
+    else text.value = written || yaml(form.value);
+    as = to;
+    fill(body, as === "form" ? form.element : text);
+  }
+
+  function read(content) {
+    try {
+      const found = load(content, { schema: CORE_SCHEMA });
+      if (found === null || typeof found !== "object" || Array.isArray(found)) throw new Error("it holds no mapping of fields");
+      const bad = JSON.stringify(found, (_, value) => { if (typeof value === "number" && !Number.isFinite(value)) throw new Error(`it holds ${value}, which JSON cannot carry`); return value; });
+      if (bad.length > LONGEST) throw new Error(`it has ${bad.length} characters as JSON; at most ${LONGEST}`);
+      return found;
+    } catch (error) {
+      refuse([`This is neither YAML nor JSON of a job: ${error.message}`]);
+      return null;
+    }
+  }
+
+  function refuse(words) {
+    fill(problems, words.length ? h("div", { class: "problems" }, h("p", {}, words.length === 1 && typeof words[0] === "string" ? words[0] : "It was refused, and nothing was started:"), words.length === 1 && typeof words[0] === "string" ? null
+      : h("ul", {}, words.map((one) => h("li", {}, one)))) : null);
+    if (words.length) problems.focus();
+  }
+
+  async function send(only) {
+    const job = as === "form" ? form.value : read(text.value);
+    if (job === null || busy) return;
+    fill(problems);
+    form.refuse([]);
+    // The same job with the same key is the same job: pressing twice, or again after an answer was lost, makes no second.
+    key ??= Array.from(crypto.getRandomValues(new Uint8Array(16)), (one) => one.toString(16).padStart(2, "0")).join("");
+    busy = submit.disabled = true;
+    try {
+      const found = await call("POST", only ? VALIDATE.slice(1) : "v1/jobs", { body: job, headers: only ? {} : { "Idempotency-Key": key }, signal });
+      if (only) say(note, `The service would take it. ${STARTS[found.starts] ?? ""} ${found.reason ?? ""}`);
+      else submitted = true;
+      if (submitted) location.hash = `#/jobs/${encodeURIComponent(found.id)}`;
+    } catch (error) {
+      if (signal.aborted) return;
+      if (!(error instanceof ApiError) || !error.problems.length) refuse([error.message]);
+      else {
+        if (as === "form") form.refuse(error.problems);
+        refuse(error.problems.map((one) => {
+          const field = as === "form" ? form.at(one.path) : null;
+          const where = one.path || "the whole job", value = one.value === null || one.value === undefined ? "" : ` = ${JSON.stringify(one.value)}`;
+          return [field ? h("button", { type: "button", on: { click: () => go(field) } }, where) : h("code", {}, where), `${value}: ${one.message}`];
+        }));
+      }
+    } finally {
+      busy = submit.disabled = false;
+    }
+  }
+
+  function go(field) {
+    for (let around = field.element.closest("details"); around; around = around.parentElement.closest("details")) around.open = true;
+    field.control?.focus();
+  }
+}
+
+const yaml = (value) => (Object.keys(value).length ? dump(value, { lineWidth: 110 }) : "");
