@@ -22,6 +22,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from thinwire.contract import logs
 from thinwire.contract.jobs import JobState
 from thinwire.contract.people import Role
 from thinwire.service.errors import Forbidden, JobOver, ServiceError, Unauthorized, Unavailable, error_response
@@ -103,6 +104,7 @@ class Guard:
             await error_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = caller
+        logs.bind(**({"job_id": caller.job_id} if caller.person is None else {"person": caller.person.name}))
         await self.app(scope, receive, send)
 
     async def _caller(self, header: str, address: str) -> Caller:

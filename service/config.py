@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from thinwire.contract.files import data_folder
+from thinwire.contract.logs import LogFormat
 from thinwire.contract.packages import MOST_BYTES
 from thinwire.contract.reports import LEASE_S
 
@@ -65,6 +66,13 @@ class Settings(BaseSettings):
         None,
         description="the CA of the certificate, as PEM, for jobs and for the command line; default: those that every "
         "machine trusts",
+    )
+    log_format: LogFormat = Field(
+        "text", description="of the service's log and those of its jobs: json is one object a line, for programs"
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="a collector of OpenTelemetry over HTTP, http://host:4318: traces from submissions to first steps",
     )
     database_url: str | None = Field(None, description="SQLAlchemy URL; default: SQLite in home")
     owner_lease_s: float = Field(
@@ -131,7 +139,7 @@ class Settings(BaseSettings):
             raise ValueError("is blank: name a database, or leave it out for SQLite in the home")
         return re.sub(r"\Apostgres(ql)?://", "postgresql+psycopg://", bare)
 
-    @field_validator("ray_address", "public_url", "grafana_url")
+    @field_validator("ray_address", "public_url", "otlp_endpoint", "grafana_url")
     @classmethod
     def _http(cls, url: str | None) -> str | None:
         parts = urlsplit(url or "http://a")

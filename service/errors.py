@@ -41,6 +41,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from thinwire.contract import logs
 from thinwire.contract.jobs import ErrorBody, JobState, Problem
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.service.problems import describe_problems
@@ -50,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 MOST_PROBLEMS = 50
 """In one answer. Writing them costs more than finding, and nobody reads on."""
+
+REQUEST_ID = "X-Request-ID"
+"""The header that names a request, to proxies and in answers."""
 
 MOST_NAMED = 5
 """Of the jobs in the way of something."""
@@ -370,7 +374,16 @@ def error_response(error: ServiceError) -> JSONResponse:
         for one in error.problems
     ]
     body = ErrorBody(code=error.code, message=redacted(error.message), problems=problems)
-    return ShowableJSON(body.model_dump(mode="json"), status_code=error.status, headers=dict(error.headers))
+    return _answer(body, error.status, error.headers)
+
+
+def _answer(body: ErrorBody, status: int, headers: Mapping[str, str]) -> JSONResponse:
+    """With the name that the request has in the log."""
+    request_id = logs.bound("request_id")
+    if request_id is not None:
+        body = body.model_copy(update={"request_id": request_id})
+        headers = {**headers, REQUEST_ID: str(request_id)}
+    return ShowableJSON(body.model_dump(mode="json"), status_code=status, headers=dict(headers))
 
 
 def install(app: FastAPI) -> None:
@@ -409,7 +422,7 @@ def _http_error(request: Request, error: Exception) -> Response:
         headers["Allow"] = ", ".join(sorted(_methods(request)))
         message += f"; allowed: {headers['Allow']}"
     body = ErrorBody(code=status.name.lower(), message=message + "; see /docs")
-    return ShowableJSON(body.model_dump(mode="json"), status_code=status, headers=headers)
+    return _answer(body, status, headers)
 
 
 def _methods(request: Request) -> set[str]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,14 +16,16 @@ from fastapi.staticfiles import StaticFiles
 from pydantic.json_schema import models_json_schema
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from thinwire.contract.files import private_folder
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.tls import read_ca
+from thinwire.contract.traces import ENDPOINT, Traces
 from thinwire.service import errors
 from thinwire.service.auth import DOCS_FILES, WEB_FILES, Guard, person
 from thinwire.service.bodies import Bodies
-from thinwire.service.config import Settings
+from thinwire.service.config import IPNetwork, Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.job_folder import RunFolders, ServiceAt
@@ -41,7 +43,9 @@ from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
+from thinwire.service.request_ids import RequestIds
 from thinwire.service.requests import SCHEMAS
+from thinwire.service.tracing import Traced
 from thinwire.service.web import router as web_router
 from thinwire.service.web.headers import BrowserHeaders
 from thinwire.service.web.sessions import Sessions
@@ -90,7 +94,12 @@ class ControlPlane:
         self.large_answers = Slots(settings.large_answers, settings.large_answers_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
-        folders = RunFolders(settings.runs, ServiceAt(service_url, ca))
+        told: dict[str, str] = {} if settings.log_format == "text" else {"log_format": settings.log_format}
+        self.traces: Traces | None = None
+        if settings.otlp_endpoint is not None:
+            told[ENDPOINT] = settings.otlp_endpoint
+            self.traces = Traces(settings.otlp_endpoint, "thinwire-service", self.metrics.count_spans)
+        folders = RunFolders(settings.runs, ServiceAt(service_url, ca), told, self.traces)
         self.packages = Packages(
             settings.packages,
             max_bytes=settings.package_max_bytes,
@@ -148,6 +157,7 @@ class ControlPlane:
             self.launcher_reason,
             self.starter.age_s,
             JobMetrics(self.db, clock),
+            settings.home,
         )
 
     def own(self) -> None:
@@ -206,6 +216,8 @@ class ControlPlane:
         finally:
             self.ownership.close()
             self.db.close()
+            if self.traces is not None:
+                self.traces.close()
 
     def _excuse(self) -> None:
         """An orderly end takes the runs with it, where the cluster is the service's own.
@@ -298,15 +310,26 @@ def create_app(
     app.include_router(web_router.pages)
     app.mount(WEB_FILES, web_router.files())
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
-    # The last one added is the first to see a request: send its answer in parts, tell browsers of it, count it, ask who
-    # it is, note what is changed, read the body.
+    # The last one added is the first to see a request: name it, see whom a proxy speaks for, send its answer in parts,
+    # tell browsers of it, count it, ask who it is, note what is changed, read the body.
     app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
     app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     app.add_middleware(BrowserHeaders)
     app.add_middleware(Paced)
+    if plane.traces is not None:
+        app.add_middleware(Traced, spans=plane.traces)
+    if settings.trusted_proxies:  # by default nobody is: a job on this machine could say that it comes from anywhere
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_proxies(settings.trusted_proxies))
+    app.add_middleware(RequestIds, trusted=settings.trusted_proxies)
     return app
+
+
+def _proxies(networks: Sequence[IPNetwork]) -> list[str]:
+    """As uvicorn takes them. A server on :: meets IPv4 in IPv6's clothes."""
+    mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in networks if one.version == 4]
+    return [str(one) for one in networks] + mapped
 
 
 class _Api(FastAPI):

@@ -7,8 +7,10 @@ SERIES_OF_JOB series a job, whatever its size; none once it is over.
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -53,7 +55,17 @@ class ServiceMetrics(Collector):
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.spans = Counter(
+            "thinwire_service_spans",
+            "Spans of traces, by what became of them: exported or dropped",
+            ("outcome",),
+            registry=self.registry,
+        )
         self._turned_at: float | None = None
+
+    def count_spans(self, outcome: str, number: int) -> None:
+        """So many were exported, or dropped."""
+        self.spans.labels(outcome).inc(number)
 
     def turned(self, seconds: float) -> None:
         """A turn of the reconciler is over, and took so long."""
@@ -71,8 +83,10 @@ class ServiceMetrics(Collector):
         launcher_reason: Callable[[], str | None],
         launcher_age_s: Callable[[], float | None],
         of_each_job: Collector,
+        home: Path | None = None,
     ) -> None:
-        """Show the jobs by state, each that is not over, and the launcher with its age."""
+        """Show the jobs by state, each that is not over, and the launcher with its age; of the home, its disk."""
+        self._home = home
         self._count_by_state, self._launcher_name = count_by_state, launcher_name
         self._launcher_reason, self._launcher_age_s = launcher_reason, launcher_age_s
         self.registry.register(self)
@@ -94,13 +108,28 @@ class ServiceMetrics(Collector):
         age_s = self._launcher_age_s()
         yield _gauge("launcher_answer_age_seconds", "Since the launcher last answered", age_s, launcher=launcher)
         yield _gauge("reconcile_age_seconds", "Since the last turn of the reconciler was over", self.turn_age_s())
+        free, whole = self._disk()
+        yield _gauge("disk_free_bytes", "Free on the disk of the home", free)
+        yield _gauge("disk_bytes", "Size of the disk of the home", whole)
         jobs = GaugeMetricFamily("thinwire_service_jobs", "Jobs by state", labels=("state",))
+        answers = 1.0
         try:
             for state, count in self._count_by_state().items():
                 jobs.add_metric((state.value,), count)
         except OperationalError:
             logger.exception("database_error where=metrics")
+            answers = 0.0
         yield jobs
+        yield _gauge("database_ready", "1 when the database answers, else 0", answers)
+
+    def _disk(self) -> tuple[float | None, float | None]:
+        """Bytes that are free, and all; None where that cannot be found out."""
+        try:
+            found = shutil.disk_usage(self._home) if self._home is not None else None
+        except OSError as error:
+            logger.warning("disk_unknown path=%s reason=%s", self._home, error)
+            found = None
+        return (None, None) if found is None else (float(found.free), float(found.total))
 
 
 def _gauge(name: str, text: str, value: float | None, **labels: str) -> GaugeMetricFamily:

@@ -20,7 +20,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from thinwire.contract.job_names import LABEL, fitting_name
 from thinwire.contract.jobs import Problem
-from thinwire.contract.labels import KEY, VALUE
+from thinwire.contract.labels import KEY, LONGEST_KEY, VALUE
 from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE, ScriptRecipe
 from thinwire.contract.spec import AnySpec
@@ -97,7 +97,8 @@ def _one(error: Mapping[str, Any], body: Schema, document: Schema) -> Iterator[P
         body, loc = alternatives[loc[0]], loc[1:]
     if loc and loc[-1] == "[key]":
         path, _, _ = _walk(loc[:-1], body, document)
-        names = next(iter(_walk(loc[:-2], body, document)[1].get("patternProperties", {})), "")
+        holder = resolve(_walk(loc[:-2], body, document)[1], document)
+        names = next(iter(holder.get("patternProperties", {})), "")
         yield Problem(path=".".join(path), value=shown(error["input"]), message=f"must have a name {named(names)}")
         return
     path, node, parent = _walk(loc, body, document)
@@ -195,7 +196,7 @@ def _impossible(path: str, value: JsonValue, words: str, body: object) -> Proble
         return match[0] if _written(match["path"], body) else f"{match[0]} (the default)"
 
     message = "must be " + _EQUATION.sub(marked, words)
-    if not _written(path, body):
+    if path and not _written(path, body):
         message += f"; {value} is the default"
     return Problem(path=path, value=shown(value, path), message=message)
 
@@ -295,6 +296,8 @@ def branches(node: Schema, document: Schema) -> list[Schema]:
 
 def _mapping(node: Schema) -> str:
     """A mapping, with its first two fields as they are by default, where they have one, for an example."""
+    if "maxProperties" in node:
+        return f"a mapping of at most {node['maxProperties']} names"
     defaults = {name: field["default"] for name, field in node.get("properties", {}).items() if "default" in field}
     scalars = [f"{name}: {value}" for name, value in defaults.items() if isinstance(value, str | int | float)]
     if len(scalars) < 2 or node.get("required"):
@@ -329,8 +332,8 @@ def _plain(bound: float) -> str:
 _NOUNS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 _PATTERNS = {
-    KEY: "a key of Kubernetes' labels: up to 63 letters, digits, dots, dashes and underscores, beginning and ending "
-    "with a letter or digit; before it there may be a domain and a slash, such as example.com/team",
+    KEY: "of up to 63 letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit; "
+    f"before it there may be a domain and a slash, such as example.com/team; at most {LONGEST_KEY} characters in all",
     VALUE: "up to 63 letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit; or "
     "nothing",
     LABEL: "lower-case letters, digits, dots and dashes, beginning and ending with a letter or digit",

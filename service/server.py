@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from types import FrameType
@@ -25,7 +25,8 @@ import uvicorn
 
 from thinwire.contract.files import private_folder, unusable_home, write_private
 from thinwire.contract.tls import WrongCa
-from thinwire.service.config import IPNetwork, Settings
+from thinwire.contract.traces import TracesMissing
+from thinwire.service.config import Settings
 from thinwire.service.connections import ACCEPTED_AT_ONCE, MOST, Bounds, bounded, within_tls
 from thinwire.service.db import DatabaseUnusable
 from thinwire.service.launch.fake import FakeLauncher, Timeline
@@ -67,7 +68,7 @@ def serve(
                 app = create_app(settings, launcher, service_url=url)
                 plane: ControlPlane = app.state.plane
                 plane.own()
-            except (DatabaseUnusable, DatabaseOwned, WrongCa) as error:
+            except (DatabaseUnusable, DatabaseOwned, WrongCa, TracesMissing) as error:
                 raise ServeRefused(str(error)) from error
             except TokenFileError as error:
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error
@@ -83,9 +84,7 @@ def serve(
                 access_log=False,
                 lifespan="on",
                 timeout_graceful_shutdown=OPEN_REQUESTS_S,
-                # By default none: a job on this machine could say that it comes from anywhere.
-                proxy_headers=bool(settings.trusted_proxies),
-                forwarded_allow_ips=_proxies(settings.trusted_proxies),
+                proxy_headers=False,  # the application's own are behind the one that sees the peer (main.py)
                 ssl_context_factory=None if tls is None else lambda *_: tls,
             )
             # What is on this machine checks the certificate too: it is of the name in the public URL.
@@ -280,12 +279,6 @@ def _url(listener: socket.socket, scheme: str = "http") -> str:
     if address.is_unspecified:  # 0.0.0.0 and :: are not addresses that one can connect to
         address = ip_address("127.0.0.1" if address.version == 4 else "::1")
     return f"{scheme}://[{address}]:{port}" if address.version == 6 else f"{scheme}://{address}:{port}"
-
-
-def _proxies(networks: Sequence[IPNetwork]) -> list[str]:
-    """As uvicorn takes them. A server on :: meets IPv4 in IPv6's clothes."""
-    mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in networks if one.version == 4]
-    return [str(one) for one in networks] + mapped
 
 
 def _local(settings: Settings) -> Launcher:

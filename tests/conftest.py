@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # imported where they are used: tests of kernels run where ne
 
 _COMMAND_FILE = "command"
 
-settings.register_profile("usual", max_examples=25, deadline=None)  # speed belongs in a benchmark
-settings.register_profile("thorough", max_examples=200, deadline=None)  # make test-all: eight times as many of each
+settings.register_profile("usual", max_examples=20, deadline=None)  # speed belongs in a benchmark
+settings.register_profile("thorough", max_examples=200, deadline=None)  # make test-all: ten times as many of each
 settings.load_profile("usual")
 
 

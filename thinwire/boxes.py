@@ -30,6 +30,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from thinwire.contract import logs
 from thinwire.contract.files import data_folder, private_folder, write_private
 from thinwire.service.launch import processes, ray_head
 from thinwire.service.launch.protocol import LauncherError
@@ -255,8 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="thinwire.boxes", description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path)
     folder = BoxFolder(parser.parse_args(arguments).folder)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.set_up(stream=sys.stderr)
     closing = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: closing.set())

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.contract import logs
+
 if TYPE_CHECKING:
     import torch
 
@@ -221,10 +223,9 @@ def main() -> None:
         os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a notice is the first's, which hands over with all of them
     threading.Thread(target=_end_with_first, name="box", daemon=True).start()
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s [{order.rank}] %(name)s %(message)s", force=True
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    fields = {"job_id": Path(order.run_dir).name, "attempt": order.attempt, "rank_of_box": order.rank}
+    text = f"%(asctime)s %(levelname)s [{order.rank}] %(name)s %(message)s"
+    logs.set_up(text=text, fields=fields, force=True)
     status = _work(order)
     sys.stdout.flush()
     sys.stderr.flush()

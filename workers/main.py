@@ -21,27 +21,34 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
+from thinwire.contract import logs
 from thinwire.contract.places import Room, never_fits, uses_gpus
 from thinwire.contract.reports import Event, EventKind, Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.script import ScriptRecipe, runtime_environment
 from thinwire.contract.spec import JobSpec, ScriptSpec, Workers, read_accepted
 from thinwire.contract.tls import from_word
+from thinwire.contract.traces import OfJob
+from thinwire.workers.driver_lines import DriverLines
 from thinwire.workers.elastic.failures import JobFailed
 from thinwire.workers.elastic.worker_side import Failed
 from thinwire.workers.nodes import interface_variables, refuse_unfit_nodes
 from thinwire.workers.run_place import ClaimRefused, Credentials, Place, claim
 from thinwire.workers.telemetry.reporter import Reporter
+from thinwire.workers.telemetry.trackers.of_job import say_end
 from thinwire.workers.worker import ADOPT_S, ALONE_S, failure_of, train_worker
 
 logger = logging.getLogger(__name__)
 
 
+BEGAN = time.time()
+"""When this process began."""
 NO_REASON = 3
 """Exit status of a run that ended without saying how: the service tries again, as after a kill."""
 SUPERSEDED = "RunSuperseded"
@@ -52,6 +59,8 @@ START_S = 20.0
 """A job that starts is said to wait only after so long: its workers are being started."""
 KEPT_PACKAGE_S = 10 * 365 * 86400
 """A script's package is there for as long as its Ray."""
+ENDED_S = 5.0
+"""The same for a tracker to take that a signal has ended the job: Ray kills the driver after ten."""
 LAST_WORDS_S = 10.0
 """At the end of a job the service has so long to take what it has not heard yet; the run folder has it."""
 
@@ -76,8 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.run_dir is None) == (options.service is None) or (options.service and not options.ticket):
         parser.error("give --run-dir; or --service, --job, --attempt and --ticket")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.set_up()
     attempt, name = options.attempt, None
     if options.service is None:
         place = Place(options.run_dir.resolve(), attempt)
@@ -118,18 +126,36 @@ class Brought:
 
 def _run(place: Place, attempt: int, name: str | None, brought: Brought | None) -> int:
     """Train, and find out how it ended. Returns the exit status. name: of the job in Ray, where not its id."""
+    job: dict[str, Any] = {}
+    spec: JobSpec | None = None
+    trace = OfJob(job, attempt, "driver")
     try:
-        job: dict[str, Any] = json.loads(place.folder.job.read_text())
+        job = json.loads(place.folder.job.read_text())
+        trace = OfJob(job, attempt, "driver")
+        os.environ[logs.VARIABLE] = form = logs.of_environment(job.get("log_format"))
+        logs.set_up(form, fields={"job_id": job["job_id"], "attempt": attempt})
         spec = read_accepted(job["spec"])
-        fit(spec, name or job["job_id"], place, attempt, brought)
+        try:
+            up = partial(trace.past, "driver up", BEGAN)
+            fit(spec, name or job["job_id"], place, attempt, brought, up)
+        except SystemExit:  # a signal has ended it
+            trace.past("attempt", BEGAN, error="ended by a signal")
+            trace.close(ENDED_S)
+            say_end(spec, job, "cancelled", ENDED_S)
+            raise
     except Exception as error:
         logger.exception("job_failed")
         failure = _in_short(error)
         if failure.kind == SUPERSEDED:  # the run is that of the newer attempt
             return NO_REASON
         place.fail(failure)
-    if (kept := place.failure()) is not None:
+    kept = place.failure()
+    trace.past("attempt", BEGAN, error=None if kept is None else f"{kept.kind}: {kept.message}")
+    trace.close()
+    if kept is not None:
         logger.error("job_failed kind=%s message=%s", kept.kind, kept.message)
+        if spec is not None:
+            say_end(spec, job, "failed")
         return 1
     if not place.has_succeeded():
         logger.error("job_ended_without_summary reason=rank 0 was lost as it wrote it; a further attempt will")
@@ -137,10 +163,18 @@ def _run(place: Place, attempt: int, name: str | None, brought: Brought | None) 
     return 0
 
 
-def fit(spec: JobSpec, name: str, place: Place, attempt: int, brought: Brought | None = None) -> None:
+def fit(
+    spec: JobSpec,
+    name: str,
+    place: Place,
+    attempt: int,
+    brought: Brought | None = None,
+    on_up: Callable[[], None] = lambda: None,
+) -> None:
     """Run the Ray Train job to its end: in place, or with restarts of all workers from the checkpoint.
 
-    name: of the job in Ray. brought: the script, where the cluster has not been told of it.
+    name: of the job in Ray. brought: the script, where the cluster has not been told of it. on_up: called when Ray is
+    there.
     Raises: what Ray Train raises once spec.workers.max_restarts is used up.
     """
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # a lost worker is noticed sooner
@@ -152,11 +186,17 @@ def fit(spec: JobSpec, name: str, place: Place, attempt: int, brought: Brought |
     import ray
     from ray.train import FailureConfig, RunConfig
 
+    log_is_text = logs.of_environment() == "text"
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "local")
         # Ray Train's own actors look for their cluster again; where the machine runs another Ray they must not guess.
-        environment: dict[str, Any] = {} if address == "local" else {"env_vars": {"RAY_ADDRESS": address}}
-        ray.init(address=address, runtime_env=environment)
+        given = {} if address == "local" else {"RAY_ADDRESS": address}
+        of_log = {} if log_is_text else {logs.VARIABLE: "json"}  # to all processes of the job
+        environment: dict[str, Any] = {"env_vars": {**given, **of_log}} if given or of_log else {}
+        ray.init(address=address, runtime_env=environment, configure_logging=log_is_text)
+    if not log_is_text:
+        DriverLines({"job_id": place.run_dir.name, "attempt": attempt}).take_over()
+    on_up()
     interface = spec.network.interface
     of_worker: dict[str, Any] = {}
     if brought is not None and isinstance(spec, ScriptSpec):

@@ -39,6 +39,8 @@ COMPUTES = ("comm", "contract", "optim", "workers")
 MAY_DIFFER: dict[str, set[str] | bool] = {
     "name": True,
     "priority": True,
+    "tracking": True,
+    "labels": True,
     "workers": {"min", "max", "device", "max_restarts", "elastic", "grace_s"},
 }
 """Fields of the job file that do not decide what a rank computes. workers.shadow does."""

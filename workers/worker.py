@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,11 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
+from thinwire.contract import logs
 from thinwire.contract.figures import loss_is
 from thinwire.contract.reports import Failure
 from thinwire.contract.spec import JobSpec, ScriptSpec, read_accepted
+from thinwire.contract.traces import OfJob
 from thinwire.workers.elastic.worker_side import Failed, adopted_by
 from thinwire.workers.error_words import as_failure, let_stderr_take_any_text, words_of
 from thinwire.workers.nodes import own_address, use_interface_of
@@ -68,30 +71,36 @@ def train_worker(config: dict[str, Any], credentials: Credentials | None = None)
     from thinwire.workers.session.training import Run
     from thinwire.workers.telemetry.history import write_report
     from thinwire.workers.telemetry.reporter import Reporter, RunSuperseded
+    from thinwire.workers.telemetry.trackers.of_job import FirstStep, trackers_of
     from thinwire.workers.whereabouts import Stillness, StillnessWatch
 
     let_stderr_take_any_text()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-
+    began = time.time()
     run_dir, own_attempt = Path(config["run_dir"]), int(config["attempt"])  # the driver's
 
     def attempt() -> int:
         return max(own_attempt, adopted_by())
 
+    logs.set_up(fields={"attempt": attempt}, force=True)
     place = Place(run_dir, attempt) if credentials is None else Place.of_its_own(credentials, attempt)
     if place.has_failed():  # a peer has failed for good while this rank saw only that it was gone
         return None
     place.begin()
     job = json.loads(place.folder.job.read_text())
+    of_process: dict[str, logs.Field] = {"job_id": job["job_id"], "attempt": attempt, "pid": os.getpid()}
+    logs.set_up(fields=of_process)
     spec = read_accepted(job["spec"])
     run = Run(place.run_dir, job["created_at"], own_attempt, adopted_by, shared=place.is_shared)
     address = own_address(spec.network.interface)
     use_interface_of(address)
     device = ray.train.torch.get_device()
     ranks, number, companions = _ranks(config, spec, address, device, place, run)
+    of_process["rank"] = number
     adopt_s = ALONE_S if ranks.elastic else 0.0
-    reporter = Reporter.in_place(place, number, adopt_s=adopt_s)
+    trace = OfJob(job, attempt(), "worker")
+    spans = FirstStep(trace, began) if trace.is_on else None
+    trackers = trackers_of(spec, job, place.folder, shared=place.is_shared, spans=spans)
+    reporter = Reporter.in_place(place, number, adopt_s=adopt_s, trackers=trackers)
     reporter.serve(job["job_id"], number, address)
     logger.info("worker_started number=%d pid=%d", number, os.getpid())
     still = None if ranks.elastic else StillnessWatch(reporter, number, Stillness(ranks.where), lambda: ranks.step)

@@ -10,9 +10,11 @@ import logging
 import os
 import shutil
 import threading
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,6 +25,7 @@ from thinwire.contract.files import NotPlain, plain_descriptor, private_folder, 
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES
 from thinwire.contract.reports import Failure, WantedWorkers
 from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.traces import TRACEPARENT, Traces, submitted, told
 from thinwire.service.auth import token_hash
 
 logger = logging.getLogger(__name__)
@@ -116,6 +119,14 @@ class JobFolder(RunFolder):
         except (FileNotFoundError, NotADirectoryError, NotPlain):
             return False
 
+    def read_trace(self) -> str | None:
+        """The trace that the job belongs to, as job.json names it; None where there is none."""
+        try:
+            found = json.loads(read_plain(self.job, LARGEST_REPORT_BYTES)).get(TRACEPARENT)
+        except (OSError, ValueError, AttributeError):
+            return None
+        return found if isinstance(found, str) else None
+
     def read_wanted(self) -> WantedWorkers | None:
         """workers.json; None where there is none or it cannot be read (which is logged)."""
         return _read(self.workers, _WANTED)
@@ -158,14 +169,32 @@ class RunFolders:
     that completes what a request could not. The home belongs to one process, so a lock of threads is enough.
     """
 
-    def __init__(self, root: Path, service: ServiceAt) -> None:
+    def __init__(
+        self,
+        root: Path,
+        service: ServiceAt,
+        told: Mapping[str, Any] = MappingProxyType({}),
+        traces: Traces | None = None,
+    ) -> None:
+        """told: what the processes of all jobs are told beside their job (run_folder.py: job.json). traces: of jobs."""
         self.root = root
         self.service = service
+        self._told, self._traces = told, traces
         self.lock = threading.Lock()
 
     def of(self, job_id: str) -> JobFolder:
         """The folder of this job."""
         return JobFolder(self.root / job_id)
+
+    def told_to(self, job_id: str) -> dict[str, Any]:
+        """What the processes of this job are told beside it."""
+        trace = self.of(job_id).read_trace() if self._traces is not None else None
+        return {**self._told, **(told() if trace is None else {TRACEPARENT: trace})}
+
+    def handing_over(self, job_id: str, accepted_at: float, attempt: int) -> AbstractContextManager[None]:
+        """The launcher is handed this job, in its trace."""
+        parent = self.of(job_id).read_trace() if self._traces is not None else None
+        return submitted(self._traces, parent, accepted_at, attempt, job_id)
 
     def job_ids(self) -> set[str]:
         """Of whom there is a folder, or what is left of one. Raises OSError."""

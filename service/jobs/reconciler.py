@@ -307,7 +307,8 @@ class Reconciler:
         refusal = None
         try:
             code = self._code(row)
-            self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata, code)
+            with self._folders.handing_over(row.id, row.created_at, row.attempt):
+                self._launcher.submit(submission, self._folders.of(row.id).path, row.attempt, metadata, code)
             logger.info("job_submitted job_id=%s submission_id=%s", row.id, submission)
         except (LauncherError, PackageGone) as error:
             refusal = str(error)
@@ -434,7 +435,7 @@ class Reconciler:
         token = new_token()
         with self._db.write() as session:
             JobRepository(session).note([row.id], token_hash=token_hash(token))
-        folder.write(job_json(row), limits_now(now), token, self._folders.service)
+        folder.write(job_json(row, self._folders.told_to(row.id)), limits_now(now), token, self._folders.service)
         logger.info("run_folder_completed job_id=%s", row.id)
 
     def _draw_ticket(self, row: JobRow) -> None:

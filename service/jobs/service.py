@@ -159,7 +159,9 @@ class JobService:
                 row = self._insert(spec, digest, idempotency_key, token, change)
             try:
                 folder = self._folders.of(row.id)
-                folder.write(job_json(row), limits_now(row), token, self._folders.service)
+                folder.write(
+                    job_json(row, self._folders.told_to(row.id)), limits_now(row), token, self._folders.service
+                )
             except OSError:
                 # The job is accepted: its row is written. The reconciler completes the folder.
                 logger.exception("run_folder_incomplete job_id=%s", row.id)

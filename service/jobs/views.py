@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -24,9 +25,9 @@ def submission_id(job_id: str, attempt: int) -> str:
     return job_id if attempt == 1 else f"{job_id}-attempt{attempt}"
 
 
-def job_json(row: JobRow) -> dict[str, Any]:
-    """What job.json in the run folder holds."""
-    return {"job_id": row.id, "name": row.name, "created_at": row.created_at, "spec": row.spec}
+def job_json(row: JobRow, told: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """What job.json in the run folder holds. told: what the processes of a job are told beside it."""
+    return {"job_id": row.id, "name": row.name, "created_at": row.created_at, "spec": row.spec, **told}
 
 
 def job_view(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None) -> Job:

@@ -232,7 +232,8 @@ class WorkerReports:
                     "driver of yours, somebody reads your cluster's job list; cancel the job"
                 )
             unique_name = f"{jobs.service_id()}.{job_id}"
-            return Claimed(job=job_json(row), token=token, attempt=row.attempt, unique_name=unique_name)
+            job = job_json(row, self._folders.told_to(job_id))
+            return Claimed(job=job, token=token, attempt=row.attempt, unique_name=unique_name)
 
     def now(self, job_id: str) -> RunNow:
         """What its processes have to know of the run. Raises JobNotFound."""

@@ -43,6 +43,7 @@ def assert_whole(server: Server, job: dict, steps: int) -> None:
     assert samples[-1]["payload_bytes_total"] == sent["sent"]
     for name in ("summary.json", "loss.png", "history.jsonl"):
         assert (Path(job["run_dir"]) / name).stat().st_size > 0
+    assert any((Path(job["run_dir"]) / "tensorboard").glob("events.out.tfevents.*"))
 
 
 @pytest.fixture(scope="module")

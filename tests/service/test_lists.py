@@ -112,7 +112,7 @@ def _encoded(found: object) -> str:
         st.just(cursor("tokens", "anna", 1)),
     )
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_a_cursor_that_somebody_has_made_up_is_a_place_or_refused_in_words(several: Service, made_up: str) -> None:
     for path, parameter in (("/v1/jobs", "before"), ("/v1/tokens", "after"), ("/v1/packages", "after")):
         answer = several.client.get(path, params={parameter: made_up})
@@ -153,15 +153,30 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walks]:
 ACTIONS = st.lists(st.sampled_from(["submit", "later", "delete", "delete the last one shown"]), max_size=3)
 
 
-@given(
-    moments=st.lists(st.booleans(), min_size=1, max_size=7),
-    limit=st.integers(1, 3),
-    by_label=st.booleans(),
-    actions=st.lists(ACTIONS, min_size=8, max_size=8),
-    data=st.data(),
-)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_walk_sees_each_job_that_stood_all_the_time_exactly_once(
+WALK = {
+    "moments": st.lists(st.booleans(), min_size=1, max_size=7),
+    "limit": st.integers(1, 3),
+    "by_label": st.booleans(),
+    "actions": st.lists(ACTIONS, min_size=8, max_size=8),
+    "data": st.data(),
+}
+QUIET: Any = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@given(**WALK)
+@settings(max_examples=5, **QUIET)
+def test_a_walk_sees_each_job_that_stood_all_the_time_exactly_once(walked: Walks, **walk: Any) -> None:
+    _walk(walked, **walk)
+
+
+@pytest.mark.slow
+@given(**WALK)
+@settings(max_examples=100, **QUIET)
+def test_100_walks_see_each_job_that_stood_all_the_time_exactly_once(walked: Walks, **walk: Any) -> None:
+    _walk(walked, **walk)
+
+
+def _walk(
     walked: Walks, moments: list[bool], limit: int, by_label: bool, actions: list[list[str]], data: st.DataObject
 ) -> None:
     service = walked.service

@@ -24,15 +24,17 @@ from tests.service.control_plane_harness import spec, wait_until
 from thinwire.contract.files import data_folder
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
-from thinwire.service.server import KEPT_FILES, ServeRefused, _bind, _proxies, _url, serve
+from thinwire.service.main import _proxies
+from thinwire.service.server import KEPT_FILES, ServeRefused, _bind, _url, serve
 
 PROGRAM = """
-import logging, sys, time
+import sys, time
 from pathlib import Path
+from thinwire.contract import logs
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.server import serve
-logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+logs.set_up(stream=sys.stderr)
 
 class Telling(FakeLauncher):
     def close(self):
@@ -159,12 +161,26 @@ def test_strangers_who_read_no_answers_shut_nobody_out(tmp_path: Path, servers: 
     ("trusted", "address"), [("[]", "127.0.0.1"), ('["127.0.0.0/8"]', "198.51.100.7")], ids=["nobody", "the proxy"]
 )
 def test_only_a_trusted_proxy_says_who_asks(tmp_path: Path, servers: list[Server], trusted: str, address: str) -> None:
-    server = Server(tmp_path / "home", THINWIRE_TRUSTED_PROXIES=trusted)
+    """And what the request is called, in its answer and in the log, which is one of JSON from its first line on."""
+    server = Server(tmp_path / "home", THINWIRE_TRUSTED_PROXIES=trusted, THINWIRE_LOG_FORMAT="json")
     servers.append(server)
     with server.answering() as client:
         # What a stranger has written is in front; the proxy adds whom it has met.
-        client.post("/v1/jobs", json=spec(), headers={"X-Forwarded-For": "203.0.113.1, 198.51.100.7"})
+        headers = {"X-Forwarded-For": "203.0.113.1, 198.51.100.7", "X-Request-ID": "of-the-proxy"}
+        answer = client.post("/v1/jobs", json=spec(), headers=headers)
         assert client.get("/v1/audit").json()["lines"][0]["address"] == address
+        client.get("/v1/jobs/none")
+    _, _, err = server.end(signal.SIGTERM)
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert all({"time", "level", "logger"} <= line.keys() for line in lines), err
+    name = answer.headers["X-Request-ID"]
+    assert (name == "of-the-proxy") is (trusted != "[]")
+    of_request = [line for line in lines if line.get("request_id") == name]
+    assert [line["event"] for line in of_request] == ["job_accepted", "audit"], err
+    assert {line["person"] for line in of_request} == {"operator"}
+    assert of_request[1]["job_id"] == answer.json()["id"]
+    (refused,) = (line for line in lines if line.get("event") == "request_refused")
+    assert (refused["path"], refused["status"], refused["person"]) == ("/v1/jobs/none", 404, "operator")
 
 
 def test_everybody_is_no_proxy_to_trust(tmp_path: Path) -> None:

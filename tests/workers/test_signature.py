@@ -84,7 +84,7 @@ def test_every_field_of_the_job_file_is_in_it_or_is_known_to_be_free():
     """A new field must be thought about."""
     spec = small_spec()
     told = {name.split(".")[1] for name in spec_fields(spec)}
-    assert told | {"name", "priority"} == set(type(spec).model_fields)
+    assert told | {"name", "priority", "tracking", "labels"} == set(type(spec).model_fields)
     free = set(type(spec.workers).model_fields) - {
         name.split(".")[2] for name in spec_fields(spec) if "workers" in name
     }

@@ -15,8 +15,8 @@ import typer
 from thinwire.cli.commands import work
 from thinwire.cli.job_ids import JobIds, resolved
 from thinwire.cli.quantities import bytes_text, loss_text, seconds_text
-from thinwire.cli.screen import complain, print_columns
-from thinwire.cli.summary import samples_of, written
+from thinwire.cli.screen import complain, note, print_columns
+from thinwire.cli.summary import samples_of, write_picture
 from thinwire.client import Client
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import Job
@@ -148,7 +148,8 @@ def compare(
     if out is not None:
         draw: Drawing = work("compared")
         drawn = draw([(one.job.id, one.at, one.loss) for one in curves if one.at], by.value, loss_is(jobs[0].spec))
-        written(out, drawn)
+        write_picture(out, drawn)
+        note(f"Drawn: {out}")
 
 
 def _place(place: float, by: By) -> str:

@@ -7,7 +7,6 @@ Every expected error ends as one message on stderr, with a code of `exit_codes`.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -49,9 +48,9 @@ from thinwire.client import (
     WrongEnvironment,
     home,
 )
+from thinwire.contract import logs as log_lines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import Job
-from thinwire.contract.redaction import Redacting
 from thinwire.contract.reports import EventKind
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
@@ -125,10 +124,7 @@ def serve(
     except ValidationError as error:
         complain_of(error)
         raise typer.Exit(2) from None
-    to_stderr = logging.StreamHandler(sys.stderr)
-    to_stderr.setFormatter(Redacting("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[to_stderr])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every poll of the launcher
+    log_lines.set_up(settings.log_format, stream=sys.stderr)
     try:
         run_server(settings, on_started=lambda url: note(_welcome(settings, url)))
     except (ServeRefused, LauncherError) as error:

@@ -209,14 +209,14 @@ def picture(
         complain(f"{job.id} is {job.state} and the service has no step of it: there is nothing to draw yet")
         raise typer.Exit(1)
     draw: Drawing = work("picture")
-    written(out, draw(samples, summary, figures.loss_is(job.spec)))
+    write_picture(out, draw(samples, summary, figures.loss_is(job.spec)))
+    typer.echo(out)
 
 
-def written(out: Path, drawn: bytes) -> None:
-    """Write a picture to the file of `--out`, and print its name. Raises typer.Exit."""
+def write_picture(out: Path, drawn: bytes) -> None:
+    """Write a picture to the file of `--out`. Raises typer.Exit."""
     try:
         write_whole(out, drawn)
     except OSError as error:
         complain(f"--out {out} cannot be written: {error.strerror or error}; name a file in a folder that is there")
         raise typer.Exit(WRONG_INPUT) from None
-    typer.echo(out)

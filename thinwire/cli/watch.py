@@ -5,11 +5,13 @@ by its server.json, and the job does not depend on it.
 
 Of the log `thinwire logs --rank` shows one worker. Ray puts the process before each line, `(ElasticWorker pid=16469,
 ip=10.0.0.2)`, and a worker's process says once which worker it is: `worker_started number=1 pid=16469`. So nothing else
-has to be asked for or sent, and a worker that replaces another is found too.
+has to be asked for or sent, and a worker that replaces another is found too. In a log of JSON the lines say it
+themselves.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections import deque
@@ -386,6 +388,8 @@ class WorkerLines:
         return "".join(self._take(rest))
 
     def _take(self, line: str) -> list[str]:
+        if line.startswith("{"):
+            return self._of_json(line)
         process = _PROCESS.match(line)
         if process is None:
             return []
@@ -398,6 +402,16 @@ class WorkerLines:
             self._held.setdefault(name, deque(maxlen=HELD_LINES)).append(line)
             return []
         return [line] if self._number_of[name] == self._number else []
+
+    def _of_json(self, line: str) -> list[str]:
+        """Of a log of JSON: each line of a worker has its number."""
+        try:
+            number = json.loads(line).get("rank")
+        except ValueError:
+            return []
+        if isinstance(number, int):
+            self._number_of[str(number)] = number
+        return [line] if number == self._number else []
 
 
 def logs(

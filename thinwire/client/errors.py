@@ -87,6 +87,8 @@ def error_of(response: httpx.Response) -> ClientError:
     message = body.message
     if status == 401:
         message += ": check THINWIRE_TOKEN, or the file token in THINWIRE_HOME"
+    if status >= 500 and body.request_id is not None:
+        message += f" (request_id={body.request_id})"
     return kind(status, body.code, message, body.problems)
 
 

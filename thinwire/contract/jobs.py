@@ -264,3 +264,6 @@ class ErrorBody(BaseModel):
     code: str
     message: str
     problems: list[Problem] = Field(default_factory=list)
+    request_id: str | None = Field(
+        None, description="of this request, as in the header X-Request-ID: the service's log has it in its lines"
+    )

@@ -1,6 +1,7 @@
 """The run folder of a job: which file is where. The service writes it before it submits; the workers read and write it.
 
 job.json       {"job_id", "name", "created_at": unix seconds, "spec": {...}}    written by the service, mode 0600
+               and {"log_format": "json"} with logs of JSON, {"otlp_endpoint", "traceparent"} with traces
 workers.json   a WantedWorkers: the limits that hold now, where job.json has those of the submission; mode 0600
 token          the job's token, mode 0600; in no argument, environment variable, Ray metadata or log
 service_url    where the service listens now; rewritten when the service starts again
@@ -11,6 +12,8 @@ buckets.json   the size of buckets that the run keeps, written by rank 0 at its 
 history.jsonl  one Sample a line, written by rank 0
 events.jsonl   one Event a line, written by rank 0, and by the driver while the job waits for workers
 summary.json   a Summary, written by rank 0 at the end of a run that succeeded
+tensorboard/   event files of TensorBoard, by rank 0, unless the job says otherwise
+wandb/         offline runs of Weights & Biases, by rank 0, where the job asks for them
 loss.png       loss and cumulative bytes over steps
 failure.json   a Failure, written where a run ends for a reason that no restart can mend
 logs/          of each attempt, what its driver has written: attempt-1.log; by the service, where a cluster of its own
@@ -43,6 +46,8 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.summary = path / "summary.json"
         self.picture = path / "loss.png"
+        self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb"
         self.failure = path / "failure.json"
         self.logs = path / "logs"
         self.ray = path / "ray"

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from thinwire.contract import labels, script, start, stores
+from thinwire.contract import labels, script, start, stores, tracking
 from thinwire.contract.fields import Fraction, Frozen, Impossible, StepsOrFraction, Whole, refuse
 from thinwire.contract.job_names import LABEL
 from thinwire.contract.labels import Labels
@@ -39,6 +39,7 @@ from thinwire.contract.optimizers import (
 )
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.start import Start
+from thinwire.contract.tracking import Tracking
 
 _Channels = Annotated[Whole, Field(ge=1, le=4096)]
 MOST_WORKERS = 4096
@@ -248,6 +249,7 @@ class JobSpec(Frozen):
         None, description="given weights, or a checkpoint of another job; null: the job begins with fresh values"
     )
     network: Network = Field(default_factory=Network)
+    tracking: Tracking = Field(default_factory=Tracking)
     kueue: Kueue | None = Field(None, description="where the launcher is kuberay; null: the job waits in no queue")
 
 
@@ -434,7 +436,7 @@ def _impossible_anywhere(spec: JobSpec) -> list[Impossible]:
         found.append(("checkpoint.store", store, words))
     if spec.start is not None:
         found += start.impossible(spec.start)
-    return found
+    return [*found, *tracking.impossible(spec.tracking)]
 
 
 def _secrets_in(spec: JobSpec, info: ValidationInfo) -> list[Impossible]:

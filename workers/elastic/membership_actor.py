@@ -22,6 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
+from thinwire.contract import logs
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.plan import Plan
 from thinwire.workers.elastic.worker_side import Lease
@@ -70,7 +71,7 @@ class MembershipActor:
     """See the module. Ray calls its methods one at a time; a thread of the server's calls `_on_event`."""
 
     def __init__(self, plan: Plan) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        logs.set_up(fields={"job_id": plan.job})
         self._plan = plan
         self._key = f"{plan.namespace}/{plan.membership}".encode()
         self._owner: str | None = None

@@ -31,6 +31,7 @@ from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from thinwire.contract import logs
 from thinwire.workers.elastic import leftovers
 from thinwire.workers.elastic.group import ElasticStatePage, ElasticWorkerGroup
 from thinwire.workers.elastic.membership_actor import ensure_membership
@@ -63,7 +64,7 @@ class ElasticController(TrainController):  # type: ignore[misc]
     worker_group_cls = ElasticWorkerGroup
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        logs.set_up()
         super().__init__(*args, **kwargs)
 
 

@@ -3,8 +3,9 @@
     WorkerMetrics   on a port of its own that is registered at the service, as metric_names.METRICS declares them
     RunFiles        history.jsonl and events.jsonl of the run folder (history.py)
     Poster          the service, through outages of it (service_client.py)
+    Trackers        TensorBoard and its kind, where the job asks for them (trackers/)
 
-A run that nobody watches (a test, a benchmark, a loop under torchrun) has a reporter without the last two.
+A run that nobody watches (a test, a benchmark, a loop under torchrun) has a reporter without the last three.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from thinwire.contract.summary import Summary
 from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry.history import RunFiles
 from thinwire.workers.telemetry.service_client import Heartbeat, Poster, ServiceClient
+from thinwire.workers.telemetry.trackers.follow import Ended
+from thinwire.workers.telemetry.trackers.of_job import Trackers
 
 if TYPE_CHECKING:
     import torch
@@ -267,23 +270,25 @@ class Reporter:
         client: ServiceClient | None = None,
         leave_files: Callable[[], None] | None = None,
         metrics: WorkerMetrics | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """leave_files: see Poster."""
         self._files, self._client = files, client
+        self._trackers = trackers or Trackers()
         self._poster = None if client is None else Poster(client, leave=leave_files)
         self.metrics = metrics or WorkerMetrics()
         self._leads = False
         self._recent: deque[Sample] = deque(maxlen=RECENT)
 
     @classmethod
-    def in_place(cls, place: Place, number: int = 0, *, adopt_s: float = 0.0) -> Self:
-        """What it says goes into the run folder, and to the service where the run has one.
+    def in_place(cls, place: Place, number: int = 0, *, adopt_s: float = 0.0, trackers: Trackers | None = None) -> Self:
+        """What it says goes into the run folder, and to the service where the run has one; and to the trackers.
 
         number: what this worker is called, for as long as it lives: its slot where ranks change.
         adopt_s: how long a later attempt may take to adopt this worker.
         """
         client = place.new_client(number, adopt_s) if place.has_service else None
-        return cls(RunFiles(place.run_dir, place.others_history), client, place.leave_files)
+        return cls(RunFiles(place.run_dir, place.others_history), client, place.leave_files, trackers=trackers)
 
     def serve(self, job_id: str, number: int, address: str) -> None:
         """Serve this worker's metrics on that network address, and register them with the service. Raises OSError."""
@@ -302,13 +307,17 @@ class Reporter:
                 self._files.begin(self._recent)
             if self._poster is not None:  # what the service has it does not take twice
                 self._poster.samples(self._recent)
+            self._trackers.begin(list(self._recent))
 
     def went_back(self, step: int) -> None:
         """History after `step` comes again: a peer was lost that had reported it, or had not yet."""
         while self._recent and self._recent[-1].step > step:
             self._recent.pop()
-        if self._leads and self._files is not None:  # the service takes the later sample of each step
+        if not self._leads:
+            return
+        if self._files is not None:  # the service takes the later sample of each step
             self._files.forget_after(step)
+        self._trackers.void(step)
 
     def resumed(self, step: int) -> None:
         """The run goes on from `step`; later history is void, all of it where `step` is 0: a fresh start."""
@@ -328,6 +337,7 @@ class Reporter:
                 self._files.samples(samples)
             if self._poster is not None:
                 self._poster.samples(samples)
+            self._trackers.take(samples)
         self._recent.extend(samples)
         self.metrics.take(samples, num_samples, sent_bytes)
 
@@ -393,12 +403,16 @@ class Reporter:
             self._files.event(event)
         if self._poster is not None:
             self._poster.event(event)
+        if self._leads:
+            self._trackers.take([event])
 
     def close(
         self, summary: Summary | None = None, failure: Failure | None = None, timeout_s: float = DELIVER_S
     ) -> None:
         """Deliver what is left, with the last word, and end; give up after `timeout_s`."""
         last_word = summary.as_json() if summary is not None else None
+        ended: Ended | None = "succeeded" if summary is not None else "failed" if failure is not None else None
+        self._trackers.end(ended if self._leads else None, timeout_s)
         if self._files is not None:
             self._files.close()
         if self._poster is not None:
@@ -406,3 +420,4 @@ class Reporter:
         self.metrics.close()
         if self._client is not None:
             self._client.close()
+        self._trackers.close(timeout_s)

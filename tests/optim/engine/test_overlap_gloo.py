@@ -77,7 +77,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @every_value({"kind, more": [("OneBitAdam", {"warmup": 10}), ("Adam", {})], "size": (3, 2)})
 def test_a_collective_of_the_users_own_between_backward_and_step_meets_none_of_ours(tmp_path, kind, more, size):
     """Where ranks have used different experts, so that hooks have launched different buckets."""

@@ -1,0 +1,123 @@
+"""A real job with a log of JSON, a trace, and TensorBoard: through the death of its rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Server, wait_for
+from tests.service.collector import Collector
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
+    """A service that says everything to programs."""
+    server = Server(tmp_path_factory.mktemp("home"))
+    before = dict(os.environ)
+    os.environ.update(THINWIRE_LOG_FORMAT="json", THINWIRE_OTLP_ENDPOINT=collector.url)
+    try:
+        server.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    yield server
+    if server.process is not None and server.process.poll() is None:
+        assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def job(seen: Server) -> dict[str, Any]:
+    """One that has ended, whose worker 0 was killed on its way."""
+    job_id = seen.submit(steps=STEPS, recipe={"layers": 2, "width": 192, "heads": 4, "context": 128})
+    seen.wait_for_step(job_id, 45)
+    (pid,) = {line["pid"] for line in lines(seen.logs(job_id)) if line.get("rank") == 0}
+    os.kill(pid, signal.SIGKILL)
+    return seen.wait_for_end(job_id)
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def test_every_line_of_the_service_and_of_the_job_is_an_object(seen: Server, job: dict[str, Any]) -> None:
+    assert job["state"] == "SUCCEEDED", job["reason"]
+    raw = seen.logs(job["id"]).splitlines()
+    not_json = [line for line in raw if not line.startswith("{")]
+    assert all("job_manager.py" in line for line in not_json), not_json
+    assert len(not_json) <= 2, "what Ray says before there is a driver"
+    found = lines("\n".join(raw))
+    assert {"time", "level", "logger"} <= set.intersection(*(set(line) for line in found))
+    assert {line.get("job_id") for line in found} == {job["id"]}
+    assert {line.get("rank") for line in found} >= {0, 1}
+    assert {line["event"] for line in found if "event" in line} >= {"worker_started", "checkpoint_saved"}
+    of_service = (seen.home / "server.log").read_text().splitlines()
+    odd = [line for line in of_service if not line.startswith("{")]
+    assert len(odd) <= 8, odd  # the welcome, which is for people
+    accepted = [line for line in map(json.loads, set(of_service) - set(odd)) if line.get("event") == "job_accepted"]
+    assert accepted[0]["job_id"] == job["id"]
+    assert accepted[0]["person"] == "operator"
+    assert len(accepted[0]["trace_id"]) == 32
+
+
+def test_the_log_of_one_worker_is_found_by_its_rank(seen: Server, job: dict[str, Any]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire.cli.main", "logs", job["id"], "--rank", "0"],
+        env={**os.environ, "THINWIRE_HOME": str(seen.home)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = lines(done.stdout)
+    assert {line["rank"] for line in found} == {0}
+    assert len({line["pid"] for line in found}) == 2, "the one that was killed, and the one in its place"
+
+
+def test_tensorboard_has_each_step_once_through_the_death_of_rank_0(job: dict[str, Any]) -> None:
+    folder = Path(job["run_dir"]) / "tensorboard"
+    found = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    history = [json.loads(line) for line in (Path(job["run_dir"]) / "history.jsonl").read_text().splitlines()]
+    told = [(one.step, one.value) for one in found.Scalars("loss")]
+    assert told == [(one["step"], pytest.approx(one["loss"], rel=1e-6)) for one in history if one["loss"] is not None]
+    assert [step for step, _ in told] == list(range(1, STEPS + 1))
+    events = reader.EventAccumulator(str(folder / "events"), size_guidance={"tensors": 0})
+    events.Reload()
+    assert {"regrouped", "checkpoint_saved"} <= set(events.Tags()["tensors"])
+
+
+def test_its_trace_leads_from_the_request_to_the_first_step(collector: Collector, job: dict[str, Any]) -> None:
+    def spans() -> dict[str, Any]:
+        (request,) = collector.named("POST /v1/jobs")
+        return {one.name: one for one in collector.spans if one.trace == request.trace}
+
+    expected = {
+        *("POST /v1/jobs", "queued", "launcher submit", "driver up", "workers joined", "first step", "attempt"),
+    }
+    wait_for("the whole trace", lambda: expected <= set(spans()), 60)
+    found = spans()
+    assert set(found) == expected
+    order = ("POST /v1/jobs", "queued", "launcher submit", "driver up", "workers joined", "first step", "attempt")
+    ends = [found[name].end for name in order]
+    assert ends == sorted(ends)
+    assert not any(one.error for one in found.values())
+    assert found["attempt"].attributes["thinwire.job_id"] == job["id"]
