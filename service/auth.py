@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -76,6 +77,8 @@ Find = Callable[[str, str], Caller | None]
 class Guard:
     """ASGI middleware: 401 without a known token; with one, `request.state.caller` says whose it is.
 
+    An answer that goes on for ever asks `request.state.ask_again` at times: it gives the caller anew, or raises.
+
     find: the caller who has this token or ticket, asked from this address, or None. find_session: the same of what a
     session's cookie holds. Both may block. The cookie counts only where there is no Authorization header.
     """
@@ -95,15 +98,16 @@ class Guard:
             headers = Headers(scope=scope)
             cookie = None if "authorization" in headers else cookie_of(headers)
             if cookie is None:
-                caller = await self._caller(headers.get("authorization", ""), address)
+                ask = partial(self._caller, headers.get("authorization", ""), address)
             else:
                 if scope["method"] not in READS:
                     refuse_foreign(headers)
-                caller = await self._of_session(cookie, address)
+                ask = partial(self._of_session, cookie, address)
+            caller = await ask()
         except ServiceError as error:
             await error_response(error)(scope, receive, send)
             return
-        scope.setdefault("state", {})["caller"] = caller
+        scope.setdefault("state", {}).update(caller=caller, ask_again=ask)
         logs.bind(**({"job_id": caller.job_id} if caller.person is None else {"person": caller.person.name}))
         await self.app(scope, receive, send)
 

@@ -108,6 +108,8 @@ class Settings(BaseSettings):
     )
     large_answers: int = Field(8, ge=1, description="answers of up to some MiB that are made and sent at once")
     large_answers_of_one: int = Field(2, ge=1, description="the same to one person or job")
+    streams: int = Field(1000, ge=1, description="streams of events and logs that are read at once")
+    streams_of_one: int = Field(50, ge=1, description="the same by one person")
     scrape_networks: tuple[IPNetwork, ...] = Field(
         (), description="networks whose addresses jobs may register for Prometheus, beside the sender's own"
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import h11
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class BoundedConnection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.app = self._told_of_parts(self.app)
         self._early = bytearray()
         self.below: asyncio.Transport | None = None  # of TLS
 
@@ -184,6 +186,19 @@ class BoundedConnection(H11Protocol):
         self.others.moved(self)
         if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
             self.cycle.keep_alive = False
+
+    def _told_of_parts(self, app: ASGI3Application) -> ASGI3Application:
+        """A part of an answer that has been taken is progress: a stream may go on for ever."""
+
+        async def call(scope: Any, receive: Any, send: Any) -> None:
+            async def sent(message: Any) -> None:
+                await send(message)
+                if message["type"] == "http.response.body" and not self.unread_bytes:
+                    self.others.moved(self)
+
+            await app(scope, receive, sent)
+
+        return call
 
     def on_response_complete(self) -> None:
         """An answer that has been taken is progress."""

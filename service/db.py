@@ -36,6 +36,8 @@ IDLE_IN_TRANSACTION_MS = 5000
 """PostgreSQL ends a transaction that says nothing for so long: a process that was stopped in one holds its locks."""
 UPGRADE_LOCK = 0x7468696E77697265
 """PostgreSQL's advisory lock of who changes the schema or the owner: "thinwire" as a number."""
+NUMBERED = "thinwire_numbered"
+"""In the `info` of a session: its transaction gives out numbers, which streams tell once it is committed."""
 CONNECTIONS, MORE_CONNECTIONS = 8, 56
 """Kept, and opened beside them where more threads ask at once: requests have 40."""
 
@@ -54,11 +56,13 @@ class Database:
     """Sessions of one database. `read` and `write` may be called from any thread. Raises: DatabaseUnusable.
 
     fence: called first in every writing session; what it raises ends that session. None: everybody may write.
+    told: called after each transaction of this process that has committed something which streams tell.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.fence: Callable[[Session], None] | None = None
+        self.told: Callable[[], None] = lambda: None
         try:
             parsed = make_url(url)
             self.engine = create_engine(
@@ -140,6 +144,8 @@ class Database:
         """The same without the fence: for the fence itself."""
         with self._one_writer, Session(self._writing, expire_on_commit=False) as session, session.begin():
             yield session
+        if session.info.get(NUMBERED):
+            self.told()
 
     def check(self) -> None:
         """Ask the database for something. Raises sqlalchemy's errors where it does not answer."""

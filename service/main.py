@@ -20,6 +20,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from thinwire.contract.files import private_folder
 from thinwire.contract.reports import Telemetry
+from thinwire.contract.streams import MODELS
 from thinwire.contract.tls import read_ca
 from thinwire.contract.traces import ENDPOINT, Traces
 from thinwire.service import errors
@@ -28,11 +29,13 @@ from thinwire.service.bodies import Bodies
 from thinwire.service.config import IPNetwork, Settings
 from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
+from thinwire.service.jobs.hub import Hub
 from thinwire.service.jobs.job_folder import RunFolders, ServiceAt
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.service import JobService
+from thinwire.service.jobs.streams import StreamSlots, streams
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.large_answers import Paced, Slots
 from thinwire.service.launch.protocol import Launcher, LauncherStarter
@@ -92,6 +95,8 @@ class ControlPlane:
         self.metrics = ServiceMetrics()
         self.making = asyncio.Semaphore(JOBS_SHOWN_AT_ONCE)
         self.large_answers = Slots(settings.large_answers, settings.large_answers_of_one)
+        self.hub = Hub(self.db)
+        self.stream_slots = StreamSlots(settings.streams, settings.streams_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
         told: dict[str, str] = {} if settings.log_format == "text" else {"log_format": settings.log_format}
@@ -301,6 +306,7 @@ def create_app(
     app.state.plane = plane
     errors.install(app)
     app.include_router(jobs_router.operators)
+    app.include_router(streams)
     app.include_router(jobs_router.workers)
     app.include_router(jobs_router.claims)
     app.include_router(packages_router.packages)
@@ -333,15 +339,17 @@ def _proxies(networks: Sequence[IPNetwork]) -> list[str]:
 
 
 class _Api(FastAPI):
-    """Its document also has the model of the body that FastAPI does not read itself."""
+    """Its document also has the models of what FastAPI does not read or write itself: a large body, streams."""
 
     def openapi(self) -> dict[str, Any]:
         """The document, made once."""
         if self.openapi_schema is None:
             schemas = super().openapi()["components"]["schemas"]
             ref = f"{SCHEMAS}{{model}}"
-            _, read_in_thread = models_json_schema([(Telemetry, "validation")], ref_template=ref)
-            for name, schema in read_in_thread["$defs"].items():
+            _, by_hand = models_json_schema(
+                [(Telemetry, "validation"), *((model, "serialization") for model in MODELS.values())], ref_template=ref
+            )
+            for name, schema in by_hand["$defs"].items():
                 schemas.setdefault(name, schema)
         assert self.openapi_schema is not None
         return self.openapi_schema

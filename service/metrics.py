@@ -153,12 +153,12 @@ class RequestMetrics:
             await self.app(scope, receive, send)
             return
         began = time.perf_counter()
-        status = 500
+        answered, status = None, 500
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal answered, status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                answered, status = time.perf_counter(), message["status"]
             await send(message)
 
         try:
@@ -167,7 +167,9 @@ class RequestMetrics:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.requests.labels(method, route, str(status)).inc()
-            self._metrics.request_seconds.labels(method, route).observe(time.perf_counter() - began)
+            # Of a stream, until it began: it is open for as long as its reader likes.
+            until = answered if scope.get("state", {}).get("stream") else None
+            self._metrics.request_seconds.labels(method, route).observe((until or time.perf_counter()) - began)
 
 
 HELP = {

@@ -88,7 +88,7 @@ def serve(
                 ssl_context_factory=None if tls is None else lambda *_: tls,
             )
             # What is on this machine checks the certificate too: it is of the name in the public URL.
-            server = _Server(config, settings, here if tls is None else url, on_started)
+            server = _Server(config, settings, here if tls is None else url, on_started, plane.hub.end)
             asked_to_end.append(server)
             plane.on_lost = server.end
             try:
@@ -107,13 +107,19 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server that writes server.json when it answers."""
+    """uvicorn's server that writes server.json when it answers, and ends streams when it ends."""
 
     def __init__(
-        self, config: uvicorn.Config, settings: Settings, url: str, on_started: Callable[[str], None] | None
+        self,
+        config: uvicorn.Config,
+        settings: Settings,
+        url: str,
+        on_started: Callable[[str], None] | None,
+        end_streams: Callable[[str], None],
     ) -> None:
         super().__init__(config)
         self._settings = settings
+        self._end_streams = end_streams
         self._url = url
         self._on_started = on_started
 
@@ -134,6 +140,11 @@ class _Server(uvicorn.Server):
     def end(self) -> None:
         """Answer what is under way, then end. From any thread."""
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End streams, which would go on for ever; answer what is under way, and end."""
+        self._end_streams("this service ends: ask again in a moment, and go on from the last id")
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer, then say so."""

@@ -546,6 +546,7 @@ class Reconciler:
             return
         with self._db.write() as session:
             jobs = JobRepository(session)
+            jobs.lock_all([row.id for row, _ in news])  # before any event has its number
             for row, words in news:
                 reason = f"waiting for the cluster: {words}" if words else None
                 jobs.note([row.id], [JobState.PENDING, JobState.CANCELLING], reason=reason)

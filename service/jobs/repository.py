@@ -12,6 +12,7 @@ from sqlalchemy import (
     ColumnElement,
     ForeignKey,
     Index,
+    Integer,
     Select,
     String,
     Text,
@@ -30,7 +31,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from thinwire.contract.jobs import TERMINAL, JobState
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.contract.reports import EventKind
-from thinwire.service.db import Base
+from thinwire.service.db import NUMBERED, Base
 from thinwire.service.errors import JobNotFound
 
 JsonDict = dict[str, Any]
@@ -77,7 +78,7 @@ class JobRow(Base):
     started_at: Mapped[float | None] = mapped_column(default=None)
     finished_at: Mapped[float | None] = mapped_column(default=None)
     newest_sample: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
-    """{"attempt", "sample"}: kept here, so that a list of jobs need not search all samples."""
+    """{"attempt", "sample", "number"}: kept here, so that a list of jobs need not search all samples."""
     newest_validation: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
     wanted_workers: Mapped[JsonDict | None] = mapped_column(JSON(none_as_null=True), default=None)
     """A WantedWorkers; None as long as nobody has asked for other numbers than the spec's."""
@@ -114,6 +115,10 @@ class ServiceRow(Base):
     id: Mapped[str] = mapped_column(String(16), primary_key=True)
     arrivals: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     """Jobs that it has taken so far."""
+    numbers: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    """The largest that an event, or a newest sample, was given so far; `JobRepository.next_numbers` gives them."""
+    numbers_gone: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    """The largest of an event that was removed with its job."""
 
 
 class SampleRow(Base):
@@ -134,9 +139,11 @@ class EventRow(Base):
     __table_args__ = (
         UniqueConstraint("job_id", "attempt", "kind", "step", "time", name="events_once"),
         Index("events_of_job", "job_id", "time"),
+        Index("events_in_order", "job_id", "id"),
     )
 
-    id: Mapped[int] = mapped_column(primary_key=True)
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    """Its number among all events and samples."""
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
     attempt: Mapped[int]
     kind: Mapped[str] = mapped_column(String(64))
@@ -231,6 +238,17 @@ class JobRepository:
         counted = update(ServiceRow).values(arrivals=ServiceRow.arrivals + 1).returning(ServiceRow.arrivals)
         return self.session.scalars(counted).one()
 
+    def next_numbers(self, count: int) -> int:
+        """The last of `count` numbers for what streams tell, each larger than all before.
+
+        From here to the end of the transaction nobody else gets any, so they are committed in their order: who has read
+        up to `ServiceRow.numbers` misses none that is committed later. Lock the jobs first: of two transactions one
+        would have a job and wait for numbers, and the other the reverse.
+        """
+        self.session.info[NUMBERED] = True
+        counted = update(ServiceRow).values(numbers=ServiceRow.numbers + count).returning(ServiceRow.numbers)
+        return self.session.scalars(counted).one()
+
     def too_much_of(self, who: str, most_jobs: int, most_spec_bytes: int, most_bytes: int) -> str | None:
         """None where this person may have one more job, else what they have too much of."""
         open_states = [state.value for state in JobState if not state.terminal]
@@ -256,9 +274,14 @@ class JobRepository:
 
     def remove(self, row: JobRow) -> None:
         """Delete the job with all that belongs to it."""
+        last = self.session.scalar(select(func.max(EventRow.id)).where(EventRow.job_id == row.id)) or 0
         for table in (SampleRow, EventRow, LeaseRow):
             self.session.execute(delete(table).where(table.job_id == row.id))
         self.session.delete(row)
+        self.session.flush()
+        self.next_numbers(1)  # so that streams look, and find the job no more
+        gone = update(ServiceRow).where(ServiceRow.numbers_gone < last).values(numbers_gone=last)
+        self.session.execute(gone)
 
     def finished(self, *, before: float | None = None, beyond: int | None = None, limit: int = 100) -> Sequence[str]:
         """Ids of jobs that were over `before` a time, or are not among the `beyond` newest of those over.
@@ -331,20 +354,32 @@ class JobRepository:
             index_elements=["job_id", "attempt", "kind", "step", "time"]
         )
         size = json_bytes(EventRow.fields) + EVENT_BYTES
-        shown = [{**event, "fields": redacted_json(event["fields"])} for event in events]
+        first = self.next_numbers(len(events)) - len(events) + 1
+        shown = [
+            {**event, "id": number, "fields": redacted_json(event["fields"])}
+            for number, event in enumerate(events, first)
+        ]
         return sum(self.session.scalars(statement.returning(size), shown))
 
     def samples(
-        self, job_id: str, after_step: int, limit: int, most_bytes: int, view: Callable[[SampleRow], Made]
+        self,
+        job_id: str,
+        after_step: int,
+        limit: int,
+        most_bytes: int,
+        view: Callable[[SampleRow], Made],
+        steps: Sequence[int] | None = None,
     ) -> tuple[list[Made], bool]:
         """What `view` makes of the first `limit` samples above a step, in order of step, and whether there are more.
 
-        Of `most_bytes` in all, but one at least. No row is kept: of many, they are most of the memory.
+        Of `most_bytes` in all, but one at least. No row is kept: of many, they are most of the memory. steps: of these
+        alone.
         """
         query = select(SampleRow, json_bytes(SampleRow.sample)).order_by(SampleRow.step)
-        return first_rows(
-            self.session, query.where(SampleRow.job_id == job_id, SampleRow.step > after_step), limit, most_bytes, view
-        )
+        query = query.where(SampleRow.job_id == job_id, SampleRow.step > after_step)
+        if steps is not None:
+            query = query.where(SampleRow.step.in_(steps))
+        return first_rows(self.session, query, limit, most_bytes, view)
 
     def events(
         self,
@@ -492,6 +527,8 @@ def record(session: Session, rows: Sequence[JobRow], now: float) -> None:
     ]
     session.flush()
     JobRepository(session).put_all_events(events)
+    if any(JobState(row.state).terminal for row in rows):
+        JobRepository(session).next_numbers(1)  # of a stream's end, which follows on the event
 
 
 def last_step(row: JobRow) -> int:

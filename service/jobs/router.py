@@ -51,6 +51,7 @@ from thinwire.service.errors import (
 )
 from thinwire.service.jobs.listing import Filter
 from thinwire.service.jobs.service import JobService
+from thinwire.service.jobs.thinning import LEAST, MOST
 from thinwire.service.jobs.worker_reports import WorkerReports
 from thinwire.service.large_answers import PART_BYTES, large_answer
 from thinwire.service.launch.protocol import LOG_PART_BYTES
@@ -69,7 +70,7 @@ from thinwire.service.requests import (
 )
 
 LARGEST_OFFSET = 2**53 - 1
-LARGEST_EVENT = 2**31 - 1
+LARGEST_EVENT = 2**53 - 1
 LARGE = [Depends(large_answer)]
 
 
@@ -301,13 +302,19 @@ def history(
     before_event: Annotated[
         int | None, Query(ge=1, le=LARGEST_EVENT, description="`next_before_event` of an earlier answer")
     ] = None,
+    points: Annotated[
+        int | None, Query(ge=LEAST, le=MOST, description="of all samples so many that show their shape, at most")
+    ] = None,
 ) -> Response:
     """The samples that the job has posted, in order of step; ask again from `next_after_step` for later ones.
 
     Its newest events too, in order of time; only those of a kind where `event_kind` names some. Ask again from
     `next_before_event` for older ones. An answer holds up to 2 MiB of samples, and 1 MiB or 5000 of the events.
+
+    With `points`: the first and the last sample, those with a validation loss, and of each range of steps those with
+    the smallest and the largest loss.
     """
-    return _json(jobs.history(job_id, after_step, limit, event_kind, before_event))
+    return _json(jobs.history(job_id, after_step, limit, event_kind, before_event, points))
 
 
 @operators.get("/jobs/{job_id}/checkpoints", dependencies=LARGE, responses=documented(JobNotFound))

@@ -45,6 +45,7 @@ from thinwire.service.jobs.job_folder import RunFolders
 from thinwire.service.jobs.listing import Filter, cursor_of, newest, place_of, put_labels, relabel
 from thinwire.service.jobs.repository import JobRepository, JobRow, record, stored_key, transition
 from thinwire.service.jobs.starts import Starts, heirs_of, unshared
+from thinwire.service.jobs.thinning import kept_steps
 from thinwire.service.jobs.views import (
     event_view,
     job_item,
@@ -325,10 +326,12 @@ class JobService:
         limit: int,
         event_kinds: Sequence[str] | None = None,
         before_event: int | None = None,
+        points: int | None = None,
     ) -> History:
         """The first `limit` samples above a step, in order of step, and the newest events in order of time.
 
         As many of each as one answer holds. event_kinds: only these; None for all. before_event: only older ones.
+        points: of all samples above the step so many that show their shape (thinning.py).
         Raises: JobNotFound, InvalidRequest.
         """
         with self._db.read() as session:
@@ -338,8 +341,9 @@ class JobService:
             if before is None and before_event is not None:
                 words = "must be `next_before_event` of an earlier answer for this job: begin again without it"
                 raise InvalidRequest.at("before_event", before_event, words)
+            steps = None if points is None else kept_steps(session, job_id, after_step, points)
             found, more = jobs.samples(
-                job_id, after_step, limit, MOST_SAMPLE_BYTES, lambda row: (row.step, sample_view(row))
+                job_id, after_step, limit, MOST_SAMPLE_BYTES, lambda row: (row.step, sample_view(row)), steps
             )
             samples = [sample for _, sample in found if sample is not None]
             events, older = jobs.events(

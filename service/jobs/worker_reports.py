@@ -176,6 +176,8 @@ class WorkerReports:
                         fields = {"kept_bytes": row.kept_bytes + added}
                         last = {"kind": EventKind.HISTORY_FULL.value, "step": last_step(row), "time": self._clock()}
                         jobs.put_events(job_id, row.attempt, [{**last, "fields": fields}])
+            if "newest_sample" in progress:
+                progress["newest_sample"]["number"] = jobs.next_numbers(1)
             if progress:
                 session.flush()
                 jobs.note([job_id], **progress)

@@ -140,6 +140,10 @@ def test_a_process_and_a_request_have_fields_of_their_own_and_a_call_may_name_an
         logs.bind(request_id="r1")
         logs.bind(person="anna")
         attempt[0] = 2
+        assert said("a_b rank=%d", 0, fields={"rank": 3}) == {
+            **{"event": "a_b", "rank": 3, "rank_": 0},
+            **{"request_id": "r1", "person": "anna"},
+        }
         found = said("a_b job_id=%s request_id=%s", "theirs", "forged", fields=fields)
         assert found == {
             **{"event": "a_b", "job_id": "theirs", "attempt": 2},

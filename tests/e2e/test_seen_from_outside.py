@@ -18,8 +18,6 @@ from tests.service.collector import Collector
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 STEPS = 300
 
 
@@ -63,8 +61,9 @@ def test_every_line_of_the_service_and_of_the_job_is_an_object(seen: Server, job
     assert job["state"] == "SUCCEEDED", job["reason"]
     raw = seen.logs(job["id"]).splitlines()
     not_json = [line for line in raw if not line.startswith("{")]
-    assert all("job_manager.py" in line for line in not_json), not_json
-    assert len(not_json) <= 2, "what Ray says before there is a driver"
+    # What Ray says before there is a driver, and what its C++ code may warn of.
+    of_ray = ("job_manager.py", "Running entrypoint for job", "kernel OOM killing", ".cc:")
+    assert [line for line in not_json if not any(words in line for words in of_ray)] == []
     found = lines("\n".join(raw))
     assert {"time", "level", "logger"} <= set.intersection(*(set(line) for line in found))
     assert {line.get("job_id") for line in found} == {job["id"]}
@@ -93,6 +92,7 @@ def test_the_log_of_one_worker_is_found_by_its_rank(seen: Server, job: dict[str,
 
 
 def test_tensorboard_has_each_step_once_through_the_death_of_rank_0(job: dict[str, Any]) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = Path(job["run_dir"]) / "tensorboard"
     found = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     found.Reload()

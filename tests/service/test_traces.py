@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from thinwire.service.launch.protocol import LauncherError
 from thinwire.workers.telemetry.reporter import Reporter
 from thinwire.workers.telemetry.trackers.of_job import FirstStep, trackers_of
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+pytestmark = pytest.mark.skipif(find_spec("opentelemetry.exporter") is None, reason="no exporter is installed")
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -84,6 +85,7 @@ def test_a_job_is_one_trace_from_the_client_to_the_first_step(
     assert collector.headers[0]["x-team"] == "a"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("given", [None, "", "garbage", "00-" + "0" * 32 + "-b7ad6b7169203331-01", CLIENT.upper() * 9])
 def test_without_a_trace_of_the_client_one_begins(tmp_path: Path, collector: Collector, given: str | None) -> None:
     service = traced(tmp_path, collector)
@@ -144,7 +146,8 @@ def test_the_trace_of_a_job_outlives_its_service_and_goes_to_a_driver_elsewhere(
     assert len(collector.spans) == 3
 
 
-@pytest.mark.parametrize("fault", ["refuses", "hangs", "is gone"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("fault", ["hangs", "refuses", "is gone"])
 def test_a_collector_that_takes_nothing_delays_and_fails_nothing_and_what_is_lost_is_counted(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

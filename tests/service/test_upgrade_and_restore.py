@@ -37,6 +37,7 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0008": (["arrival"], []),
     "0009": (["labels"], ["job_labels"]),
     "0010": ([], ["sessions"]),
+    "0011": ([], []),
 }
 """The columns of `jobs` and the tables that came with each version."""
 
@@ -46,6 +47,12 @@ def take_back(database: Database, version: str) -> None:
     with database.unfenced() as session:
         for later, (columns, tables) in reversed(LATER.items()):
             if later > version:
+                if later == "0011":
+                    session.execute(text("DROP INDEX events_in_order"))
+                    for name in ("numbers", "numbers_gone"):
+                        session.execute(text(f"ALTER TABLE service DROP COLUMN {name}"))
+                    if database.shared:
+                        session.execute(text("ALTER TABLE events ALTER COLUMN id TYPE INTEGER"))
                 if "labels" in columns:
                     session.execute(text("DROP INDEX jobs_listed"))
                     session.execute(text("CREATE INDEX ix_jobs_created_at ON jobs (created_at)"))
@@ -113,6 +120,13 @@ def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
         launcher.put(running, LaunchState.SUCCEEDED)
         new.turn(2)
         assert new.state(running) == "SUCCEEDED"
+        told_now = new.client.get("/v1/events", params={"after": 0, "follow": "false"}).text
+        assert "event: gap" in told_now, "nobody knows what was deleted before"
+        for job_id in (running, over):
+            stream = new.client.get(f"/v1/jobs/{job_id}/events").text
+            assert stream.count("event: state") == 4
+            assert '"state":"SUCCEEDED"' in stream
+            assert stream.count("event: end") == 1
     finally:
         new.close()
 

@@ -22,6 +22,7 @@ from thinwire.cli import commands, exit_codes
 from thinwire.cli.compare import compare
 from thinwire.cli.dashboard import dashboard
 from thinwire.cli.drafts import clone, validate
+from thinwire.cli.events import events
 from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.job_ids import JobId, JobIds, resolved
@@ -222,6 +223,7 @@ def watch_command(job_id: JobId) -> None:
 
 
 app.command()(logs)
+app.command()(events)
 app.add_typer(tokens, name="token")
 app.command()(audit)
 app.command()(plan)

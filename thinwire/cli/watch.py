@@ -15,8 +15,8 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -28,15 +28,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.cli.bell import Bell
 from thinwire.cli.job_ids import JobId
 from thinwire.cli.news import WATCHED_KINDS, News, queue_text, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
 from thinwire.cli.screen import complain, console, note, printable
-from thinwire.client import Client, Unreachable
+from thinwire.client import Client, ClientError, NotFound, Unreachable, streams
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
+from thinwire.contract.streams import LOG
 
 POLL_S = 1.0
+SLOW_POLL_S = 10.0
+"""Where a stream says when something has happened: it says nothing of leases that run out, or of the queue."""
 LINE_EVERY_S = 10.0
 MOST_REPORTED_SHOWN = 9
 """A script's own numbers in the display; the others are in the history."""
@@ -109,18 +113,21 @@ def watch(
     console: Console,
     on_poll: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] | None = None,
 ) -> Job:
     """Show the job until it is over, and return it as it ended.
 
-    job_id: the full ID. on_poll is called before each poll; what it raises ends the watch.
+    job_id: the full ID. on_poll is called every POLL_S; what it raises ends the watch. sleep: between two polls; None:
+    the job's stream says when to ask again, where the service has one.
     Raises: ClientError, but waits where it is Unreachable.
     """
     view = View()
     live = _Live(console, view, clock) if console.is_terminal else None
     lines = None if live else _Lines(console, view, clock)
-    context: AbstractContextManager[object] = live or nullcontext()
-    with context:
+    with ExitStack() as context:
+        if live:
+            context.enter_context(live)
+        bell = context.enter_context(Bell(client, job_id)) if sleep is None else None
         while True:
             on_poll()
             news: list[str] = []
@@ -140,7 +147,10 @@ def watch(
                 lines.update()
             if view.job is not None and view.unreachable is None and view.job.state.terminal:
                 return view.job
-            sleep(POLL_S)
+            if bell is None:
+                (sleep or time.sleep)(POLL_S)
+            else:
+                bell.wait_for_news(POLL_S, SLOW_POLL_S, on_poll)
 
 
 def wait_for_workers(
@@ -427,32 +437,53 @@ def logs(
     """
     of_worker = None if rank is None else WorkerLines(rank)
     with Client() as client:
-        full_id = client.resolve(job_id).id
-        offset, waiting = 0, False
-        while True:
-            try:
-                chunk = client.logs(full_id, offset)
-            except Unreachable as error:
-                if not follow or _over(client, full_id):
-                    raise  # a log that went with its cluster does not come back
-                if not waiting:
-                    complain(f"control plane not reachable, waiting ({error})")
-                waiting = True
-                time.sleep(POLL_S)
-                continue
-            waiting = False
-            typer.echo(chunk.text if of_worker is None else of_worker.of(chunk.text), nl=False)
-            moved, offset = chunk.next_offset > offset, chunk.next_offset
-            if not moved and (chunk.complete or not follow):
-                break
-            if not moved:
-                time.sleep(POLL_S)
+        for text in _parts(client, client.resolve(job_id).id, follow):
+            typer.echo(text if of_worker is None else of_worker.of(text), nl=False)
     if of_worker is not None:
         typer.echo(of_worker.end(), nl=False)
         if rank not in of_worker.workers:
             known = ", ".join(map(str, of_worker.workers)) or "none"
             complain(f"--rank {rank}: no worker of this number has begun in this log; those that have: {known}")
             raise typer.Exit(1)
+
+
+def _parts(client: Client, job_id: str, follow: bool) -> Iterator[str]:
+    """The log, as far as it goes, or as it is written to its end. Raises ClientError."""
+    waiting = False
+
+    def lost(error: ClientError) -> None:
+        nonlocal waiting
+        if not follow or _over(client, job_id):
+            raise error  # a log that went with its cluster does not come back
+        if not waiting:
+            complain(f"control plane not reachable, waiting ({error})")
+        waiting = True
+
+    if follow:
+        try:
+            for told in streams.follow(client, job_id, "logs/stream", lost=lost):
+                waiting = False
+                if told.event == LOG:
+                    yield str(told.data["text"])
+            return
+        except NotFound as error:
+            if not streams.is_older(error):
+                raise
+    offset = 0
+    while True:
+        try:
+            chunk = client.logs(job_id, offset)
+        except Unreachable as error:
+            lost(error)
+            time.sleep(POLL_S)
+            continue
+        waiting = False
+        yield chunk.text
+        moved, offset = chunk.next_offset > offset, chunk.next_offset
+        if not moved and (chunk.complete or not follow):
+            return
+        if not moved:
+            time.sleep(POLL_S)
 
 
 def _over(client: Client, job_id: str) -> bool:

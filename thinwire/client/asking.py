@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Generic, ParamSpec, Self, TypeVar, overload
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from thinwire.client.errors import BadAnswer, ClientError, error_of, not_sent
 from thinwire.client.servers import Server, find_server, trusted
+from thinwire.contract.streams import HEARTBEAT_S
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -103,6 +106,16 @@ class _Asking:
             options["timeout"] = ask.upload.timeout_s
         return options
 
+    def _stream_options(
+        self, server: Server, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None
+    ) -> tuple[str, dict[str, Any]]:
+        of = "" if job_id is None else f"jobs/{quote(job_id, safe='', errors='backslashreplace')}/"
+        headers = {"Authorization": f"Bearer {server.token}", "Accept": "text/event-stream"}
+        if last_id is not None:
+            headers["Last-Event-ID"] = last_id
+        timeout = httpx.Timeout(self._timeout_s, read=3 * HEARTBEAT_S)
+        return f"{server.url}/v1/{of}{what}", {"params": params, "headers": headers, "timeout": timeout}
+
 
 def _checked(ask: Ask, response: httpx.Response) -> httpx.Response:
     if not response.is_success and not ask.any_status:
@@ -154,6 +167,28 @@ class Blocking(_Asking):
         except StopIteration as end:
             found: T = end.value
             return found
+
+    @contextmanager
+    def stream(
+        self, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None = None
+    ) -> Iterator[httpx.Response]:
+        """An answer that goes on: server-sent events, after `last_id`, as they come; 204 where there are no more.
+
+        job_id: whose; None for those of all jobs. what: `events` or `logs/stream`. streams.py reads it. Raises
+        ClientError; httpx.HTTPError where it breaks off inside the block.
+        """
+        server = self._find()
+        url, options = self._stream_options(server, job_id, what, params, last_id)
+        with ExitStack() as stack:
+            try:
+                response = stack.enter_context(self._http.stream("GET", url, **options))
+                if not response.is_success:
+                    response.read()
+            except _FAILURES as error:
+                raise not_sent(error, server.url, f"GET {what}") from _cause(error)
+            if not response.is_success:
+                raise error_of(response)
+            yield response
 
     def _send(self, ask: Ask) -> httpx.Response:
         if ask.after_s:
@@ -220,6 +255,24 @@ class Awaiting(_Asking):
         except StopIteration as end:
             found: T = end.value
             return found
+
+    @asynccontextmanager
+    async def stream(
+        self, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """The same as Blocking.stream."""
+        server = await asyncio.to_thread(self._find)
+        url, options = self._stream_options(server, job_id, what, params, last_id)
+        async with AsyncExitStack() as stack:
+            try:
+                response = await stack.enter_async_context(self._http.stream("GET", url, **options))
+                if not response.is_success:
+                    await response.aread()
+            except _FAILURES as error:
+                raise not_sent(error, server.url, f"GET {what}") from _cause(error)
+            if not response.is_success:
+                raise error_of(response)
+            yield response
 
     async def _send(self, ask: Ask) -> httpx.Response:
         if ask.after_s:

@@ -16,6 +16,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from thinwire.client.asking import Ask, Params, Steps, Upload, answered
 from thinwire.client.errors import AmbiguousId, BadAnswer, ClientError, NotFound, Unreachable, error_body
+from thinwire.client.streams import Parser
 from thinwire.contract.jobs import (
     CheckpointList,
     Draft,
@@ -40,6 +41,7 @@ from thinwire.contract.people import (
 )
 from thinwire.contract.reports import Event
 from thinwire.contract.spec import JobSpec
+from thinwire.contract.streams import Told
 
 MOST = 1000
 """In one page."""
@@ -275,6 +277,24 @@ def events(job_id: str, kinds: Sequence[str]) -> Steps[list[Event]]:
     """The job's newest events of these kinds, in order of time: as many as one answer holds."""
     page = yield from history_page(job_id, _BEYOND_ALL_STEPS, kinds=kinds)
     return page.events
+
+
+def told(after: int = 0) -> Steps[list[Told]]:
+    """States and events of all jobs after an id, as far as they have been told; `streams.follow` goes on."""
+    params = {"after": str(after), "follow": "false"}
+    return Parser().of((yield Ask("GET", "/v1/events", params=params)).content)
+
+
+def told_of_job(job_id: str, after: int = 0) -> Steps[list[Told]]:
+    """The same of one job, with its newest sample, and its end. Raises NotFound."""
+    params = {"after": str(after), "follow": "false"}
+    return Parser().of((yield Ask("GET", _path(job_id, "events"), params=params)).content)
+
+
+def log_told(job_id: str, offset: int = 0) -> Steps[list[Told]]:
+    """Its log from an offset on, as far as it is written. Raises NotFound."""
+    params = {"offset": str(offset), "follow": "false"}
+    return Parser().of((yield Ask("GET", _path(job_id, "logs", "stream"), params=params)).content)
 
 
 def checkpoints(job_id: str) -> Steps[CheckpointList]:

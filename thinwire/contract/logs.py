@@ -12,7 +12,8 @@ time, level, logger    of every line
 event                  of a line of ours: its first word. `message` is what it says in free words, if anything
 message                of the line of another library (uvicorn, SQLAlchemy, Ray): all that it says
 request_id, person     within a request
-job_id, attempt, rank  in a process of a job; its lines may name others
+job_id, attempt, rank  in a process of a job. Its lines may name other jobs; a rank in the group of the time, which
+                       need not be what the worker is called, is `rank_` there
 exception              a traceback
 
 Nothing in a line breaks it, and no line breaks another: all is ASCII, control characters are escapes, halves of
@@ -96,7 +97,8 @@ class JsonLines(logging.Formatter):
             if value is not None:
                 found[name] = value
         for name, value in own.items():
-            found[f"{name}_" if name in _RESERVED else name] = value
+            is_taken = name in _RESERVED or (name == "rank" and name in found)
+            found[f"{name}_" if is_taken else name] = value
         if record.exc_info and record.exc_info[0] is not None:
             found["exception"] = self.formatException(record.exc_info)
         if record.stack_info:

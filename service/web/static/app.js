@@ -18,6 +18,7 @@ let me = null;
 let current = null;
 let turn = 0;
 let lastOk = null;
+let turned = false;
 
 watcher.ok = () => {
   lastOk = new Date();
@@ -84,7 +85,9 @@ function unescaped(part) {
 function focusHeading() {
   const title = content.querySelector("h1");
   document.title = title ? `${title.textContent} - Thinwire` : "Thinwire";
-  if (title && document.activeElement !== document.body) { title.tabIndex = -1; title.focus({ preventScroll: true }); }
+  // Who turns to another view hears which; at the first one the browser itself reads the page.
+  if (title && turned) { title.tabIndex = -1; title.focus({ preventScroll: true }); }
+  turned = true;
   scrollTo(0, 0);
 }
 
@@ -118,6 +121,7 @@ function signIn(why) {
     h("button", { class: "main" }, "Sign in"));
   fill(content, form);
   document.title = "Sign in - Thinwire";
+  turned = false;
   token.focus();
 
   async function begin(event) {

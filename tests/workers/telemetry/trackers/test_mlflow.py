@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from thinwire.workers.telemetry.trackers.follow import CannotTrack, Follower, Vo
 from thinwire.workers.telemetry.trackers.mlflow import Mlflow, flat
 from thinwire.workers.telemetry.trackers.of_job import say_end
 
-pytest.importorskip("mlflow")
+pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow-skinny is not installed")
 SPEC = {"name": "mine", "steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam", "warmup": 20}}
 
 

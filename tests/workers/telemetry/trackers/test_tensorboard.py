@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from thinwire.workers.telemetry.trackers import tensorboard
 from thinwire.workers.telemetry.trackers.follow import CannotTrack, Void
 from thinwire.workers.telemetry.trackers.tensorboard import TensorBoard
 
-reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+pytestmark = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 
 
 def read(folder: Path) -> Any:
     """As TensorBoard shows it."""
+    from tensorboard.backend.event_processing import event_accumulator as reader
+
     found = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     found.Reload()
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from thinwire.contract.tracking import WandbTracking
 from thinwire.workers.telemetry.trackers.follow import CannotTrack
 from thinwire.workers.telemetry.trackers.wandb import Wandb
 
-pytest.importorskip("wandb")
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 SPEC = {"name": "mine", "steps": 100, "global_batch": 8, "optimizer": {"name": "onebit_adam", "warmup": 20}}
 JOB = {"job_id": "mine-1", "name": "mine", "spec": {**read_spec(SPEC).model_dump(mode="json"), "labels": {"team": "a"}}}
 
