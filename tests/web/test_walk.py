@@ -35,6 +35,7 @@ def test_a_person_signs_in_submits_watches_resizes_and_cancels(desk: Desk) -> No
 
     page.get_by_role("link", name="Submit a job").click()
     page.get_by_label("Begin with").select_option("quickstart")
+    wait_until(lambda: page.get_by_label("steps", exact=True).input_value() == "300", "the example")
     page.get_by_label("steps", exact=True).fill("0")
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("It was refused, and nothing was started").wait_for()

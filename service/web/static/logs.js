@@ -61,7 +61,7 @@ export class LogView {
         first = false;
         if (!moved) {
           this.done = found.complete && OVER.has(this.job()?.state);
-          say(this.note, this.lines.length ? "" : this.done ? "The log is empty." : "There is no line yet.");
+          if (!this.lines.length && !this.rest) say(this.note, this.done ? "The log is empty." : "There is no line yet.");
           return;
         }
       }
