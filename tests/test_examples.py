@@ -210,6 +210,7 @@ def test_every_job_file_of_a_script_is_a_spec_with_its_folder(file):
     assert (folder / spec.recipe.entry).is_file()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("file", sorted({*EXAMPLES.glob("*.yaml")} - {*OF_SCRIPTS}), ids=lambda file: file.stem)
 def test_every_job_file_is_a_spec_as_it_stands_and_trains(file, tmp_path):
     """Whole runs take minutes: two steps of four samples show that model, data and optimizer can be made."""

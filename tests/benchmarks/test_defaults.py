@@ -94,7 +94,7 @@ def trained(make=None, **optimizer):
     return run_in_turns(2, lambda group: train_job(spec, group, 2, make=make))[0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_method_of_another_paper_trains_alike_on_all_ranks_and_sends_less(name):
     made = []

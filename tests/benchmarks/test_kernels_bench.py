@@ -17,6 +17,7 @@ def test_floors_are_what_each_array_is_read_and_written_once():
     assert floor["copy"] == 8
 
 
+@pytest.mark.slow
 def test_a_run_times_every_kernel_and_writes_numbers_and_table(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "QUICK_SIZES", (8192, 16384))
     told = []

@@ -39,6 +39,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.slow
 def test_finished_cases_are_not_run_again_unless_asked(tmp_path):
     first, second, third = Runs(), Runs(), Runs()
     assert bench.run(CASES[:1], tmp_path, measure_case=first) == 0
@@ -101,6 +102,7 @@ def test_tables_can_be_written_without_a_run(tmp_path):
     assert runs.names == []
 
 
+@pytest.mark.slow
 def test_the_sets():
     full, quick = full_set(METHODS), quick_set(METHODS)
     assert len({case.name for case in full}) == len(full) == 15

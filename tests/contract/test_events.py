@@ -31,6 +31,7 @@ def test_every_kind_is_told_by_the_workers_or_the_service():
     assert {EventKind[name] for name in told()} | of_states == set(EventKind)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("room", ["workers", "service", "thinwire/cli"])
 def test_a_kind_is_never_written_out(room):
     kinds = {kind.value for kind in EventKind}

@@ -23,7 +23,7 @@ CLAIMS = Path(__file__).parent / "values" / "claims.txt"
 """A template that mounts claims whose names begin as another's."""
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("name", VALUES)
 def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(name, version):
@@ -31,6 +31,7 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         assert complaints(found, version) == [], found["kind"]
 
 
+@pytest.mark.few(3)
 @parametrize(
     ("arguments", "reason"),
     [

@@ -37,6 +37,7 @@ def test_promtool_takes_the_rules():
     assert f"{len(ALERTS)} rules found" in done.stdout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["healthy.yaml", "firing.yaml"])
 def test_alerts_fire_on_what_they_are_for_and_on_nothing_else(case):
     done = promtool("test", "rules", str(CASES / case))

@@ -64,7 +64,7 @@ def made(name, architecture, how=compiled):
         missing(str(error))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "architecture", [pytest.param(one, marks=() if one == ALWAYS else pytest.mark.slow) for one in ARCHITECTURES]
 )

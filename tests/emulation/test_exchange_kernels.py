@@ -63,6 +63,7 @@ def cases(draw, most, sums=None):
 SEEDS, RESIDENT = st.integers(0, 1000), st.sampled_from([1, 3])
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @pytest.mark.parametrize("name", KERNELS)
 @settings(max_examples=5)

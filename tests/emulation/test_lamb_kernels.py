@@ -48,6 +48,7 @@ def assert_equal(ours, theirs):
         assert_same_floats(a, theirs[name], name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.law
 @pytest.mark.parametrize("kind", ["rows", "floats", "rows after floats"])
 @pytest.mark.parametrize(
@@ -119,6 +120,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(one, marks=() if number < 2 else pytest.mark.slow) for number, one in enumerate(FAULTS)],

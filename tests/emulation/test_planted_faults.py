@@ -65,6 +65,7 @@ def test_nothing_is_found_where_no_fault_is_planted(kernel):
     assert what_is_found(cuda.source(), kernel) == "nothing"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, id=f.name, marks=() if f.name in ALWAYS else pytest.mark.slow) for f in FAULTS]
 )

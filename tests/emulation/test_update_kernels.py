@@ -56,6 +56,7 @@ def emulated(seed=1):
     return CudaUpdates(Emulator(updates.source(), seed))
 
 
+@pytest.mark.few(21)
 @pytest.mark.law
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("numel", SIZES)

@@ -81,7 +81,7 @@ def happens(name, step):
     return {what for what, does in found.items() if does}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if case.seldom else name for name, case in cases().items()]

@@ -119,6 +119,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ddp_sends_no_gradient_and_trains_as_adamw_under_ddp(tmp_path):
     ranks = start(TRAIN + LAW, 2, tmp_path)
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

@@ -107,6 +107,7 @@ def ran(tmp_path, program):
     return [said(tmp_path, rank, "done") for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_loop_over_fabric_ends_as_one_by_hand_and_goes_on_from_its_checkpoint(tmp_path):
     assert ran(tmp_path, AS_BY_HAND) == ["as by hand"] * 2
 

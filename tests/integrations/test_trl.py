@@ -138,7 +138,7 @@ def told(tmp_path_factory):
     return once(tmp_path_factory, "trl", make)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["sft", "packed", "defaults", "dpo", "lora"])
 def test_adam_in_trl_is_adamw_under_ddp_to_rounding_with_as_many_tokens_on_no_two_ranks(told, run):
     here = told[run]

@@ -126,6 +126,7 @@ def test_nothing_that_trl_keeps_shows_that_workers_died_and_came(tmp_path, monke
         model.zero_grad()
 
 
+@pytest.mark.slow
 def test_what_sft_finds_in_an_evaluation_is_in_the_history_of_the_run(tmp_path, parts):
     from thinwire.integrations.transformers import with_thinwire
 

@@ -46,7 +46,7 @@ def test_each_is_short():
         assert len(path.read_text().splitlines()) < 80
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [top_k.TopKAdam, every_fourth.EveryFourth], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.law
@@ -160,6 +160,7 @@ class Rank:
         return float(off.abs().max()), self.values(), residual
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", RANKS)
 @pytest.mark.law
 def test_a_rank_that_sits_rounds_out_loses_nothing_of_its_updates(size, one_process):

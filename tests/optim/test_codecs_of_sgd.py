@@ -66,7 +66,7 @@ def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(size, codec,
         assert torch.equal(held, found[0][2])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value({"size": (1, 2, 3), "codec": OTHERS, "how": ("state_dict", "rank_state_dict")})
 @pytest.mark.law
 def test_a_run_that_loads_is_the_one_that_saved_and_went_on(size, codec, how):

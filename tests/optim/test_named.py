@@ -14,6 +14,7 @@ def made(name, **given):
     return model, named(name, model.parameters(), **options)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_name_makes_its_class_and_it_learns(name):
     model, optimizer = made(name, max_grad_norm=10.0)

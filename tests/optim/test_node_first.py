@@ -29,6 +29,7 @@ def one(name, net, group, **more):
     return make(name, two_groups(net), group, warmup=FREEZE, block=64, **given)
 
 
+@pytest.mark.few(1)
 @every_value({"name": COMPRESSED}, only=(0, 2))
 @pytest.mark.law
 def test_replicas_are_bit_equal_and_hooks_change_no_bit(name):
@@ -49,6 +50,7 @@ def test_replicas_are_bit_equal_and_hooks_change_no_bit(name):
     assert all(torch.equal(x, found[0][0]) for held in found for x in held)
 
 
+@pytest.mark.few(1)
 @every_value({"name": COMPRESSED, "steps": (3, FREEZE, 9)}, only=(0, 1))
 @pytest.mark.law
 def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, steps):
@@ -73,6 +75,7 @@ def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(name, steps
         torch.testing.assert_close(r_N, states[0]["residuals"][name_of], rtol=0, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @every_value({"topology": ("flat", "node_first"), "name": COMPRESSED}, only=(1, 2))
 @pytest.mark.law
 def test_shares_go_from_either_topology_to_either_with_their_r(topology, name):
@@ -135,6 +138,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.few(1)
 @every_value({"change": CHANGES, "name": COMPRESSED}, only=(0, 2, 4))
 @pytest.mark.law
 def test_t3_a_planned_change_keeps_r_and_takes_the_topology_that_can_be(change, name):
@@ -188,6 +192,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(1)
 @every_value({"name": ("onebit_adam", "onebit_lamb"), "fault": FAULTS}, only=(1, 3))
 @pytest.mark.law
 def test_a_rank_that_dies_in_a_step_takes_only_its_own_part_of_r(name, fault):

@@ -65,6 +65,7 @@ def test_on_one_rank_it_is_torch_s_under_schedules_of_both_numbers_and_for_a_lay
         torch.testing.assert_close(ours, theirs, **EXACT)
 
 
+@pytest.mark.few(2)
 @every_value({"size": [1, 2, 3, 4, 8], "name": SETTINGS, "overlap": [False, True]})
 @pytest.mark.law
 def test_on_several_ranks_it_is_the_recursion_and_replicas_are_bit_equal(size, name, overlap):

@@ -120,7 +120,7 @@ def agreed(optimizer):
     return bits(*optimizer.common_vectors().values())
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CLASSES)
 @examples(12)
 @given(problems())
@@ -216,7 +216,7 @@ def test_t8_for_any_model_a_sync_leaves_the_mean_of_the_parameters_less_the_resi
         assert syncs >= STEPS_AFTER
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CLASSES)
 @examples(10)
 @given(problem=problems(dtypes=(torch.float64,)))
@@ -284,6 +284,7 @@ def test_t7_what_n_ranks_saved_any_number_of_ranks_loads_with_its_residual(name,
         assert num_steps == saved_at + 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CLASSES)
 @examples(8)
 @given(problems())

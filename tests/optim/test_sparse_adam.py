@@ -69,6 +69,7 @@ def train(model, optimizer, steps, rank):
         optimizer.step()
 
 
+@pytest.mark.few(2)
 @every_value({"size": [1, 2, 3, 4], "exchange": ["fp32", "int8"]})
 @pytest.mark.law
 def test_it_is_torch_s_sparse_adam_on_the_mean_gradient_and_replicas_are_bit_equal(size, exchange):
@@ -100,6 +101,7 @@ def test_it_is_torch_s_sparse_adam_on_the_mean_gradient_and_replicas_are_bit_equ
         assert 0 < (first - values(model)).norm() < 0.1 * moved
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.law
 def test_what_is_received_of_a_row_and_its_residual_are_what_was_given_and_a_row_that_nobody_touches_waits(size):
@@ -165,6 +167,7 @@ def test_rows_that_nobody_touches_send_no_byte():
         assert few == many
 
 
+@pytest.mark.few(2)
 @every_value({"size": [1, 2, 3, 4], "other": [1, 2, 3, 4]})
 @pytest.mark.law
 def test_what_n_ranks_saved_any_number_loads_with_its_residual_and_the_run_that_saved_goes_on_alike(size, other):

@@ -49,12 +49,13 @@ def routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
 
 
 def _at(path: str, job_id: str) -> str:
+    """An address of this path. Of a stream what there is now: one that is followed has no end."""
     return (
         path.replace("{job_id}", job_id)
         .replace("{rank}", "0")
         .replace("{name}", "loss.png")
         .replace("{sha256}", "0" * 64)
-    )
+    ) + ("?follow=false" if path.endswith(("/events", "/logs/stream")) else "")
 
 
 def _needed(route: tuple[str, str]) -> Role:

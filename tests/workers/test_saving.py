@@ -110,6 +110,7 @@ def loading_run(store, name, size, dtype):
     return run_threads(size, work)
 
 
+@pytest.mark.few(2)
 @every_value(
     {
         "size": SIZES,

@@ -35,7 +35,7 @@ def rounds_of(reducer, memory, rank, rounds, sits_out):
     return applied, given
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @parametrize(
     ("name", "size"),
     [("sign", 1), *itertools.product(CODECS, (2, 3, 5))],  # one rank alone has no codec

@@ -115,6 +115,7 @@ def test_over_many_exchanges_what_is_rounded_does_not_add_up():
     assert float(off.mean().abs()) <= 6 * walk / LAYOUT.num_live**0.5 * 4
 
 
+@pytest.mark.few(1)
 @every_value({"size": SIZES, "bucket_elements": (64, 200)}, only=(1, 2))
 @pytest.mark.law
 def test_t2_outputs_are_bit_identical_dead_elements_stay_zero_and_another_run_draws_the_same(size, bucket_elements):

@@ -140,6 +140,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_over_gloo_it_is_what_it_is_among_threads(tmp_path):
     for rank in gloo_ranks.start(OVER_GLOO, 3, tmp_path):
         assert rank.wait(120) == 0

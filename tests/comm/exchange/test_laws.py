@@ -181,7 +181,7 @@ def assert_as_before(kind, memory, before, *given):
     assert (after - before).abs().max() <= 4 * EPS[before.dtype] * largest
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @every_value(
     {
         "name, at": ANY,
@@ -206,7 +206,7 @@ def test_t1_every_output_and_its_residual_add_up_to_the_input_and_the_one_before
     assert any(bool(r.any()) for r in residuals) or in_full or exact(kind, size)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @every_value({"name, at": ANY, "bucket_elements": (64, 200)}, only=USUAL)
 @pytest.mark.law
 def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(name, at, bucket_elements):
@@ -226,7 +226,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(name, at, buck
         assert not residuals[-1][DEAD].any()
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @every_value({"name, old": ANY, "new": (3, 1, 4, 0, 2)}, only=USUAL)
 @pytest.mark.law
 def test_t3_a_resize_keeps_the_residual(name, old, new):
@@ -255,7 +255,7 @@ def test_t3_a_resize_keeps_the_residual(name, old, new):
     assert max(kind.run(new, work)) <= 1e-4
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(3)
 @every_value({"name": [name for name in KINDS if name not in ("kernels", "node first")], "at": range(1, 5)})
 @pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
 @pytest.mark.law
@@ -280,7 +280,7 @@ def test_t6_a_lost_peer_in_either_collective_leaves_the_errors_untouched(name, a
     assert all(kind.run(at, work))
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(3)
 @every_value(
     {
         "name, at": SEVERAL,
@@ -318,7 +318,7 @@ def test_a_non_finite_input_is_named_by_every_rank_and_changes_no_error(name, at
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(3)
 @every_value({"name, at": SEVERAL}, only=USUAL_OF_SEVERAL)
 def test_who_takes_no_part_is_named_and_who_gives_up_lets_the_others_go_on(name, at):
     kind = KINDS[name]

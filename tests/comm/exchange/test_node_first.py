@@ -56,6 +56,7 @@ def exchanged(boxes, rounds, layout=LAYOUT, **how):
     return run_threads(len(boxes), work, boxes=boxes)
 
 
+@pytest.mark.few(1)
 @every_value({"boxes": BOXES}, only=(2, 4))
 @pytest.mark.law
 def test_it_is_on_each_slice_the_compressed_all_reduce_of_the_boxes_means(boxes):
@@ -89,6 +90,7 @@ def test_it_is_on_each_slice_the_compressed_all_reduce_of_the_boxes_means(boxes)
             torch.testing.assert_close(ours[rank][3], server_c, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @every_value(
     {"dtype": [torch.float32, torch.float64], "boxes": BOXES, "given": ("vector", "runs", "start")}, only=(0, 3)
 )
@@ -128,6 +130,7 @@ def test_a_momentum_formed_on_the_way_is_that_formed_before_to_rounding(dtype, b
     assert all(run_threads(len(of_rank), work, boxes=of_rank))
 
 
+@pytest.mark.few(1)
 @every_value({"boxes": BOXES}, only=(1, 4))
 @pytest.mark.law
 def test_factors_of_runs_and_sums_formed_by_bucket_are_as_those_of_whole_vectors(boxes):
@@ -187,6 +190,7 @@ boxes, one bucket behind."""
 PLACES = [("all_to_all", at) for at in (0, 1, 2, 5, 9)] + [("all_gather", at) for at in (0, 3, 4, 5)]
 
 
+@pytest.mark.few(2)
 @every_value(
     {"place": range(len(PLACES)), "when": list(When), "boxes": ("2 of 2", "2 of 3"), "momentum": (False, True)},
     only=(1, 4, 6, 8),
@@ -225,6 +229,7 @@ def test_t6_a_peer_lost_at_any_collective_leaves_the_errors_of_all_ranks_untouch
     assert set(found) <= {"it was undone", "it was done"}
 
 
+@pytest.mark.few(1)
 @every_value({"boxes": BOXES, "momentum": (False, True)}, only=(2, 4))
 def test_an_exchange_whose_last_collective_failed_here_alone_can_be_counted(boxes, momentum):
     of_rank = BOXES[boxes]
@@ -254,6 +259,7 @@ def test_an_exchange_whose_last_collective_failed_here_alone_can_be_counted(boxe
         torch.testing.assert_close(got, due, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @every_value({"boxes": BOXES, "bucket_elements": CUTS, "full": ("fp32", "bf16")}, only=(1, 4))
 @pytest.mark.law
 def test_a_mean_in_full_is_the_mean_bit_identical_on_all_and_a_nan_is_named(boxes, bucket_elements, full):
@@ -366,6 +372,7 @@ def test_two_boxes_of_four_send_each_other_less_than_a_2_4th_of_what_flat_sends(
         assert means[0] / means[1] == pytest.approx(7 / 4, rel=0.02)
 
 
+@pytest.mark.few(1)
 @every_value({"boxes": BOXES}, only=(0, 2))
 def test_a_share_of_the_errors_goes_back_bit_for_bit_and_shares_add_up_to_r(boxes):
     of_rank = BOXES[boxes]

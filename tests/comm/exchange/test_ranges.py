@@ -66,6 +66,7 @@ def same(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.few(2)
 @every_value({"kind": tuple(KINDS), "size": (1, 2, 3, 4, 8)})
 @pytest.mark.law
 def test_all_buckets_in_ranges_are_one_exchange_of_all_bit_for_bit(kind, size):
@@ -105,6 +106,7 @@ def test_all_buckets_in_ranges_are_one_exchange_of_all_bit_for_bit(kind, size):
     run_threads(size, work)
 
 
+@pytest.mark.few(2)
 @every_value(
     {
         "kind": tuple(KINDS),

@@ -37,6 +37,7 @@ def cases(draw):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KERNELS)
 @settings(max_examples=25, deadline=None)
 @given(case=cases())

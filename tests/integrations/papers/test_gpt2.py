@@ -208,6 +208,7 @@ def run(folder, *words):
     return json.loads((folder / "out.json").read_text())
 
 
+@pytest.mark.slow
 def test_accumulated_and_checkpointed_it_computes_the_same(tmp_path):
     plain = run(tmp_path, "--optimizer", "adam")
     parts = run(tmp_path, "--optimizer", "adam", "--micro", 2, "--checkpointing")

@@ -224,6 +224,7 @@ def test_a_run_that_is_resumed_equals_one_that_went_on(tmp_path, monkeypatch):
     assert (resumed["score"], resumed["other"]) == (whole["score"], whole["other"])
 
 
+@pytest.mark.slow
 def test_flags_change_how_it_computes_and_not_what(tmp_path):
     plain = run(tmp_path, "--optimizer", "adam")
     same = run(tmp_path, "--optimizer", "adam", "--checkpointing", "--channels-last")

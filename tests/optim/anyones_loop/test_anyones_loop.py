@@ -45,7 +45,7 @@ def measured(case, when, like):
     return run_threads(2, lambda group: by_torch(Cell(case, when, like, overlap=False), group))[0]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "cell", [pytest.param(cell, id=name, marks=marks(cell)) for name, cell in CELLS.items() if not cell.case.apart]
 )

@@ -31,7 +31,7 @@ def reference(optimizer, net, size, **settings):
     return ReferenceCada(optimizer.space.p_N, size, gradient, **settings)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value(
     {
         "size": SIZES,
@@ -83,7 +83,7 @@ def test_in_these_problems_some_ranks_send_and_in_some_steps_none(rule):
     assert counts & {1, 2, 3}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.law
 @every_value({"size": SIZES, "rule": (1, 2), "dtype": (torch.float32, torch.float64, torch.bfloat16)})
 def test_g_is_the_mean_of_what_ranks_sent_last_and_replicas_are_bit_equal(size, rule, dtype):
@@ -104,7 +104,7 @@ def test_g_is_the_mean_of_what_ranks_sent_last_and_replicas_are_bit_equal(size, 
     assert all(torch.equal(found[0][1], held) for _, held in found)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.law
 @every_value({"size": SIZES, "rule": (1, 2), "settings": ({"max_age": 0}, {"threshold": 0.0}, {"max_age": 1})})
 def test_where_all_send_it_is_amsgrad_of_torch_on_the_mean_gradient(size, rule, settings):
@@ -135,6 +135,7 @@ def test_where_all_send_it_is_amsgrad_of_torch_on_the_mean_gradient(size, rule, 
     run_threads(size, work)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_where_nobody_sends_a_byte_from_each_rank_is_all_that_crosses(size):
@@ -291,6 +292,7 @@ def test_ranks_with_other_settings_are_told_at_once(setting, value):
     run_threads(3, work)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @every_value({"non_finite": ("raise", "skip"), "rule": (1, 2)})
 def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(non_finite, rule):
@@ -322,6 +324,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(non_finite, r
     run_threads(3, work)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("rule", [1, 2])
 def test_a_parameter_frozen_on_all_ranks_leaves_and_on_one_is_found(rule):

@@ -22,6 +22,7 @@ def uploads(optimizer):
     return optimizer.stats()["num_uploads"]
 
 
+@pytest.mark.few(1)
 @every_value({"size": (1, 2, 3), "rule": (1, 2), "dtype": (torch.float64, torch.float32, torch.bfloat16)})
 @pytest.mark.law
 def test_a_run_that_loads_is_the_one_that_saved_and_went_on(size, rule, dtype):
@@ -47,6 +48,7 @@ def test_a_run_that_loads_is_the_one_that_saved_and_went_on(size, rule, dtype):
     run_threads(size, work)
 
 
+@pytest.mark.few(1)
 @every_value({"size": (1, 3), "rule": (1, 2)})
 @pytest.mark.law
 def test_a_share_goes_on_as_it_stood_without_an_upload_more(size, rule):
@@ -66,6 +68,7 @@ def test_a_share_goes_on_as_it_stood_without_an_upload_more(size, rule):
     run_threads(size, work)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("how", ["the share of rank 0", "the shares of all, brought together"])
 def test_shares_for_other_ranks_have_all_but_who_sent_what(how, caplog):
@@ -178,6 +181,7 @@ def new_ranks(size, rule, first=0):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("rule", [1, 2])
 def test_the_mean_of_what_ranks_sent_goes_over_3_4_2_and_1_ranks(rule):
@@ -209,6 +213,7 @@ def test_the_mean_of_what_ranks_sent_goes_over_3_4_2_and_1_ranks(rule):
     assert ranks[0].optimizer.vectors.mean_N.any()
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @every_value(
     {

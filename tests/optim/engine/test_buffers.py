@@ -56,6 +56,7 @@ def made(name, net, group, **more):
     return construct(CLASSES[name], net.parameters(), lr=1e-2, group=group, model=net, **more)
 
 
+@pytest.mark.few(3)
 @every_value({"overlap": [False, True], "name": CLASSES})
 def test_buffers_are_those_of_rank_0_wherever_ranks_hold_the_same_parameters(name, overlap):
     def work(group):

@@ -47,7 +47,7 @@ def backward_loss(net, step, rank):
     return (net(x, extra=True) - torch.sin(x[:, :3] * 2)).square().mean()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value({"name": OURS, "size": (2, 3, 2, 4, 2)})
 def test_buckets_leave_in_backward_and_it_does_not_matter_when_they_leave(name, size):
     """All but the first compressed step: and a step whose hooks send nothing comes to the same bits."""
@@ -105,6 +105,7 @@ def own_gradient(net, optimizer, step, rank, times=1.0):
     return made_N
 
 
+@pytest.mark.few(1)
 @every_value({"size": (2, 3)})
 def test_what_is_applied_and_kept_is_what_the_shortened_gradients_say(size):
     """m' + R' = b1 m + (1 - b1) mean of the shortened + R, and each is shortened as the formula says."""
@@ -158,7 +159,7 @@ def test_a_spike_is_shortened_in_the_step_in_which_it_comes():
         assert max(sent) <= 1.001 * BOUND**2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value({"name": OURS, "of_rank": (False, True)})
 def test_a_run_that_is_loaded_goes_on_as_the_one_that_saved(name, of_rank):
     """A state of all ranks has no rank's norm: both wait for one step. A rank's share has it.
@@ -209,7 +210,7 @@ def test_a_damaged_share_is_refused_and_one_of_other_buckets_waits():
     run_threads(2, work)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value({"name": OURS})
 def test_what_was_undone_leaves_nothing_behind(name):
     """A batch that zero_grad() drops, and a step that is left out for a gradient that is not finite."""
@@ -264,7 +265,7 @@ def test_rates_that_move_after_backward_do_not_shorten_twice():
     run_threads(2, work)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value({"name": OURS})
 def test_a_grad_scaler_and_no_overlap_clip_by_the_exact_norm(name):
     def work(group):

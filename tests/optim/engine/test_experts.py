@@ -111,6 +111,7 @@ def test_a_group_for_the_experts_and_one_for_the_rest_train_as_one_process_with_
             torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("given", [{}, {"model": None}], ids=["without model=", "with model="])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.law

@@ -56,6 +56,7 @@ def test_replicas_are_bit_equal_and_vectors_are_of_their_types_once_v_is_frozen(
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.few(1)
 @every_value(
     {
         "saved_at, build": [(3, made), (FREEZE, made), (7, made), (10, refreshing), (12, refreshing), (18, refreshing)],
@@ -212,6 +213,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(1)
 @every_value({"keeps": [Keeps.NOTHING, Keeps.REPLICA, Keeps.ROWS], "where": FAULTS})
 @pytest.mark.law
 def test_t6_survivors_of_a_death_hold_the_same_and_go_on(where, keeps):

@@ -85,6 +85,7 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.few(2)
 @every_value(
     {"name": MAKE, "overlap, size": [(True, 2), (False, 3), (True, 3), (False, 2), (True, 1)]}, only=(0, 2, 4, 6)
 )
@@ -221,6 +222,7 @@ def test_a_change_keeps_every_parameters_moments_and_r(name, size):
     assert all(run_threads(size, work))
 
 
+@pytest.mark.few(2)
 @every_value({"name": MAKE, "overlap": (False, True)}, only=(2, 3, 4, 6))
 def test_a_group_added_in_mid_run_joins_and_the_others_keep_what_they_have(name, overlap, caplog):
     caplog.set_level(logging.INFO, logger="thinwire.optim")
@@ -300,6 +302,7 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.few(2)
 @every_value({"name": MAKE, "at": (4, 14), "early": (True, False)}, only=(1, 4, 5, 6))
 @pytest.mark.law
 def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
@@ -338,6 +341,7 @@ def test_a_run_saved_while_some_are_frozen_goes_on_bit_equal(name, at, early):
     assert all(run_threads(2, work))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_beside_a_state_dict_set_frozen_ones_too_and_a_master_goes_along(dtype, early):

@@ -54,6 +54,7 @@ def residual(optimizer):
     return memory.residual()
 
 
+@pytest.mark.few(1)
 @every_value({"name": HOW, "wire": ("bf16", "int8"), "size": (1, 2, 3, 4, 8)}, only=(1, 3, 5))
 @pytest.mark.law
 def test_replicas_are_bit_equal_and_near_those_of_full_exchanges(name, wire, size):
@@ -82,6 +83,7 @@ def made_alone():
     return [torch.randn(shape, generator=random, dtype=torch.float64).float() for shape in SHAPES]
 
 
+@pytest.mark.few(1)
 @every_value({"name": ("onebit_adam", "onebit_lamb"), "size": (2, 3, 4)})
 @pytest.mark.law
 def test_the_momentum_loses_nothing_that_its_residual_does_not_hold_also_across_the_freeze(name, size):
@@ -125,6 +127,7 @@ def in_order(optimizer, params, step, rank):
     return [by_param[tensor.param] for tensor in optimizer.space.tensors]
 
 
+@pytest.mark.few(1)
 @every_value({"name": HOW, "old": (1, 2, 3, 4), "new": (3, 2, 1, 4)}, only=(1, 3, 5))
 @pytest.mark.law
 def test_t7_a_checkpoint_of_a_warmup_loads_on_any_number_of_ranks_with_its_residual(name, old, new):
@@ -217,6 +220,7 @@ def test_what_8_bits_had_left_out_of_an_element_altogether_makes_no_long_step_wh
     assert all(run_threads(2, work))
 
 
+@pytest.mark.few(1)
 @every_value({"name": HOW, "at": (2, WARMUP - 1)}, only=(1, 3, 5))
 @pytest.mark.law
 def test_a_nan_on_one_rank_stops_all_and_changes_nothing(name, at):
@@ -238,6 +242,7 @@ def test_a_nan_on_one_rank_stops_all_and_changes_nothing(name, at):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.few(1)
 @every_value({"wire": ["bf16", "int8"], "name": ["adam", "onebit_adam", "onebit_lamb"]})
 @pytest.mark.law
 def test_buckets_that_leave_during_backward_give_the_same_bits(name, wire):
@@ -350,6 +355,7 @@ def test_what_was_left_out_of_a_warm_up_counts_after_it_as_much_as_gradients_tha
         assert 0.2 * expected < found < 5 * expected
 
 
+@pytest.mark.few(1)
 @every_value({"name": ("onebit_adam", "onebit_lamb", "zero_one_adam")})
 def test_a_share_saved_while_a_trained_parameter_is_frozen_loads_and_goes_on_bit_equal(name):
     def work(group):

@@ -48,7 +48,7 @@ def synced(optimizer):
     return optimizer
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step", "unscale_then_step"])
 @pytest.mark.parametrize("overflow_at", [2, 8], ids=["in_warmup", "compressed"])
 @pytest.mark.parametrize("name", MAKE)
@@ -105,6 +105,7 @@ def test_scales_that_grow_stay_alike_on_all_ranks_though_only_one_overflows():
     assert results[0][1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_scaler_changes_no_number_when_scales_are_powers_of_two(name):
     def run(group, scaled):
@@ -199,6 +200,7 @@ def test_after_an_error_in_a_scaled_step_nothing_of_the_scaler_is_left():
     assert not hasattr(optimizer, "found_inf")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_skipped_step_with_clipping_leaves_nothing_behind(name):
     """A norm that is NaN must not reach the few elements between two tensors, which nothing ever clears."""

@@ -49,6 +49,7 @@ def trained(group, make, dtype, gradients, bound=None):
     return left, means, torch.cat([param.detach().flatten() for param in net.parameters()])
 
 
+@pytest.mark.few(2)
 @every_value(
     {
         "make": MAKE,

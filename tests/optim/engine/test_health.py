@@ -63,6 +63,7 @@ def test_every_rank_is_told_the_same_of_a_compressed_optimizer(name, size):
     assert told[0].get("floored_elements", 0) < 10
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_asking_changes_no_bit_of_the_run(name):
     def asked(optimizer):

@@ -213,6 +213,7 @@ def interrupted_at(line, undisturbed):
     return " ".join(told)
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_line_of_a_step_leaves_it_whole_and_no_peer_waiting(undisturbed):
     num_lines = undisturbed["lines"][OURS]
     assert num_lines > 300

@@ -46,7 +46,7 @@ class Learner:
         return {name: x.clone() for name, x in found.items()} | {f"param {i}": x.clone() for i, x in enumerate(params)}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "more"), METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_follows_is_bit_equal_to_a_run_without_the_steps_that_were_taken_back(name, more, dtype):

@@ -170,6 +170,7 @@ def values_of(net):
     return [p.detach().clone() for p in net.parameters()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @pytest.mark.parametrize("name", [*MAKE, "adam"])
 def test_saving_changes_no_parameter_and_an_average_that_is_swapped_in_leaves_no_trace_when_it_is_swapped_out(name):

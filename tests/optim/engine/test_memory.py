@@ -41,6 +41,7 @@ HELD = {
 }
 
 
+@pytest.mark.few(1)
 @every_value({"name": sorted(HELD), "size": [2, 4]}, only=(0, 2, 4))
 def test_stats_say_how_many_bytes_a_parameter_are_held(name, size):
     make, expected = HELD[name]

@@ -76,6 +76,7 @@ def test_vectors_of_a_group_share_one_segment_and_matrices_have_their_own():
     assert layout.segments == ((0, 16 + 16 + 16 + 8), (56, 104), (104, 128))
 
 
+@pytest.mark.few(1)
 @every_value({"name": ["adam", "onebit_adam", "zero_one_adam"], "overlap": (False, True)})
 def test_tensors_that_were_moved_train_on(name, overlap):
     expected = run_threads(2, lambda group: trained(lambda net: None, overlap, name, group))
@@ -252,6 +253,7 @@ MADE = [
 ]
 
 
+@pytest.mark.few(2)
 @every_value({"make_net": MADE, "name": ["adam", "onebit_adam", "zero_one_adam", "onebit_lamb"]})
 def test_what_lies_in_the_memory_of_a_parameter_sees_every_step(make_net, name, caplog):
     def ends(group, made):

@@ -90,7 +90,7 @@ def everything(optimizer):
     return bits(optimizer.space.p_N, optimizer.space.g_N, *replicated(optimizer.vectors).values())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value({"name": CLASSES, "size": (1, 2, 3), "dtype": [torch.float32, torch.float64]}, only=(1, 3, 5))
 def test_with_overlap_every_step_is_bit_equal_to_one_without(name, size, dtype):
     """Both phases, tied weights, unused ones, layers that take part on some ranks only, micro-batches."""
@@ -152,6 +152,7 @@ def test_all_buckets_but_those_of_the_last_layer_go_before_backward_reaches_it()
         assert told == {"buckets": 5, "in_backward": 5, "in_step": 0, "waits_for": None}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("nested", "plain", "all_early"), [([0], [], False), ([0, 1, 2], [], True), ([0], [2], True)])
 def test_inside_reentrant_checkpointing_the_end_of_backward_is_that_of_the_outer_one(nested, plain, all_early):
     """Each layer has a backward of its own there; where there are only such, nobody says when the outer one ends."""

@@ -82,7 +82,7 @@ def test_a_backward_that_no_step_follows_is_undone_and_training_goes_on(name, st
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value(
     {
         "name": ("adam", *COMPRESSED),

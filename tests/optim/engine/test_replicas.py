@@ -47,6 +47,7 @@ def own_weights(rank, step, net, optimizer):
         net.weight.data.add_(0.25)
 
 
+@pytest.mark.few(1)
 @every_value({"make": MAKE}, only=(0, 2))
 def test_replicas_that_have_drifted_apart_are_said_once(make, caplog, monkeypatch):
     monkeypatch.setattr(replicas, "EVERY", 8)

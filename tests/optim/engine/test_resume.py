@@ -75,7 +75,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_value(
     {
         "name, phase, saved_at": CASES,
@@ -164,6 +164,7 @@ def test_a_run_loaded_before_the_automatic_freeze_freezes_at_the_same_step(name,
     assert 8 <= frozen_at[0] <= 60
 
 
+@pytest.mark.few(1)
 @every_value(
     {
         "name": COMPRESSED,

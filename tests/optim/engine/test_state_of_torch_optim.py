@@ -66,6 +66,7 @@ def test_state_has_the_values_that_torch_has(name, theirs):
             torch.testing.assert_close(ours.state[p][key], value, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.few(3)
 @every_optimizer
 def test_state_shows_the_flat_vectors_in_the_parameters_shapes_also_after_steps_and_loads(name):
     def work(group):
@@ -97,6 +98,7 @@ def test_state_shows_the_flat_vectors_in_the_parameters_shapes_also_after_steps_
     assert run_threads(2, work) == [True, True]
 
 
+@pytest.mark.few(3)
 @every_optimizer
 def test_a_group_added_before_the_first_step_is_as_if_it_had_been_there(name):
     def work(group):
@@ -202,6 +204,7 @@ def test_hooks_of_torch_optim_are_called(name):
     assert seen == ["step_pre", "step_post", "save_pre", "mine", "load_post"]
 
 
+@pytest.mark.few(3)
 @every_optimizer
 def test_what_others_put_into_the_state_stays_through_everything_and_goes_where_they_remove_it(name):
     def work(group):

@@ -107,7 +107,7 @@ def test_every_way_to_write_the_loop_gives_the_same_bits(name, loop):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_optimizer
 def test_two_backward_passes_before_a_step_are_one_of_the_sum_and_send_nothing(name):
     def work(group):
@@ -237,6 +237,7 @@ def gradients_of_both_uses(net, rank):
     return torch.autograd.grad(F.cross_entropy(logits, (tokens(1, rank) + 1) % 11), (table, head))
 
 
+@pytest.mark.few(3)
 @every_optimizer
 def test_tied_weights_stay_one_parameter_that_takes_both_gradients(name):
     def work(group):

@@ -64,6 +64,7 @@ def test_what_an_optimizer_writes_through_data_into_low_precision_counts():
     run_threads(2, work)
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @pytest.mark.parametrize("inner", [*INNER, "bytes", "d"])
 def test_ranks_of_unequal_steps_save_what_all_go_on_from(inner):

@@ -48,7 +48,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(alike)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value(
     {
         "size": SIZES,
@@ -95,6 +95,7 @@ def test_all_that_ranks_have_moved_by_is_applied_or_in_r(size, inner, codec, out
     assert all(torch.equal(found[0][1], p) for _, p in found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_that_make_fewer_steps_count_by_what_they_moved(size):
@@ -139,6 +140,7 @@ def test_a_step_may_end_the_round_that_another_rank_ends_by_sync():
     assert all(steps == first[0] and torch.equal(first[1], p) for steps, p in others)
 
 
+@pytest.mark.few(2)
 @every_value({"size": (1, 2, 3), "inner": tuple(INNER), "dtype": (torch.float64, torch.float32, torch.bfloat16)})
 @pytest.mark.law
 def test_a_run_that_loads_is_the_one_that_saved_in_the_middle_of_a_round(size, inner, dtype):
@@ -167,6 +169,7 @@ def test_a_run_that_loads_is_the_one_that_saved_in_the_middle_of_a_round(size, i
             assert same(kept, other["added"][name])
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
 @pytest.mark.parametrize("size", [1, 3])
@@ -192,6 +195,7 @@ def test_a_share_saves_a_round_as_it_stands_and_changes_nothing(size, inner):
     run_threads(size, work)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
 def test_r_and_the_outer_momentum_are_kept_over_3_4_2_and_1_ranks(inner):
@@ -278,6 +282,7 @@ def _server(optimizer):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("when", list(When))
@@ -387,6 +392,7 @@ def test_the_state_of_the_inner_optimizer_is_shown_and_counted():
     assert optimizer.stats()["bytes_per_parameter"]["state"] == held
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
 def test_parameters_may_be_frozen_and_unfrozen_and_groups_added(inner):
     def work(group):

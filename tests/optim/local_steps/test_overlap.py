@@ -24,7 +24,7 @@ def late(net, group=None, inner="adamw", **more):
     return made(net, group, inner, overlap=True, **more)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("codec", [SignCodec(64), TopKCodec(64, 4)], ids=["sign", "topk"])
 @pytest.mark.parametrize("size", SIZES)
@@ -120,6 +120,7 @@ def test_in_low_precision_a_round_that_was_refused_has_moved_parameters_and_mast
     assert torch.equal(first, second)
 
 
+@pytest.mark.few(2)
 @pytest.mark.law
 @every_value({"steps": (EVERY, EVERY + 2, 2 * EVERY + 3, 2 * EVERY), "size": (2, 3, 1), "inner": ("adamw", "muon")})
 def test_a_save_waits_for_all_and_the_loaded_run_is_the_one_that_went_on(size, inner, steps):
@@ -143,6 +144,7 @@ def test_a_save_waits_for_all_and_the_loaded_run_is_the_one_that_went_on(size, i
     assert all(torch.equal(first, p) for p in others)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_share_of_what_is_under_way_changes_nothing_and_goes_on(size):
@@ -196,7 +198,7 @@ LAST = -1
 """The bucket in which the fault strikes: then others may have all of the exchange."""
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("fault", "bucket"),

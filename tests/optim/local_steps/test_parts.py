@@ -99,7 +99,7 @@ def test_every_step_is_that_of_the_method_written_out(overlap, size, parts):
     assert max(run_threads(size, work)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value(
     {
         "size": SIZES,
@@ -156,6 +156,7 @@ def test_a_step_sends_one_part_and_a_round_what_it_sends_as_a_whole():
     assert abs(sum(by_parts) / sum(whole) - 1) < 0.02
 
 
+@pytest.mark.few(2)
 @every_value({"overlap": (False, True), "inner": ("adamw", "muon", "sgd"), "steps": (2, 5, 7, 9), "size": (1, 2, 3)})
 @pytest.mark.law
 def test_a_save_in_a_round_ends_it_and_the_loaded_run_is_the_one_that_went_on(overlap, inner, steps, size):
@@ -211,6 +212,7 @@ def test_a_share_changes_nothing_goes_on_bit_for_bit_and_those_of_all_make_a_who
     torch.testing.assert_close(now, first, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("overlap", [False, True])
 def test_r_and_the_outer_momentum_are_kept_over_3_4_2_and_1_ranks(overlap):
@@ -249,6 +251,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(1)
 @every_value({"part": (0, 1, 2), "fault": tuple(FAULTS), "overlap": (False, True)})
 @pytest.mark.law
 def test_a_death_in_the_exchange_of_any_part_keeps_what_the_others_have_moved_by(part, fault, overlap):
@@ -376,6 +379,7 @@ def test_a_gradient_that_is_not_finite_is_told_at_the_next_turn_and_nothing_is_l
     assert torch.equal(first, second)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps", [3, EVERY])
 def test_parameters_that_freeze_in_a_round_are_followed_or_named_on_all(overlap, steps):

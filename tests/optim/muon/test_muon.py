@@ -45,7 +45,7 @@ def momentum(optimizer):
     return optimizer.vectors.m_N.clone()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value({"size": SIZES, "overlap": (False, True), "nesterov": (True, False)})
 @pytest.mark.law
 def test_all_of_every_ranks_update_is_applied_or_in_r(size, overlap, nesterov):
@@ -359,6 +359,7 @@ def test_state_is_8_and_a_half_bytes_a_parameter_and_4_for_the_server_and_half_i
     assert max(run_threads(size, work)) <= 0.5 + (4 + 2 / size) * (1 if narrow else 2) + beside + 0.003
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.law
 def test_in_bfloat16_a_loaded_run_equals_the_one_that_went_on_and_learns_as_well(size):

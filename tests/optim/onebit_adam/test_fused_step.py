@@ -83,6 +83,7 @@ def test_float_momentum_is_written_when_somebody_asks(name):
     run_threads(2, work)
 
 
+@pytest.mark.few(1)
 @every_value({"overlap": [False, True], "name": ["onebit_adam", "onebit_lamb"]})
 def test_to_look_at_the_momentum_changes_no_bit(name, overlap):
     def work(group):

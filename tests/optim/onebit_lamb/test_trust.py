@@ -39,6 +39,7 @@ def longer(square, decoded, d, x):
     return (limit / min(max(squared, limit / MOST**2), limit / LEAST**2)) ** 0.5
 
 
+@pytest.mark.few(1)
 @every_value({"size": (1, 2, 3)})
 @pytest.mark.law
 def test_after_a_refresh_a_tensor_moves_by_its_trust_ratio_of_now_and_what_one_bit_made_longer(size):

@@ -128,6 +128,7 @@ def intervals_from_the_update(trace: Trace):
     return lambda t: t < 5 or (t > 5 and t - 1 in schedule.variance)
 
 
+@pytest.mark.few(4)
 @every_value(
     {
         "optimizer, otherwise, first": [

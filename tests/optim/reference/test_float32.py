@@ -4,6 +4,7 @@ A value of rounding size may get either sign, and a sign is worth a whole scale.
 left out of the comparison, and counted.
 """
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,6 +165,7 @@ def examples(count):
     return settings(usual, max_examples=max(40, usual.max_examples))
 
 
+@pytest.mark.slow
 @every_value({"name": FREEZING}, only=(0,))
 def test_one_step_in_float32_is_that_of_the_reference_but_for_signs_of_rounding_size(name):
     @examples(80)

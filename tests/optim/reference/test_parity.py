@@ -19,6 +19,7 @@ def falling(group, step):
     return 1e-2 / (1 + 4 * group) * 0.98**step
 
 
+@pytest.mark.few(1)
 @every_value({"size": SIZES, "lrs": [None, falling]}, only=(0, 2, 3))
 @pytest.mark.law
 def test_onebit_adam_equals_the_reference_in_float64(size, lrs):

@@ -27,6 +27,7 @@ def lose_the_second_phase(group):
     group.start_all_gather = started
 
 
+@pytest.mark.few(1)
 @every_value({"name": HOW, "step": (WARMUP - 2, WARMUP - 1)}, only=(0, 2, 4))
 @pytest.mark.law
 def test_its_errors_go_forward_with_the_step_also_where_that_changes_their_unit(name, step):

@@ -38,7 +38,7 @@ def residual_after(ranks):
     return found[0], ranks[0].told
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_value(
     {"name, more": [*((name, {}) for name in SYNC), ("onebit_adam", {"narrow": ["error_memory"]})], "at": (1, 0, 2, 3)}
 )
@@ -65,6 +65,7 @@ def test_who_turns_out_to_be_behind_after_a_regroup_that_failed_has_kept_its_par
     goes_on([ranks[2], *ranks[:2]] if any(failed) else ranks[:2])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("comes", [False, True])
 @pytest.mark.law
 def test_a_signal_while_models_are_compared_leaves_the_rank_in_its_old_group(comes, monkeypatch):
@@ -115,7 +116,7 @@ OF_SYNC = 6
 """Sums of a sync in full: x and m, in three buckets each."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [14, 15, 16, 18, 19, 20])
 def test_a_rank_that_lost_the_sync_of_a_hand_over_follows_whatever_the_next_step_is(step):
     def made(loses):

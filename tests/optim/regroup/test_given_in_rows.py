@@ -33,6 +33,7 @@ def given_bytes(ranks):
     return together(ranks, work)
 
 
+@pytest.mark.few(1)
 @every_value({"name": IN_ROWS, "before, after": [(2, 3), (3, 4), (4, 5), (8, 9), (2, 5)]}, only=(1, 3))
 @pytest.mark.law
 def test_who_comes_holds_the_rows_of_the_others_and_the_same_momentum_bit_for_bit(name, before, after):
@@ -49,6 +50,7 @@ def test_who_comes_holds_the_rows_of_the_others_and_the_same_momentum_bit_for_bi
     goes_on(stay)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", IN_ROWS)
 def test_rows_go_on_from_group_to_group_also_where_no_step_comes_between(name):
     ranks = begun(name, 3, STEP)
@@ -108,6 +110,7 @@ def test_a_rank_that_has_let_go_of_its_vectors_and_is_given_nothing_begins_anew(
     assert new.optimizer.num_steps == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("keeps", list(Keeps))
 @pytest.mark.law

@@ -190,7 +190,7 @@ def tell(seed):
         raise
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.law
 def test_whatever_happens_ranks_hold_the_same_and_a_planned_change_keeps_r(seed):

@@ -80,6 +80,7 @@ def largest(all_n):
     return max(float(one[key].abs().max()) for one in all_n for key in ("worker", "server", "sent"))
 
 
+@pytest.mark.few(1)
 @every_value(
     {
         "size, dead": [(2, (0,)), (3, (1,)), (4, (3,)), (4, (0, 2)), (8, (1, 2, 6))],
@@ -102,6 +103,7 @@ def test_what_the_dead_held_is_rebuilt_as_the_formula_says(name, size, dead):
     goes_on([*stay, *new_ranks(1, keeping(name))])
 
 
+@pytest.mark.few(1)
 @every_value({"where": FAULTS, "size": (4, 3, 2)}, only=(0, 2))
 @pytest.mark.law
 def test_t5_a_death_anywhere_in_a_step_is_rebuilt_from_the_exchange_that_counts(where, size):

@@ -75,6 +75,7 @@ def goes_on(ranks, steps=4):
     assert all(torch.equal(one, held[0]) for one in held)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
@@ -259,6 +260,7 @@ def dies(where, dead, size):
     return Fault((dead,), fault.collective, fault.call, fault.when if fault.call >= 0 else When.BEFORE, What.LOSE)
 
 
+@pytest.mark.few(1)
 @every_value(
     {
         "where": FAULTS,
@@ -355,6 +357,7 @@ def test_a_replica_changes_no_bit_of_training_and_costs_half_as_many_bytes_again
     assert sent[1] == 1.5 * sent[0]
 
 
+@pytest.mark.few(1)
 @every_value({"where": FAULTS, "size": (4, 3, 2)}, only=(1, 3))
 @pytest.mark.law
 def test_t5_with_a_replica_one_death_loses_nothing_of_the_server_errors(where, size):
@@ -378,6 +381,7 @@ def test_t5_with_a_replica_one_death_loses_nothing_of_the_server_errors(where, s
     assert (found_N - whole_N).abs().max() <= 64 * EPS * largest
 
 
+@pytest.mark.few(1)
 @every_value({"name": ["onebit_adam", "onebit_lamb", "zero_one_adam"], "before, after": [(2, 3), (3, 2)]})
 def test_frozen_parameters_and_their_state_go_along(name, before, after):
     ranks = new_ranks(before, maker(name))

@@ -44,7 +44,7 @@ def assert_close_to_r(found, expected):
         assert (found[name] - r_N).abs().max() <= 8 * torch.finfo(r_N.dtype).eps * r_N.abs().max()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_value(
     {
         "name, phase, saved_at": CASES,
@@ -279,6 +279,7 @@ def test_shares_that_are_not_of_one_save_are_refused_with_both_values():
         together([whole])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam"])
 def test_a_share_that_does_not_fit_is_refused_and_nothing_is_changed(name):
     steps = IN_ROUND if name == "zero_one_adam" else 7

@@ -142,7 +142,7 @@ def one_bit_adam(params):
     return OneBitAdam(params, lr=0.01, warmup=WARMUP)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.law
 @pytest.mark.parametrize("lane", range(LANES))
 @pytest.mark.parametrize("when", list(When))

@@ -67,7 +67,7 @@ class Rank:
         return torch.cat([local(param.detach()).reshape(-1).float() for param in self.params])
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "more", "dtype"),
     [
@@ -105,7 +105,7 @@ def test_a_box_of_one_rank_trains_its_shards_as_whole_tensors(kind, more, dtype)
                 assert torch.equal(whole, shards)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "more"), KINDS[4:], ids=NAMES[4:])
 @pytest.mark.law
 def test_boxes_that_come_and_go_keep_the_residual_of_every_shard(kind, more):

@@ -96,6 +96,7 @@ def run(caplog, made, steps, size=2, **more):
     return lines(caplog, "never_compressed")
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_compression_says_so_once(caplog, monkeypatch):
     (line,) = run(caplog, OneBitAdam, 25)
     assert line.startswith("never_compressed steps=25 begins=1006: ")

@@ -53,6 +53,7 @@ def everything(optimizer):
     return [t.clone() for t in (optimizer.space.p_N, *replicated(s).values(), *errors)]
 
 
+@pytest.mark.few(1)
 @every_value({"name": CLASSES, "size": [1, 2, 3]})
 @pytest.mark.law
 def test_a_refresh_moves_v_of_rare_rows_by_how_much_gradients_of_their_tensor_have_grown(name, size):
@@ -86,6 +87,7 @@ def test_a_refresh_moves_v_of_rare_rows_by_how_much_gradients_of_their_tensor_ha
     assert all(torch.equal(p_N, results[0][1]) for _, p_N in results)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.law
 def test_v_of_a_row_neither_falls_where_refreshes_miss_it_nor_jumps_where_one_meets_it(name):

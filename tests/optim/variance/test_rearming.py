@@ -56,6 +56,7 @@ def test_what_compression_left_out_goes_into_the_momentum(size, name):
     assert all(run_threads(size, work))
 
 
+@pytest.mark.few(1)
 @every_value({"name": CLASSES})
 def test_replicas_stay_bit_equal_and_a_loaded_run_equals_the_one_that_went_on(name):
     """Saved in each part: before, at once after it began again, in the second warm-up, after the second freeze."""

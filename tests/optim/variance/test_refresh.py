@@ -60,6 +60,7 @@ def test_gaps_grow_with_the_age_of_v_and_no_gradient_counts_for_more_than_a_part
         assert weight_of(8, 1000, beta2) == pytest.approx(0.00797 / 0.6323, rel=1e-3)
 
 
+@pytest.mark.few(1)
 @every_value({"name": CLASSES, "size": [1, 2, 3]})
 @pytest.mark.law
 def test_a_refresh_is_an_exchange_in_full_from_which_v_is_brought_up_to_date(name, size):

@@ -121,6 +121,7 @@ def test_auto_is_the_default_ranks_agree_and_the_reason_is_shown():
         assert torch.equal(other[2], p)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
 @pytest.mark.parametrize(
     ("beta2", "known", "freezes_at"),
@@ -152,6 +153,7 @@ def test_the_cap_is_said_to_be_the_cap(caplog):
     assert "warmup_ended step=8 by=cap" in caplog.text
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "wire", "rows", "frozen_at"),
     [

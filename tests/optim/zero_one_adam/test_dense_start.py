@@ -72,6 +72,7 @@ def test_variance_steps_are_counted_from_its_end_and_a_freeze_ends_it():
     assert optimizer.stats()["num_syncs"] == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("saved_at", "new"), [(3, 2), (DENSE, 2), (5, 3)])
 def test_a_run_saved_in_its_dense_start_goes_on_as_the_one_that_did_not_stop(saved_at, new):
     def save(group):

@@ -43,6 +43,7 @@ def test_a_nan_gradient_at_a_sync_stops_all_and_changes_nothing(at):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ends_with", ["sync", "save"])
 def test_a_nan_gradient_in_a_local_step_counts_as_zero_and_every_rank_learns_of_it(ends_with):
     """Steps 19, 20, 21 are local, 22 is a sync; rank 1 loses its gradient of step 20. Nothing else is lost."""

@@ -93,6 +93,7 @@ def train_rising(model, optimizer, rank, steps, warmup=8):
         optimizer.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("saved_at", [3, 12, 17])
 def test_the_freeze_is_found_at_the_same_step_on_every_rank_and_after_a_resume(saved_at, caplog):
     """beta2 = 0.9: a window of 10, so step 18; the reason is in stats, evidence and the log."""

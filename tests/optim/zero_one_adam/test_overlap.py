@@ -105,6 +105,7 @@ def stopped(_):
     raise ZeroDivisionError("in the midst of a backward")
 
 
+@pytest.mark.few(1)
 @every_value({"steps": (4, 8, 10), "late": (False, True)})
 @pytest.mark.law
 def test_a_lost_peer_leaves_everything_as_it_was(steps, late):

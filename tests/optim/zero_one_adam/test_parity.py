@@ -67,6 +67,7 @@ def deviation(got, expected):
     return max(float(((a - b).abs() / b.abs().clamp(min=1)).max()) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.few(1)
 @every_value(
     {"size": SIZES, "longest": (ZeroOneAdam.longest_step, 1.0, inf), "dense": (0, 3, FREEZE + 1, 0)}, only=(1, 2, 3)
 )

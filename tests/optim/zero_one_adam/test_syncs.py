@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 from tests.covering import every_value
@@ -30,6 +31,7 @@ def test_a_local_step_sends_no_byte_and_a_sync_two_collectives():
     assert run_threads(3, work) == [(14, 6)] * 3
 
 
+@pytest.mark.few(1)
 @every_value({"old, new": [(2, 3), (4, 1), (1, 4), (3, 8)]}, only=(1, 3))
 def test_t7_a_checkpoint_from_the_middle_of_a_round_loads_on_any_number_of_ranks(old, new):
     def save(group):

@@ -47,6 +47,7 @@ def test_what_a_sync_gives_out_moves_no_element_further_than_the_longest_step(lo
     assert results[0][0] > 0 or longest > 1
 
 
+@pytest.mark.few(1)
 @every_value({"size": SIZES, "weight_decay": (0.0, 0.1)}, only=(2, 4))
 @pytest.mark.law
 def test_t8_a_sync_leaves_the_mean_of_the_parameters_less_the_residual_unchanged(size, weight_decay):

@@ -122,6 +122,7 @@ def test_a_local_file_that_is_written_again_is_the_old_one_until_the_new_one_is_
     assert (tmp_path / "a" / "one").read_bytes() == b"old"
 
 
+@pytest.mark.few(2)
 def test_checkpoints_are_the_same_in_every_store(store, caplog):
     assert store.newest_whole() is None
     assert store.begin(None) == 1

@@ -60,6 +60,7 @@ def final(folder, step=24):
     return load(folder / "checkpoints", step).flat
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", [DENSE, {}], ids=["adam", "onebit_adam"])
 @parametrize("size", [1, 2, 3], usual=[1])
 def test_with_everything_it_goes_on_bit_equal_to_the_job_that_went_on(tmp_path, size, optimizer):

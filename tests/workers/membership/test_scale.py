@@ -9,6 +9,7 @@ MOST = 1.15
 """A power of n. One message more to each for each of the others is 2."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["a death", "server", "half"])
 def test_messages_and_bytes_grow_no_faster_than_the_workers(case):
     found = [measure(case, n) for n in SIZES]

@@ -41,6 +41,7 @@ def kinds_that_ran(spec):
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -44,7 +44,7 @@ def test_every_example_of_a_recipe_is_a_job_whose_optimizer_is_made(path):
     assert type(made).__name__ == OPTIMIZERS[spec.optimizer.name].__name__
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_built_from_the_defaults_of_its_spec_and_trains(name, tmp_path):
     given = {"lr": 1e-2} if name != "local_steps" else {"every": 4, "inner": {"name": "adam", "lr": 1e-2}}
@@ -98,6 +98,7 @@ def test_a_job_of_cada_counts_its_uploads_and_a_resumed_one_is_the_one_that_went
         assert (one.loss, one.payload_bytes_total) == (samples[one.step].loss, samples[one.step].payload_bytes_total)
 
 
+@pytest.mark.few(2)
 @every_value({"inner": ("adam", "lamb", "sgd", "muon"), "precision": ("float32", "bfloat16")})
 def test_a_job_of_local_steps_exchanges_once_a_round_by_the_rates_of_its_schedule(tmp_path, inner, precision):
     """Rounds of 4 of 12 steps; the save at 8 ends none early."""
@@ -114,6 +115,7 @@ def test_a_job_of_local_steps_exchanges_once_a_round_by_the_rates_of_its_schedul
     assert ratio["overall"] == ratio["compressed_phase"] == pytest.approx(4 * 4, rel=0.1)  # 8 bits, one step in four
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_job_of_local_steps_in_parts_exchanges_one_after_another(tmp_path, overlap):
     """Two parts, rounds of 4 of 12 steps; the save at the end ends all."""

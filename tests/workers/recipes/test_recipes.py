@@ -122,6 +122,7 @@ def test_a_window_longer_than_the_context_is_refused(name):
         recipe_of(spec(name)).model()(torch.zeros(1, 33, dtype=torch.int64))
 
 
+@pytest.mark.few(1)
 @every_recipe
 def test_what_a_step_draws_depends_on_its_number_alone(name):
     """Neither on how many workers draw it, nor on what was drawn before, nor on the global generator."""
@@ -158,6 +159,7 @@ def test_every_parameter_gets_a_gradient(name):
     assert without == []
 
 
+@pytest.mark.few(1)
 @parametrize(
     ("name", "precision"),
     [
@@ -212,7 +214,7 @@ def test_the_rehearsal_leaves_no_trace(name):
     assert torch.equal(values(training.model), values(other.model))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @every_recipe
 @every_precision
 def test_a_job_runs_and_a_resumed_one_repeats_it(name, precision, tmp_path):

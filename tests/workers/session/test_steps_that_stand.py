@@ -45,6 +45,7 @@ def script(job, worker):
     return [optimizer.num_steps, counters["steps"], scheduler.last_epoch, int(model.calls)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("overlap", "collective"),
     [(False, "all_to_all"), (False, "all_gather"), (False, None), (True, "all_to_all"), (True, None)],

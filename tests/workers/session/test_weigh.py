@@ -53,6 +53,7 @@ def on_ranks(folder, size, **given):
     return run_threads(size, work)
 
 
+@pytest.mark.few(2)
 @every_value({"size": [2, 3, 4, 8]})
 def test_a_mean_over_tokens_is_that_of_one_rank_on_any_number(tmp_path, size):
     ((slope, losses),) = on_ranks(tmp_path, 1)

@@ -132,6 +132,7 @@ def test_a_planted_wait_names_the_rank_and_no_other(tmp_path, monkeypatch):
     assert fields["told"].startswith("rank 1 is the last in 100% of the last 15 steps: the others wait 50.50 s for it")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "planted"), [(3, [0.2, 0.2, 0.2]), (1, [0.0])])
 def test_with_ties_or_alone_nothing_is_said(tmp_path, monkeypatch, size, planted):
     summary, samples, reporters = trained(tmp_path, monkeypatch, size, planted)

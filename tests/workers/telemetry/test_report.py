@@ -166,6 +166,7 @@ def test_empty_history_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path, summary)
 
 
+@pytest.mark.few(1)
 @parametrize(
     ("world_sizes", "frozen_at", "num_steps"),
     [((2,), 5, 20), ((1,), 5, 20), ((4,), None, 20), ((2,), 19, 20), ((4, 2), 5, 20), ((2,), None, 1)],
