@@ -230,7 +230,8 @@ def test_a_turn_asks_the_database_as_often_for_many_quiet_jobs_as_for_few(servic
     event.listen(service.plane.db.engine, "commit", commits.append)
     service.turn()
     assert {service.state(job_id) for job_id in jobs[::50]} == {"SUCCEEDED"}
-    assert len(commits) <= 1 + len(jobs) // reconciler.A_TRANSACTION
+    # One for what is left over, and one where the owner's lease was renewed meanwhile.
+    assert len(commits) <= 2 + len(jobs) // reconciler.A_TRANSACTION
 
 
 def test_one_job_that_cannot_be_moved_keeps_no_other_of_its_transaction(
