@@ -31,6 +31,8 @@ from thinwire.client import ApiError, Client, NotFound, Unreachable
 from thinwire.contract.jobs import Job, JobItem, JobList, JobState
 from thinwire.contract.labels import label_of
 
+WIDE = 10_000
+"""Columns: more than any table has."""
 TOP_EVERY_S = 1.0
 POLL_S = 1.0
 OPEN = tuple(state for state in JobState if not state.terminal)
@@ -206,6 +208,8 @@ def top(
     shown = console()
     with Client() as client:
         if once or not shown.is_terminal:
+            if not shown.is_terminal:
+                shown.width = WIDE  # an ID in a pipe must be whole, whatever COLUMNS says
             shown.print(running(client.jobs(None, state=OPEN, labels=labels, person=person)))
             return
         table = running([])
