@@ -148,13 +148,13 @@ async def events_of_job(
 
     Its states and events, all of them and each once, and its newest steps, some of them. `end` is the last.
     """
-    asked = _asked(request, after, _NUMBER)
+    name, asked = _asked(request, after, _NUMBER)
     ask = partial(told.page_of_job, job_id=job_id)
     start = 0 if asked is None else int(asked)
     first = await hub.read(partial(ask, after=start))
     if first is None:
         raise JobNotFound(job_id)
-    _refuse_unknown(start, first.known)
+    _refuse_unknown(name, start, first.known)
     if first.last is not None and start > first.last:
         return Response(status_code=204)
     return _response(request, _told(hub, stream, job_id, ask, start, first, follow=follow))
@@ -168,10 +168,10 @@ async def events(
 
     Where jobs that were told of after this id have been deleted since, it begins with a `gap`.
     """
-    asked = _asked(request, after, _NUMBER)
+    name, asked = _asked(request, after, _NUMBER)
     known, gone = await hub.read(told.numbers)
     start = known if asked is None else int(asked)
-    _refuse_unknown(start, known)
+    _refuse_unknown(name, start, known)
     first = await hub.read(partial(told.page, after=start))
     begin = b""
     if start < gone:
@@ -198,10 +198,10 @@ async def log_of_job(
 
     Characters of control are left as they are, in JSON; what is not UTF-8 is U+FFFD. No character is cut in two.
     """
-    asked = _asked(request, None, _NUMBER)
+    name, asked = _asked(request, None, _NUMBER)
     start = offset if asked is None else int(asked)
     if start > LARGEST_OFFSET:
-        raise InvalidRequest.at(_LAST_ID, str(start), f"must be at most {LARGEST_OFFSET}")
+        raise InvalidRequest.at(name, str(start), f"must be at most {LARGEST_OFFSET}")
     first = await hub.run(partial(jobs.logs, job_id, start, LOG_BYTES))
     if asked is not None and first.complete and first.next_offset == start:
         return Response(status_code=204)
@@ -241,28 +241,28 @@ async def _log(
         logger.warning("log_stream_ended job_id=%s error=%s", job_id, error)
 
 
-def _asked(request: Request, after: str | None, right: re.Pattern[str]) -> str | None:
-    """The id to go on from, as the header or the query gives it; None for none. Raises InvalidRequest."""
+def _asked(request: Request, after: str | None, right: re.Pattern[str]) -> tuple[str, str | None]:
+    """The id to go on from, behind what gives it, the header or the query; None for none. Raises InvalidRequest."""
     given = request.headers.getlist(_LAST_ID)
     if len(given) > 1:
         raise InvalidRequest.at(_LAST_ID, None, f"is given {len(given)} times: give it once")
     name, value = (_LAST_ID, given[0]) if given and given[0] else ("after", after)
     if value is None or value == "":
-        return None
+        return name, None
     if right.fullmatch(value) is None:
         raise InvalidRequest.at(
             name, value[:200], "must be the id of a message of this stream, which is a whole number"
         )
-    return value
+    return name, value
 
 
-def _refuse_unknown(start: int, known: int) -> None:
+def _refuse_unknown(name: str, start: int, known: int) -> None:
     if start > known:
         words = (
             f"no message has this id: the largest so far is {known}. If the service's database was put back to an "
             "earlier state, begin again without an id"
         )
-        raise InvalidRequest.at(_LAST_ID, str(start), words)
+        raise InvalidRequest.at(name, str(start), words)
 
 
 def _response(request: Request, parts: AsyncIterator[bytes]) -> Response:

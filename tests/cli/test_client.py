@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,23 @@ import pytest
 
 from tests.service.control_plane_harness import spec
 from tests.service.live_service import LiveService
+from thinwire.cli.job_ids import offered
 from thinwire.client import (
     AmbiguousId,
     ApiError,
     BadAnswer,
     Client,
+    NoText,
     NotFound,
     Rejected,
     Server,
     Unauthorized,
     Unreachable,
     WrongEnvironment,
+    calls,
     find_server,
 )
+from thinwire.client.streams import follow
 from thinwire.contract.jobs import JobState
 
 
@@ -70,6 +75,65 @@ def test_an_id_may_be_shortened_as_long_as_it_is_unique(live: LiveService) -> No
         for unknown in ("two", "", "../healthz", "one/logs"):
             with pytest.raises(NotFound, match="thinwire jobs"):
                 client.resolve(unknown)
+
+
+def test_an_id_is_found_behind_any_number_of_labels_and_people_with_its_beginning(
+    live: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MOST", 2)
+    first = live.service.submit(name="vision-run")
+    for _ in range(2):
+        live.service.submit(name="other", labels={"team": "vision-run"})
+    with Client() as client:
+        for beginning in ("v", "vision-run", first[:-1], first):
+            assert client.resolve(beginning).id == first, beginning
+        second = live.service.submit(name="vision-run")
+        with pytest.raises(AmbiguousId, match=first):
+            client.resolve("vision-run")
+        assert len(client.beginning("vision", 1)) == 1
+    assert {job_id for job_id, _ in offered("vision-run-")} == {first, second}
+
+
+@pytest.mark.parametrize("token", ["secret\nend", "secret ", "secret\u2026", "sec\ret", "sec\0ret"])
+def test_a_token_that_no_header_can_hold_is_refused_without_a_part_of_it(token: str) -> None:
+    """No part of it stands in the error or its causes, and nobody waits for the service to take it."""
+    with Client(Server("http://127.0.0.1:1", token)) as client:
+        for ask in (lambda: client.wait(["a-1"]), lambda: next(follow(client, "a-1", "events"))):
+            with pytest.raises(NoText) as refused:
+                ask()
+            assert "sec" not in "".join(traceback.format_exception(refused.value, limit=0))
+        with pytest.raises(NoText, match="idempotency key"):
+            Client(Server("http://127.0.0.1:1", "right")).submit({}, "a\nb")
+
+
+@pytest.mark.parametrize("url", ["train.example", "ftp://train.example", ""])
+def test_an_address_that_cannot_be_asked_is_not_waited_for(url: str) -> None:
+    with Client(Server(url, "secret")) as client, pytest.raises(NoText, match="http://"):
+        client.wait(["a-1"])
+
+
+def test_an_address_may_end_with_a_slash() -> None:
+    assert Server("https://train.example/", "secret").url == "https://train.example"
+
+
+@pytest.mark.parametrize("wrong", ["", ".", ".."])
+def test_an_id_that_would_name_another_path_asks_nothing(wrong: str) -> None:
+    def never(request: httpx.Request) -> httpx.Response:
+        raise AssertionError(request.url)
+
+    with answering(never) as client:
+        asks: list[Callable[[], object]] = [
+            lambda: client.job(wrong),
+            lambda: client.delete(wrong),
+            lambda: client.told_of_job(wrong),
+            lambda: next(follow(client, wrong, "events")),
+            lambda: client.revoke_token(wrong),
+            lambda: client.package(wrong),
+            lambda: client.checkpoint_file("a-1", wrong, "manifest.json", Path("x")),
+        ]
+        for ask in asks:
+            with pytest.raises(NotFound):
+                ask()
 
 
 def test_every_problem_of_a_refused_spec_is_kept(live: LiveService) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -200,6 +202,28 @@ def test_labels_are_set_and_taken_away(live: LiveService, thinwire: Thinwire) ->
     wrong = thinwire("label", job_id, "team=two words")
     assert (wrong.code, "labels.team" in wrong.err) == (2, True), wrong.err
     assert thinwire("label", job_id, "team").code == 2
+
+
+@pytest.mark.parametrize("labels", [("x=1", "x-"), ("x-", "x="), ("ab-", "abc"), ("-",), ("x=1", "x=2")])
+def test_labels_that_contradict_or_are_none_are_refused_before_anything_is_asked(
+    thinwire: Thinwire, labels: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THINWIRE_HOME", str(tmp_path))
+    refused = thinwire("label", "a-1", *labels)
+    assert (refused.code, "KEY=VALUE" in refused.err, "serve" in refused.err) == (2, True, False), refused.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full: it is Linux that has one")
+@pytest.mark.slow
+def test_a_full_disk_is_said_in_words(live: LiveService) -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "thinwire.cli.main", "jobs", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (ran.returncode, "Traceback" in ran.stderr, "No space left" in ran.stderr) == (1, False, True), ran.stderr
 
 
 # submit

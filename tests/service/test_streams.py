@@ -127,6 +127,8 @@ def test_an_id_that_nobody_has_told_is_refused_and_so_are_two(told_service: Serv
         answer = told_service.client.get(path, headers={"Last-Event-ID": "9" * 18})
         assert answer.status_code == 422
         assert "put back" in answer.json()["message"]
+        assert answer.json()["problems"][0]["path"] == "last-event-id"
+        assert told_service.client.get(path, params={"after": "9" * 18}).json()["problems"][0]["path"] == "after"
         twice = [("Last-Event-ID", "1"), ("Last-Event-ID", "2")]
         assert told_service.client.get(path, headers=twice).status_code == 422
 

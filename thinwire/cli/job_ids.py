@@ -20,10 +20,9 @@ def offered(incomplete: str) -> list[tuple[str, str]]:
     """
     try:
         with Client(timeout_s=OFFERED_WITHIN_S) as client:
-            found = client.jobs(MOST_OFFERED, text=incomplete[:200] or None)
+            return [(job.id, str(job.state)) for job in client.beginning(incomplete, MOST_OFFERED)]
     except ClientError:
         return []
-    return [(job.id, str(job.state)) for job in found if job.id.startswith(incomplete)]
 
 
 JobId = Annotated[

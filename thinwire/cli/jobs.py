@@ -313,8 +313,11 @@ def label(
 
     Example: `thinwire label quickstart-3f team=vision stage-`
     """
-    gone: dict[str, str | None] = {one[:-1]: None for one in labels if one.endswith("-") and "=" not in one}
-    kept: dict[str, str | None] = {**labels_in([one for one in labels if one[:-1] not in gone], "KEY=VALUE")}
+    away = [one for one in labels if one[1:].endswith("-") and "=" not in one]
+    kept = labels_in([one for one in labels if one not in away], "KEY=VALUE")
+    gone = [one[:-1] for one in away]
+    if both := sorted(kept.keys() & set(gone)):
+        raise typer.BadParameter(f"{both[0]} is set and taken away: say one of both", param_hint="KEY=VALUE")
     with Client() as client:
-        job = client.label(client.resolve(job_id).id, {**gone, **kept})
+        job = client.label(client.resolve(job_id).id, {**dict.fromkeys(gone), **kept})
     note(f"{job.name} {job.id} is labelled {labels_text(job.labels) or 'nothing'}.")

@@ -6,6 +6,7 @@ Every expected error ends as one message on stderr, with a code of `exit_codes`.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -55,6 +56,9 @@ from thinwire.contract.jobs import Job
 from thinwire.contract.reports import EventKind
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""What comes of writing to a disk that is full, or fails; of any other error of the system a trace is shown."""
 
 app = typer.Typer(
     name="thinwire",
@@ -320,6 +324,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(2)
     except (ClientError, SummaryError, QuickstartError, commands.CommandMissing) as error:
         complain(str(error))
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        complain(f"{error.filename or 'what was asked for'} cannot be written: {error.strerror}")
         sys.exit(1)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "thinwire":

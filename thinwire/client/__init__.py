@@ -59,6 +59,7 @@ class Calls:
     jobs_page = Call(calls.jobs_page)
     job = Call(calls.job)
     resolve = Call(calls.resolve)
+    beginning = Call(calls.beginning)
     resize = Call(calls.resize)
     label = Call(calls.label)
     cancel = Call(calls.cancel)

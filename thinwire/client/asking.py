@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from thinwire.client.errors import BadAnswer, ClientError, error_of, not_sent
+from thinwire.client.errors import BadAnswer, ClientError, NotFound, check_headers, error_of, not_sent
 from thinwire.client.servers import Server, find_server, trusted
 from thinwire.contract.streams import HEARTBEAT_S
 
@@ -73,6 +73,18 @@ class Ask:
 Steps = Generator[Ask, httpx.Response, T]
 
 
+def quoted(part: str, code: str = "not_found") -> str:
+    """One part of a path. Raises NotFound, with this code, for what cannot be one: it would name another path."""
+    if part in ("", ".", ".."):
+        raise NotFound(404, code, f"{part!r} is the ID or name of nothing", [])
+    return quote(part, safe="", errors="backslashreplace")
+
+
+def path_of_job(job_id: str, *rest: str) -> str:
+    """The path of a job, or of what is its own. Raises NotFound for an ID that cannot be one."""
+    return "/".join(["/v1/jobs", quoted(job_id, "job_not_found"), *rest])
+
+
 def answered(answer: type[Answer], ask: Ask) -> Steps[Answer]:
     """Make the request, and read its answer. Raises BadAnswer."""
     response = yield ask
@@ -98,6 +110,7 @@ class _Asking:
         headers = dict(ask.headers or {})
         if not ask.is_open:
             headers["Authorization"] = f"Bearer {server.token}"
+        check_headers(headers)
         options: dict[str, Any] = {"headers": headers, "params": ask.params}
         if ask.body is not None:
             options["json"] = dict(ask.body)
@@ -109,12 +122,13 @@ class _Asking:
     def _stream_options(
         self, server: Server, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None
     ) -> tuple[str, dict[str, Any]]:
-        of = "" if job_id is None else f"jobs/{quote(job_id, safe='', errors='backslashreplace')}/"
+        path = f"/v1/{what}" if job_id is None else path_of_job(job_id, what)
         headers = {"Authorization": f"Bearer {server.token}", "Accept": "text/event-stream"}
         if last_id is not None:
             headers["Last-Event-ID"] = last_id
+        check_headers(headers)
         timeout = httpx.Timeout(self._timeout_s, read=3 * HEARTBEAT_S)
-        return f"{server.url}/v1/{of}{what}", {"params": params, "headers": headers, "timeout": timeout}
+        return server.url + path, {"params": params, "headers": headers, "timeout": timeout}
 
 
 def _checked(ask: Ask, response: httpx.Response) -> httpx.Response:
@@ -185,7 +199,7 @@ class Blocking(_Asking):
                 if not response.is_success:
                     response.read()
             except _FAILURES as error:
-                raise not_sent(error, server.url, f"GET {what}") from _cause(error)
+                raise not_sent(error, server.url, f"GET {what}") from error
             if not response.is_success:
                 raise error_of(response)
             yield response
@@ -207,7 +221,7 @@ class Blocking(_Asking):
                         for part in response.iter_bytes():
                             written.write(part)
         except _FAILURES as error:
-            raise not_sent(error, server.url, f"{ask.method} {ask.path}") from _cause(error)
+            raise not_sent(error, server.url, f"{ask.method} {ask.path}") from error
         return _checked(ask, response)
 
 
@@ -269,7 +283,7 @@ class Awaiting(_Asking):
                 if not response.is_success:
                     await response.aread()
             except _FAILURES as error:
-                raise not_sent(error, server.url, f"GET {what}") from _cause(error)
+                raise not_sent(error, server.url, f"GET {what}") from error
             if not response.is_success:
                 raise error_of(response)
             yield response
@@ -291,13 +305,8 @@ class Awaiting(_Asking):
                         async for part in response.aiter_bytes():
                             await asyncio.to_thread(written.write, part)
         except _FAILURES as error:
-            raise not_sent(error, server.url, f"{ask.method} {ask.path}") from _cause(error)
+            raise not_sent(error, server.url, f"{ask.method} {ask.path}") from error
         return _checked(ask, response)
-
-
-def _cause(error: Exception) -> Exception | None:
-    """Not of a header that is no ASCII: it holds the token."""
-    return None if isinstance(error, UnicodeEncodeError) and error.encoding == "ascii" else error
 
 
 async def _in_threads(parts: Iterator[bytes]) -> AsyncIterator[bytes]:

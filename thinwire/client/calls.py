@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from thinwire.client.asking import Ask, Params, Steps, Upload, answered
+from thinwire.client.asking import Ask, Params, Steps, Upload, answered, path_of_job, quoted
 from thinwire.client.errors import AmbiguousId, BadAnswer, ClientError, NotFound, Unreachable, error_body
 from thinwire.client.streams import Parser
 from thinwire.contract.jobs import (
@@ -46,6 +45,9 @@ from thinwire.contract.streams import Told
 MOST = 1000
 """In one page."""
 _BEYOND_ALL_STEPS = 10**9
+_LONGEST_NAME_ASKED = 64
+"""Characters of the filter by name, with its asterisk."""
+_LONGEST_ID = 80
 _UPLOAD_TIMEOUT_S = 120.0
 """Between two parts of a package, and until the service has looked at it."""
 _TARGETS = TypeAdapter(list[TargetGroup])
@@ -77,7 +79,7 @@ def clone(
     Raises NotFound, Rejected.
     """
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-    ask = Ask("POST", _path(job_id, "clone"), body=changes or {}, headers=headers)
+    ask = Ask("POST", path_of_job(job_id, "clone"), body=changes or {}, headers=headers)
     return (yield from answered(Job, ask))
 
 
@@ -150,7 +152,7 @@ def filters(
 
 def job(job_id: str) -> Steps[Job]:
     """One job, by its full ID. Raises NotFound."""
-    return (yield from answered(Job, Ask("GET", _path(job_id))))
+    return (yield from answered(Job, Ask("GET", path_of_job(job_id))))
 
 
 def resolve(prefix: str) -> Steps[Job]:
@@ -161,15 +163,35 @@ def resolve(prefix: str) -> Steps[Job]:
         return (yield from job(prefix))
     except NotFound:
         pass  # it may be the beginning of an ID
-    is_possible = prefix.isascii() and prefix.isprintable() and len(prefix) <= 80
-    listed = (yield from jobs(MOST, text=prefix)) if is_possible else []
-    found = [one for one in listed if one.id.startswith(prefix)]
+    found = yield from beginning(prefix, MOST)
     if not found:
         raise NotFound(404, "not_found", f"no job has an ID that begins with {prefix!r}: see `thinwire jobs`", [])
     if len(found) > 1:
         ids = ", ".join(one.id for one in found[:5])
         raise AmbiguousId(f"{len(found)} jobs have an ID that begins with {prefix!r}: {ids}; give more of it")
     return (yield from job(found[0].id))  # a list says less of a job
+
+
+def beginning(prefix: str, limit: int = 100) -> Steps[list[JobItem]]:
+    """The newest jobs whose IDs begin so, as many as `limit`; those with more of it in their names come first.
+
+    An ID is the job's name, a dash, and a word without one: so it is asked for by the name. A filter by text finds
+    people and labels too, and an ID may be behind more of those than any limit.
+    """
+    if not (prefix.isascii() and prefix.isprintable() and len(prefix) <= _LONGEST_ID):
+        return []
+    found: list[JobItem] = []
+    if len(prefix) < _LONGEST_NAME_ASKED:
+        found += yield from jobs(limit, name=f"{prefix}*")
+    name, dash, _ = prefix.rpartition("-")
+    before: str | None = None
+    while name and dash and len(name) <= _LONGEST_NAME_ASKED and len(found) < limit:
+        page = yield from jobs_page(filters(name=name), MOST, before)
+        found += [one for one in page.jobs if one.id.startswith(prefix)]
+        before = page.next
+        if before is None:
+            break
+    return found[:limit]
 
 
 def resize(job_id: str, *, least: int | None = None, most: int | None = None) -> Steps[Job]:
@@ -179,22 +201,22 @@ def resize(job_id: str, *, least: int | None = None, most: int | None = None) ->
     """
     limits = {"min": least, "max": most}
     given: dict[str, JsonValue] = {name: value for name, value in limits.items() if value is not None}
-    return (yield from answered(Job, Ask("PATCH", _path(job_id), body={"workers": given})))
+    return (yield from answered(Job, Ask("PATCH", path_of_job(job_id), body={"workers": given})))
 
 
 def label(job_id: str, labels: Mapping[str, str | None]) -> Steps[Job]:
     """Set labels of a job, which may be over; None takes one away, and the others stay. Raises NotFound, Rejected."""
-    return (yield from answered(Job, Ask("PATCH", _path(job_id), body={"labels": dict(labels)})))
+    return (yield from answered(Job, Ask("PATCH", path_of_job(job_id), body={"labels": dict(labels)})))
 
 
 def cancel(job_id: str) -> Steps[Job]:
     """Ask for the job's end; answers at once. Raises NotFound, and ApiError (409) where it is over."""
-    return (yield from answered(Job, Ask("POST", _path(job_id, "cancel"))))
+    return (yield from answered(Job, Ask("POST", path_of_job(job_id, "cancel"))))
 
 
 def delete(job_id: str) -> Steps[None]:
     """Remove a job that is over, with its folder. Raises NotFound, ApiError."""
-    yield Ask("DELETE", _path(job_id))
+    yield Ask("DELETE", path_of_job(job_id))
 
 
 def wait(
@@ -217,7 +239,7 @@ def wait(
             if job_id in ended:
                 continue
             try:
-                found = yield from answered(Job, Ask("GET", _path(job_id), after_s=pause_s))
+                found = yield from answered(Job, Ask("GET", path_of_job(job_id), after_s=pause_s))
             except Unreachable:
                 if until is not None and time.monotonic() >= until:
                     raise
@@ -241,7 +263,7 @@ def wait(
 def logs(job_id: str, offset: int = 0, limit: int | None = None) -> Steps[Logs]:
     """The next part of the job's log from `offset` on: 0, or `next_offset` of the part before. limit: bytes."""
     params = {"offset": str(offset), **({} if limit is None else {"limit": str(limit)})}
-    return (yield from answered(Logs, Ask("GET", _path(job_id, "logs"), params=params)))
+    return (yield from answered(Logs, Ask("GET", path_of_job(job_id, "logs"), params=params)))
 
 
 def history(job_id: str) -> Steps[History]:
@@ -270,7 +292,7 @@ def history_page(
         params["event_kind"] = list(kinds)
     if before_event is not None:
         params["before_event"] = str(before_event)
-    return (yield from answered(History, Ask("GET", _path(job_id, "metrics"), params=params)))
+    return (yield from answered(History, Ask("GET", path_of_job(job_id, "metrics"), params=params)))
 
 
 def events(job_id: str, kinds: Sequence[str]) -> Steps[list[Event]]:
@@ -288,18 +310,18 @@ def told(after: int = 0) -> Steps[list[Told]]:
 def told_of_job(job_id: str, after: int = 0) -> Steps[list[Told]]:
     """The same of one job, with its newest sample, and its end. Raises NotFound."""
     params = {"after": str(after), "follow": "false"}
-    return Parser().of((yield Ask("GET", _path(job_id, "events"), params=params)).content)
+    return Parser().of((yield Ask("GET", path_of_job(job_id, "events"), params=params)).content)
 
 
 def log_told(job_id: str, offset: int = 0) -> Steps[list[Told]]:
     """Its log from an offset on, as far as it is written. Raises NotFound."""
     params = {"offset": str(offset), "follow": "false"}
-    return Parser().of((yield Ask("GET", _path(job_id, "logs", "stream"), params=params)).content)
+    return Parser().of((yield Ask("GET", path_of_job(job_id, "logs", "stream"), params=params)).content)
 
 
 def checkpoints(job_id: str) -> Steps[CheckpointList]:
     """The checkpoints in the job's own folder, in order of step, or where they are instead. Raises NotFound."""
-    path = _path(job_id, "checkpoints")
+    path = path_of_job(job_id, "checkpoints")
     page = yield from answered(CheckpointList, Ask("GET", path))
     found = list(page.checkpoints)
     while page.next is not None:
@@ -310,7 +332,7 @@ def checkpoints(job_id: str) -> Steps[CheckpointList]:
 
 def checkpoint_file(job_id: str, folder: str, file: str, target: Path) -> Steps[None]:
     """Download one file of a checkpoint; its folder is made. Raises: NotFound; OSError of the own disk."""
-    yield Ask("GET", _path(job_id, "checkpoints", quote(folder, safe=""), quote(file, safe="")), into=target)
+    yield Ask("GET", path_of_job(job_id, "checkpoints", quoted(folder), quoted(file)), into=target)
 
 
 def targets() -> Steps[list[TargetGroup]]:
@@ -327,7 +349,7 @@ def targets() -> Steps[list[TargetGroup]]:
 
 def package(sha256: str) -> Steps[Package]:
     """The package of this hash. Raises NotFound."""
-    return (yield from answered(Package, Ask("GET", f"/v1/packages/{_quoted(sha256)}")))
+    return (yield from answered(Package, Ask("GET", f"/v1/packages/{quoted(sha256)}")))
 
 
 def has_package(sha256: str) -> Steps[bool]:
@@ -361,7 +383,7 @@ def put_package(
     """
     sent = Upload(file, size, progress, _UPLOAD_TIMEOUT_S)
     try:
-        yield Ask("PUT", f"/v1/packages/{_quoted(sha256)}", upload=sent)
+        yield Ask("PUT", f"/v1/packages/{quoted(sha256)}", upload=sent)
     except Unreachable as error:
         raise Unreachable(
             f"the package of {size} bytes could not be sent: {error}. Try again; nothing is left of what was sent"
@@ -396,7 +418,7 @@ def tokens() -> Steps[list[TokenItem]]:
 
 def revoke_token(name: str) -> Steps[None]:
     """Refuse the token of this name from now on. Raises NotFound."""
-    yield Ask("DELETE", f"/v1/tokens/{_quoted(name)}")
+    yield Ask("DELETE", f"/v1/tokens/{quoted(name)}")
 
 
 def rotate_token() -> Steps[str]:
@@ -447,11 +469,3 @@ def metrics() -> Steps[str]:
 def _body(spec: Mapping[str, JsonValue] | JobSpec) -> Mapping[str, JsonValue]:
     """A spec that was read as a model says what was written, and no default: those of the service hold."""
     return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else spec
-
-
-def _path(job_id: str, *rest: str) -> str:
-    return "/".join(["/v1/jobs", _quoted(job_id), *rest])
-
-
-def _quoted(part: str) -> str:
-    return quote(part, safe="", errors="backslashreplace")

@@ -8,11 +8,13 @@ ClientError
   |    +- Rejected        422, field by field
   +- WrongEnvironment  a variable THINWIRE_... is wrong
   +- AmbiguousId     several jobs' IDs begin so
-  +- NoText          what is to be sent is no text
+  +- NoText          what is to be sent is no text, or no token, key or address
   +- BadAnswer       not what this API answers: another server, or another version
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import httpx
 from pydantic import ValidationError
@@ -35,7 +37,7 @@ class WrongEnvironment(ClientError):
 
 
 class NoText(ClientError):
-    """An argument or a value of the job file cannot be sent, for it is no text."""
+    """An argument, a token, an address or a value of the job file cannot be sent as it is."""
 
 
 class AmbiguousId(ClientError):
@@ -92,11 +94,26 @@ def error_of(response: httpx.Response) -> ClientError:
     return kind(status, body.code, message, body.problems)
 
 
+_NAMES = {"Authorization": "the token", "Idempotency-Key": "the idempotency key", "Last-Event-ID": "the last id"}
+
+
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Raises NoText for a header that HTTP has no way to carry. Its words hold no part of it: it may be the token.
+
+    Whoever sends it would say so too, with the whole header in the message.
+    """
+    for name, value in headers.items():
+        if not (value.isascii() and value.isprintable()) or value != value.strip():
+            words = "is empty, is not ASCII, or has an end of line or other white space where none can be"
+            raise NoText(f"{_NAMES.get(name, name)} of this request {words}: copy it again")
+
+
 def not_sent(error: Exception, url: str, what: str) -> ClientError:
     """The error for a request that has got no answer. what: method and path, or what was sent, for a person."""
+    if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):  # it would not go better at another time
+        advice = ": give the address with http:// or https://" if isinstance(error, httpx.UnsupportedProtocol) else ""
+        return NoText(f"{url!r} cannot be asked for {what[:200]} ({error}){advice}")
     if isinstance(error, UnicodeEncodeError):  # bytes of a command line come as halves of characters
-        if error.encoding == "ascii":  # of a header: no part of a token is shown
-            return NoText("the token or the key of this request is not ASCII: copy it again")
         around = error.object[max(0, error.start - 30) : error.end + 30]
         return NoText(f"{around!a} holds {error.object[error.start]!a}, which is no text: write it in UTF-8")
     if isinstance(error, httpx.TimeoutException):

@@ -32,6 +32,10 @@ class Server:
     token: str = field(repr=False)
     pid: int | None = None
 
+    def __post_init__(self) -> None:
+        # Paths begin with a slash, and people end addresses with one.
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+
 
 def find_server() -> Server:
     """The server that THINWIRE_URL names, else the one of THINWIRE_HOME. Raises Unreachable, WrongEnvironment."""
@@ -50,7 +54,7 @@ def find_server() -> Server:
         token = _read(home() / "token")
     if not token:
         raise WrongEnvironment(f"THINWIRE_URL is {url}, and no token is known for it: set THINWIRE_TOKEN")
-    return Server(url.rstrip("/"), token)
+    return Server(url, token)
 
 
 def trusted() -> ssl.SSLContext | bool:
@@ -97,7 +101,7 @@ def server_of(home: Path) -> Server:
     token = _read(token_file)
     if not token:
         raise Unreachable(f"{token_file} is missing or empty: start the server again with `thinwire serve`")
-    return Server(url.rstrip("/"), token, pid)
+    return Server(url, token, pid)
 
 
 def _read(path: Path) -> str:
