@@ -42,6 +42,8 @@ class Desk:
     def __init__(self, home: Path, browser: Browser, **settings: Any) -> None:
         self.service = Service(home, **settings)
         self.service.clock.now = time.time()
+        # The launcher is asked at each turn: between two, while somebody looks, it is not silent.
+        self.service.plane.starter._silent_s = math.inf
         self.live = LiveService(self.service)
         self.live.listen()
         self.url = f"http://127.0.0.1:{self.live.port}/"

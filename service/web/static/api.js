@@ -26,7 +26,7 @@ export const watcher = { ok() {}, lost() {}, signedOut() {} };
  * token: for the one request that begins a session.
  */
 export async function call(method, path, { body, signal, headers = {}, token, as = "json" } = {}) {
-  const init = { method, headers: { ...headers }, signal: within(signal), cache: "no-store", credentials: "same-origin", redirect: "error" };
+  const init = { method, headers: { ...headers }, signal: within(signal), cache: "no-store", credentials: "same-origin", redirect: "manual" };
   if (body !== undefined) {
     init.headers["Content-Type"] = "application/json";
     init.body = JSON.stringify(body);
@@ -49,6 +49,7 @@ export async function call(method, path, { body, signal, headers = {}, token, as
   }
   let found = null;
   try {
+    if (answer.type === "opaqueredirect") throw new Error("sent elsewhere");
     found = text && as === "json" ? JSON.parse(text) : text;
   } catch {
     const lost = new Unreachable("what answers is not the service: a proxy, or a sign-in of a network, is in between");

@@ -29,11 +29,39 @@ watcher.lost = (error) => {
   say(stale, `${since}${error.message}. What is shown is from then; it goes on by itself when the service is back.`);
 };
 watcher.signedOut = (why) => {
-  if (me === null) return;
+  if (me !== null) leave(me.expires_at && new Date(me.expires_at) <= new Date() ? "Your session has run out: sign in again." : why);
+};
+
+// A browser has one session of a service, whichever of its windows began or ended it.
+const windows = new BroadcastChannel(`thinwire ${location.pathname}`);
+windows.onmessage = async ({ data }) => {
+  if (data === "out") { if (me !== null) leave("You have signed out in another window."); return; }
+  try {
+    const found = await get("v1/session");
+    if (found.name === me?.name && found.role === me.role) { me = found; return; }
+    stop();
+    me = found;
+    frame();
+    show();
+  } catch (error) {
+    failed(error);
+  }
+};
+
+/** End the view that is shown, and whatever it asks. */
+function stop() {
+  current?.stop();
+  current = null;
+  for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close("no");
+}
+
+/** Nobody is signed in any more. */
+function leave(why) {
+  stop(); // while it is known whose draft it is
   me = null;
   frame();
   signIn(why);
-};
+}
 
 function frame() {
   const nav = document.getElementById("nav"), who = document.getElementById("who");
@@ -62,19 +90,29 @@ async function show() {
   const [name, ...parts] = path.split("/");
   const route = { name, parts: parts.map(unescaped), parameters: new URLSearchParams(search ?? "") };
   if (me === null) { signIn(); return; }
+  for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close("no");
   if (current?.goes?.(route)) { mark(name); return; }
-  current?.stop();
-  current = null;
+  stop();
   if (!Object.hasOwn(VIEWS, name)) { heading("There is no such page", h("p", {}, h("a", { href: "#/" }, "All jobs"))); return; }
   mark(name);
   try {
-    const module = await VIEWS[name]();
+    const module = await load(name);
     if (mine !== turn) return;
     content.replaceChildren();
     current = module.view(content, route, { me, failed });
     focusHeading();
   } catch (error) {
     failed(error);
+  }
+}
+
+async function load(name) {
+  try {
+    return await VIEWS[name]();
+  } catch (error) {
+    // What could not be fetched is a TypeError, and does not say why. The service answers, or this raises Unreachable.
+    if (error instanceof TypeError) { await get("v1/session"); return VIEWS[name](); }
+    throw error;
   }
 }
 
@@ -96,19 +134,19 @@ function heading(title, ...rest) {
   focusHeading();
 }
 
-/** What cannot be mended by waiting, in words. */
+/** What cannot be mended by waiting, in words; the rest is waited for. */
 function failed(error) {
   if (error instanceof SignedOut || error?.name === "AbortError") return;
-  current?.stop();
-  current = null;
-  const what = error instanceof ApiError ? error.message : error instanceof Unreachable ? `${error.message}; load the page again` : `an error of this page: ${error?.message ?? error}`;
+  stop();
+  if (error instanceof Unreachable) { enter(); return; }
+  const what = error instanceof ApiError ? error.message : `an error of this page: ${error?.message ?? error}`;
   if (!(error instanceof ApiError)) console.error(error);
   heading(error?.status === 404 ? "Not found" : "This cannot be shown", h("p", { role: "alert" }, what), h("p", {}, h("a", { href: "#/" }, "All jobs")));
 }
 
 function signIn(why) {
-  current?.stop();
-  current = null;
+  turn += 1; // a view that is still being loaded is not shown
+  stop();
   const error = h("p", { class: "problem", role: "alert", id: "sign-in-problem" }, why ?? null);
   const token = h("input", { id: "token", type: "password", autocomplete: "current-password", required: true, spellcheck: "false", "aria-describedby": "token-help sign-in-problem" });
   const form = h("form", { class: "sign-in", on: { submit: begin } },
@@ -131,8 +169,12 @@ function signIn(why) {
     say(error, "");
     try {
       if (!/^[\x21-\x7e]+$/.test(token.value.trim())) throw new Error("a token is one word of letters, digits, - and _");
-      me = await call("POST", "v1/session", { token: token.value.trim() });
+      await call("POST", "v1/session", { token: token.value.trim() });
+      me = await get("v1/session").catch((problem) => {
+        throw problem instanceof SignedOut ? new Error("your browser has not kept the session: allow cookies for this address") : problem;
+      });
       token.value = "";
+      windows.postMessage("in");
       frame();
       show();
     } catch (problem) {
@@ -150,27 +192,29 @@ async function signOut() {
   } catch (error) {
     if (!(error instanceof SignedOut)) { watcher.lost(error); return; }
   }
-  me = null;
-  current?.stop();
-  current = null;
-  frame();
-  signIn();
+  windows.postMessage("out");
+  leave();
 }
 
-async function begin() {
+/** Ask who is signed in until the service answers, or another view is asked for; then show what the address names. */
+async function enter() {
+  const mine = ++turn, known = me !== null;
   for (let waitMs = 1000; ; waitMs = Math.min(15_000, waitMs * 2)) {
     try {
-      me = await get("v1/session");
+      const found = await get("v1/session");
+      if (mine !== turn) return;
+      me = found;
       break;
     } catch (error) {
+      if (mine !== turn || (known && error instanceof SignedOut)) return;
       if (error instanceof SignedOut) break;
       if (!(error instanceof Unreachable)) { failed(error); return; }
-      fill(content, h("p", {}, "The service does not answer. The page goes on by itself when it does."));
+      if (waitMs === 1000) heading("The service does not answer", h("p", {}, "The page goes on by itself when it does."));
       await new Promise((resolve) => setTimeout(resolve, waitMs));
+      if (mine !== turn) return;
     }
   }
   frame();
-  addEventListener("hashchange", show);
   show();
 }
 
@@ -178,4 +222,5 @@ document.getElementById("skip").addEventListener("click", (event) => {
   event.preventDefault(); // the fragment names the view
   content.focus();
 });
-begin();
+addEventListener("hashchange", show);
+enter();

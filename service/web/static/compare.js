@@ -15,7 +15,7 @@ const AXES = {
 };
 
 export function view(place, route, { failed }) {
-  const ids = [...new Set((route.parameters.get("jobs") ?? "").split(",").filter(Boolean))].slice(0, MOST);
+  const wanted = [...new Set((route.parameters.get("jobs") ?? "").split(",").filter(Boolean))], ids = wanted.slice(0, MOST);
   const runs = ids.map((id, at) => ({ id, colour: `c${at + 1}`, samples: new Samples(id), job: null, progress: null }));
   const axis = h("select", { id: newId("axis") }, Object.keys(AXES).map((one) => h("option", { value: one }, one)));
   axis.value = Object.hasOwn(AXES, route.parameters.get("by")) ? route.parameters.get("by") : "step";
@@ -47,8 +47,7 @@ export function view(place, route, { failed }) {
   }
 
   function draw() {
-    const known = runs.filter((run) => run.job);
-    if (known.length) {
+    if (runs.some((run) => run.job || run.gone)) {
       fill(list, table("The runs", ["job", "state", "step", "loss", "validation", "time", "a worker sent", "against fp32", "workers"], runs.map((run) => {
         const { job, samples } = run, bytes = samples.bytes(), sent = bytes.sent.at(-1), seconds = samples.seconds().at(-1);
         return [h("span", {}, h("span", { class: `key ${run.colour}` }), h("a", { href: `#/jobs/${encodeURIComponent(run.id)}` }, run.id), " ", h("button", { type: "button", "aria-label": `Leave out ${run.id}`, on: { click: () => { location.hash = address(ids.filter((one) => one !== run.id)); } } }, "x")),
@@ -91,6 +90,7 @@ export function view(place, route, { failed }) {
     say(note, "Choose two or more in the list of jobs, or add them here by their IDs.");
     return { stop() {} };
   }
+  if (wanted.length > MOST) say(note, `At most ${MOST} runs: of these ${wanted.length} the first ${MOST}.`);
   build();
   const poller = new Poller(load, EVERY_MS, failed).start();
   return { stop() { poller.stop(); for (const chart of charts) chart.stop(); } };

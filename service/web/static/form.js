@@ -88,7 +88,9 @@ export class Form {
       element, wide: true,
       read: () => {
         const found = inner.read();
-        return found && typeof found === "object" && !Object.keys(found).length && !(value && typeof value === "object" && !Object.keys(value).length) ? undefined : found;
+        // Given and empty is not left out: `tracking: {wandb: {}}` asks for it, with its defaults.
+        const empty = (one) => one && typeof one === "object" && Object.values(one).every((each) => each === null);
+        return empty(found) && !empty(value) ? undefined : found;
       },
     };
   }
@@ -199,9 +201,12 @@ export function withoutDefaults(document_, job) {
     const kept = {};
     for (const [name, each] of Object.entries(value)) {
       const property = known.properties[name];
+      // Of what may be null the document names no default, for it is null; then an object is none, however empty.
+      const nullable = property?.anyOf?.some((choice) => choice.type === "null") && !("default" in property) && !known.required?.includes(name);
+      if (nullable && each === null) continue;
       if (property && "default" in property && !("const" in property) && JSON.stringify(property.default) === JSON.stringify(each)) continue;
       const pruned = prune(property, each);
-      if (pruned && typeof pruned === "object" && !Array.isArray(pruned) && !Object.keys(pruned).length) continue;
+      if (!nullable && pruned && typeof pruned === "object" && !Array.isArray(pruned) && !Object.keys(pruned).length) continue;
       kept[name] = pruned;
     }
     return kept;

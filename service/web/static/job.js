@@ -13,6 +13,7 @@ const ETA_SAMPLES = 30;
 const PARTS = [["", "Overview"], ["events", "Events"], ["logs", "Log"], ["files", "Files"], ["spec", "Spec"]];
 
 export function view(place, route, frame) {
+  if (!route.parts[0]) { location.replace("#/"); return { stop() {} }; }
   const made = new JobView(place, route, frame);
   return { stop: () => made.stop(), goes: (to) => to.name === "jobs" && to.parts[0] === made.id && made.turn(to.parts[1] ?? "", to.parameters) };
 }
@@ -32,7 +33,7 @@ class JobView {
     this.body = h("div");
     this.refused = h("p", { class: "problem", role: "alert" });
     put(place, h("div", { class: "head" }, h("h1", { class: "id" }, this.id), this.state, this.actions), this.refused, this.standing, this.tabs, this.body);
-    this.turn(route.parts[1] ?? "", route.parameters);
+    if (!this.turn(route.parts[1] ?? "", route.parameters)) put(this.body, h("p", { class: "problem", role: "alert" }, "There is no such page of a job."));
     this.poller = new Poller((signal) => this.load(signal), EVERY_MS, failed).start();
   }
 
@@ -42,8 +43,8 @@ class JobView {
   }
 
   leave() {
-    this.log?.stop();
-    this.log = null;
+    this.asking?.stop();
+    this.asking = null;
     for (const chart of this.charts) chart.stop();
     this.charts = [];
   }
@@ -316,7 +317,7 @@ class JobView {
   }
 
   logPart(parameters) {
-    this.log = new LogView(this.body, this.id, parameters.get("rank"), () => this.job, this.failed);
+    this.asking = new LogView(this.body, this.id, parameters.get("rank"), () => this.job, this.failed);
     this.drawn = null;
   }
 
@@ -324,12 +325,13 @@ class JobView {
     const place = h("div", {}, h("p", {}, "asking ..."));
     put(this.body, place);
     this.drawn = null;
-    this.listFiles(place).catch((error) => { if (this.part === "files") fill(place, h("p", { class: "problem", role: "alert" }, error.message)); });
+    const once = async (signal) => { await this.listFiles(place, signal); poller.stop(); };
+    const poller = new Poller(once, EVERY_MS, (error) => fill(place, h("p", { class: "problem", role: "alert" }, error.message)));
+    this.asking = poller.start();
   }
 
-  async listFiles(place) {
-    const [job, found] = [await get(jobPath(this.id)), await getLarge(jobPath(this.id, "checkpoints"))];
-    if (this.part !== "files") return;
+  async listFiles(place, signal) {
+    const [job, found] = [await get(jobPath(this.id), { signal }), await getLarge(jobPath(this.id, "checkpoints"), { signal })];
     const file = (name, path) => h("a", { href: path, download: name }, name);
     const left = [];
     for (const name of ["loss.png", "summary.json"]) if (job.progress) left.push(name);

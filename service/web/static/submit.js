@@ -6,6 +6,7 @@ import { CORE_SCHEMA, dump, load } from "./vendor/js-yaml.esm.min.mjs";
 
 const EXAMPLES = ["quickstart", "bert", "local-steps", "muon", "resnet"];
 const LONGEST = 1 << 20;
+const MOST_FIELDS = 1000;
 const VALIDATE = "/v1/jobs:validate";
 
 const STARTS = {
@@ -15,16 +16,16 @@ const STARTS = {
   unknown: "Whether it would start now is not known: the launcher does not answer.",
 };
 
-/** What somebody has written and not submitted, for when they come back: after a session that ran out, above all. */
+/** What somebody has written and not submitted, for when they (and nobody else) come back: after a session that ran out, above all. */
 let draft = null;
 
-export function view(place, route, { failed }) {
+export function view(place, route, { me, failed }) {
   const stopped = new AbortController();
-  make(place, route.parameters, stopped.signal).catch((error) => { if (!stopped.signal.aborted) failed(error); });
+  make(place, route.parameters, me.name, stopped.signal).catch((error) => { if (!stopped.signal.aborted) failed(error); });
   return { stop: () => stopped.abort() };
 }
 
-async function make(place, parameters, signal) {
+async function make(place, parameters, who, signal) {
   const title = h("h1", {}, "Submit a job");
   put(place, title);
   const document_ = await get("openapi.json", { signal });
@@ -52,13 +53,22 @@ async function make(place, parameters, signal) {
     if (!chosen) return;
     example.value = "";
     if (chosen.size > LONGEST) refuse([`${chosen.name} has ${chosen.size} bytes; a job file may have at most ${LONGEST}`]);
-    else take(await chosen.text());
+    else {
+      try {
+        const content = new TextDecoder("utf-8", { fatal: true }).decode(await chosen.arrayBuffer());
+        say(note, `From ${chosen.name}.`);
+        take(content);
+      } catch (error) {
+        refuse([`${chosen.name} cannot be read: ${error instanceof TypeError ? "it is not UTF-8 text" : error.message}`]);
+      }
+    }
+    file.value = ""; // the same file, mended, can be chosen again
   });
   text.addEventListener("input", () => { key = null; });
 
   const origin = parameters.get("continue") ?? parameters.get("like");
   const asked = parameters.toString();
-  if (draft?.asked === asked) {
+  if (draft?.asked === asked && draft.who === who) {
     as = draft.as;
     formElement.querySelector(`[value=${as}]`).checked = true;
     show(draft.value, draft.text);
@@ -75,7 +85,7 @@ async function make(place, parameters, signal) {
   } else show({});
   signal.addEventListener("abort", () => {
     const value = form.value;
-    draft = submitted || (as === "form" && !Object.keys(value).length) ? null : { asked, as, ...(as === "form" ? { value } : { value: {}, text: text.value }) };
+    draft = submitted || (as === "form" && !Object.keys(value).length) ? null : { asked, who, as, ...(as === "form" ? { value } : { value: {}, text: text.value }) };
   });
   if (parameters.has("continue")) form.at("steps")?.control.focus();
 
@@ -116,8 +126,15 @@ async function make(place, parameters, signal) {
     try {
       const found = load(content, { schema: CORE_SCHEMA });
       if (found === null || typeof found !== "object" || Array.isArray(found)) throw new Error("it holds no mapping of fields");
-      const bad = JSON.stringify(found, (_, value) => { if (typeof value === "number" && !Number.isFinite(value)) throw new Error(`it holds ${value}, which JSON cannot carry`); return value; });
-      if (bad.length > LONGEST) throw new Error(`it has ${bad.length} characters as JSON; at most ${LONGEST}`);
+      let size = 0; // as it grows: a few aliases of YAML can stand for gigabytes
+      JSON.stringify(found, (_, value) => {
+        if (typeof value === "number" && !Number.isFinite(value)) throw new Error(`it holds ${value}, which JSON cannot carry`);
+        size += typeof value === "string" ? value.length : 1;
+        if (size > LONGEST) throw new Error(`it has more than ${LONGEST} characters as JSON`);
+        const fields = value && typeof value === "object" ? Object.keys(value).length : 0;
+        if (fields > MOST_FIELDS) throw new Error(`it has ${fields} fields or values side by side; no part of a job has so many`);
+        return value;
+      });
       return found;
     } catch (error) {
       refuse([`This is neither YAML nor JSON of a job: ${error.message}`]);

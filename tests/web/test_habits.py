@@ -1,0 +1,167 @@
+"""The page where habits and accidents meet: two windows, two people, outages at a bad moment, odd files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.service.control_plane_harness import spec
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+    from tests.web.browser import Desk
+
+pytestmark = pytest.mark.slow
+
+SIGNED_IN = {"name": "operator", "role": "operator", "expires_at": None, "version": "0", "grafana_url": None}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else_looks(desk: Desk) -> Iterator[None]:
+    """A page that is open asks on."""
+    yield
+    desk.leave()
+
+
+def turn(page: Page, fragment: str) -> None:
+    """To another view, as a link does: without loading the page."""
+    page.evaluate("fragment => { location.hash = fragment; }", fragment)
+
+
+def token_of(desk: Desk, name: str, role: str) -> str:
+    """Of somebody new."""
+    return desk.service.person(name, role)["Authorization"].partition(" ")[2]
+
+
+def test_a_clone_has_all_that_its_job_had(desk: Desk) -> None:
+    wanted = spec(name="tracked", tracking={"mlflow": {}, "wandb": {}, "tensorboard": False}, bucket_elements=None)
+    job_id = desk.service.client.post("/v1/jobs", json=wanted).json()["id"]
+    page = desk.signed_in(f"#/submit?like={job_id}")
+    page.get_by_label("as a form").wait_for()
+    page.get_by_label("as a file").check()
+    written = page.get_by_label("The job file, YAML or JSON").input_value()
+    assert "wandb: {}" in written
+    assert "null" not in written
+    page.get_by_label("as a form").check()
+    page.get_by_role("button", name="Submit", exact=True).click()
+    page.wait_for_url("**/#/jobs/tracked-*")
+    clone = page.url.rpartition("/")[2]
+    one, other = (desk.service.client.get(f"/v1/jobs/{each}").json()["spec"] for each in (job_id, clone))
+    assert one == other
+    assert one["tracking"]["wandb"] is not None
+
+
+def test_a_view_that_is_asked_for_in_an_outage_is_shown_after_it(desk: Desk) -> None:
+    job_id = desk.running(name="patient")
+    page, port = desk.signed_in(), desk.live.port
+    page.get_by_text("patient").first.wait_for()
+    desk.live.vanish()
+    for fragment, title in ((f"#/jobs/{job_id}/files", job_id), ("#/submit", "Submit a job"), ("#/people", "People")):
+        turn(page, fragment)
+        page.get_by_role("heading", name="The service does not answer").wait_for()
+        desk.live.listen(port)
+        page.get_by_role("heading", level=1, name=title).wait_for()
+        desk.live.vanish()
+    turn(page, f"#/jobs/{job_id}/files")  # its code is there, what it shows is not
+    page.get_by_text("asking ...").wait_for()
+    desk.live.listen(port)
+    page.get_by_text("No checkpoint yet").wait_for()
+    assert [one for one in desk.complaints if "dynamically imported" not in one] == []
+
+
+def test_two_windows_of_a_browser_are_of_one_person(desk: Desk) -> None:
+    token = token_of(desk, "vito", "viewer")
+    one = desk.signed_in("#/submit")
+    one.get_by_label("name", exact=True).first.fill("of-the-operator")
+    other = one.context.new_page()
+    other.goto(desk.url)
+    other.get_by_role("button", name="Sign out").click()
+    one.get_by_text("You have signed out in another window.").wait_for()
+    other.get_by_label("Your token").fill(token)
+    other.keyboard.press("Enter")
+    for page in (one, other):
+        page.get_by_text("vito (viewer)").wait_for()
+        assert page.get_by_role("link", name="People").count() == 0
+    assert "of-the-operator" not in one.content()
+
+
+def test_a_draft_is_its_writers(desk: Desk) -> None:
+    token = token_of(desk, "uma", "user")
+    page = desk.signed_in("#/submit")
+    name = page.get_by_label("name", exact=True).first
+    name.fill("of-the-operator")
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("Your token").fill(token)
+    page.keyboard.press("Enter")
+    page.get_by_text("uma (user)").wait_for()
+    name.wait_for()
+    assert name.input_value() == ""
+
+
+def test_a_question_goes_with_the_view_that_asked_it(desk: Desk) -> None:
+    job_id = desk.running(name="asked")
+    page = desk.signed_in()
+    turn(page, f"#/jobs/{job_id}")
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("dialog").wait_for()
+    page.go_back()
+    page.get_by_role("heading", name="Jobs").wait_for()
+    assert page.get_by_role("dialog").count() == 0
+    assert desk.service.state(job_id) == "RUNNING"
+
+
+def test_addresses_that_name_nothing_say_so(desk: Desk) -> None:
+    job_id = desk.running(name="named")
+    page = desk.signed_in()
+    for fragment, words in (
+        (f"#/jobs/{job_id}/nonsense", "There is no such page of a job"),
+        ("#/compare?jobs=nosuch-1", "there is no such job"),
+        (f"#/compare?jobs={','.join(f'nosuch-{at}' for at in range(9))}", "of these 9 the first 8"),
+    ):
+        turn(page, fragment)
+        page.get_by_text(words).wait_for()
+    turn(page, "#/jobs/")
+    page.get_by_role("heading", name="Jobs").wait_for()
+    assert page.locator("#stale").inner_text() == ""
+
+
+def test_files_that_are_no_job_are_refused_at_once(desk: Desk) -> None:
+    page = desk.signed_in("#/submit")
+    file = page.get_by_label("or a file")
+    file.wait_for()
+    aliases = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{chr(98 + at)}: &{chr(98 + at)} [{','.join([f'*{chr(97 + at)}'] * 10)}]\n" for at in range(20)
+    )
+    for content, words in (
+        ("name: na\xefve\n".encode("latin-1"), "it is not UTF-8 text"),
+        (aliases.encode(), "more than 1048576 characters"),
+        ("".join(f"k{at}: 1\n" for at in range(40_000)).encode(), "40000 fields"),
+    ):
+        file.set_input_files({"name": "job.yaml", "mimeType": "text/yaml", "buffer": content})
+        page.get_by_role("alert").get_by_text(words).wait_for()
+        assert file.input_value() == "", "the same file, mended, could not be chosen again"
+
+
+def test_long_labels_do_not_widen_a_narrow_window(desk: Desk) -> None:
+    from tests.web.browser import sideways
+
+    job_id = desk.running(name="n" * 40, labels={f"{'a' * 60}.example.com/{'k' * 63}": "v" * 63})
+    page = desk.signed_in(f"#/jobs/{job_id}", viewport={"width": 360, "height": 740})
+    page.get_by_text("Labels: ").wait_for()
+    assert sideways(page) <= 0
+
+
+def test_who_blocks_cookies_is_told_so(desk: Desk) -> None:
+    page = desk.page()
+    page.route(
+        "**/v1/session",
+        lambda route: (
+            route.fulfill(status=201, json=SIGNED_IN) if route.request.method == "POST" else route.continue_()
+        ),
+    )
+    page.get_by_label("Your token").fill(desk.service.token)
+    page.keyboard.press("Enter")
+    page.get_by_text("allow cookies for this address").wait_for()
