@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
@@ -51,6 +51,8 @@ _LONGEST_ID = 80
 _UPLOAD_TIMEOUT_S = 120.0
 """Between two parts of a package, and until the service has looked at it."""
 _TARGETS = TypeAdapter(list[TargetGroup])
+_List = TypeVar("_List", PackageList, TokenList)
+_One = TypeVar("_One")
 _States = JobState | str | Iterable[JobState | str]
 
 
@@ -363,14 +365,7 @@ def has_package(sha256: str) -> Steps[bool]:
 
 def packages() -> Steps[list[Package]]:
     """All packages that the service keeps, in order of their hashes."""
-    found: list[Package] = []
-    after: Params = {}
-    while True:
-        page = yield from answered(PackageList, Ask("GET", "/v1/packages", params=after))
-        found += page.packages
-        if page.next is None:
-            return found
-        after = {"after": page.next}
+    return (yield from _all_pages(PackageList, "/v1/packages", lambda page: page.packages))
 
 
 def put_package(
@@ -406,14 +401,7 @@ def create_token(asked: NewToken) -> Steps[MadeToken]:
 
 def tokens() -> Steps[list[TokenItem]]:
     """Everybody's tokens, by name, without their texts."""
-    found: list[TokenItem] = []
-    after: Params = {}
-    while True:
-        page = yield from answered(TokenList, Ask("GET", "/v1/tokens", params=after))
-        found += page.tokens
-        if page.next is None:
-            return found
-        after = {"after": page.next}
+    return (yield from _all_pages(TokenList, "/v1/tokens", lambda page: page.tokens))
 
 
 def revoke_token(name: str) -> Steps[None]:
@@ -464,6 +452,18 @@ def metrics() -> Steps[str]:
     """The service's own metrics, as Prometheus reads them."""
     response = yield Ask("GET", "/metrics")
     return response.text
+
+
+def _all_pages(answer: type[_List], path: str, of: Callable[[_List], list[_One]]) -> Steps[list[_One]]:
+    """What is on all pages of a list, in its order. of: what is on one."""
+    found: list[_One] = []
+    after: Params = {}
+    while True:
+        page = yield from answered(answer, Ask("GET", path, params=after))
+        found += of(page)
+        if page.next is None:
+            return found
+        after = {"after": page.next}
 
 
 def _body(spec: Mapping[str, JsonValue] | JobSpec) -> Mapping[str, JsonValue]:

@@ -119,10 +119,7 @@ def follow(
             if not again:
                 return
         except (Unreachable, httpx.HTTPError) as error:
-            wrong = error if isinstance(error, Unreachable) else Unreachable(f"the stream broke off ({error!r})")
-            if not again:
-                raise wrong from error
-            lost(wrong)
+            _say(error, lost, again=again)
         sleep(parser.retry_s)
 
 
@@ -151,11 +148,16 @@ async def followed(
             if not again:
                 return
         except (Unreachable, httpx.HTTPError) as error:
-            wrong = error if isinstance(error, Unreachable) else Unreachable(f"the stream broke off ({error!r})")
-            if not again:
-                raise wrong from error
-            lost(wrong)
+            _say(error, lost, again=again)
         await asyncio.sleep(parser.retry_s)
+
+
+def _say(error: Unreachable | httpx.HTTPError, lost: Callable[[ClientError], None], *, again: bool) -> None:
+    """Why a stream could not be read: to `lost` where it is asked for again, else raised."""
+    wrong = error if isinstance(error, Unreachable) else Unreachable(f"the stream broke off ({error!r})")
+    if not again:
+        raise wrong from error
+    lost(wrong)
 
 
 def is_older(error: NotFound) -> bool:
