@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.staticfiles import StaticFiles
@@ -341,18 +341,21 @@ def _proxies(networks: Sequence[IPNetwork]) -> list[str]:
 class _Api(FastAPI):
     """Its document also has the models of what FastAPI does not read or write itself: a large body, streams."""
 
+    _document: ClassVar[dict[str, Any] | None] = None
+
     def openapi(self) -> dict[str, Any]:
-        """The document, made once."""
-        if self.openapi_schema is None:
-            schemas = super().openapi()["components"]["schemas"]
+        """The document, made once in a process: it takes half a second, and no setting changes a route."""
+        if _Api._document is None:
+            made = super().openapi()
+            schemas = made["components"]["schemas"]
             ref = f"{SCHEMAS}{{model}}"
             _, by_hand = models_json_schema(
                 [(Telemetry, "validation"), *((model, "serialization") for model in MODELS.values())], ref_template=ref
             )
             for name, schema in by_hand["$defs"].items():
                 schemas.setdefault(name, schema)
-        assert self.openapi_schema is not None
-        return self.openapi_schema
+            _Api._document = made
+        return _Api._document
 
 
 _own = APIRouter(tags=["service"])
