@@ -58,6 +58,12 @@ class Settings(BaseSettings):
         (), description="launchers ray and kuberay: folders that all machines of the cluster share, as a JSON list"
     )
     public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
+    peer_host: str | None = Field(
+        None,
+        pattern=r"^[0-9A-Za-z._:-]+$",
+        description="name or address at which other services with the same database reach this one, which then hand on "
+        "to it what they cannot answer; default: that of public_url, with its port",
+    )
     tls_certificate: Path | None = Field(
         None, description="the service speaks TLS, with this certificate and those that lead to its CA, as PEM"
     )

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.staticfiles import StaticFiles
@@ -48,6 +49,7 @@ from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
 from thinwire.service.request_ids import RequestIds
 from thinwire.service.requests import SCHEMAS
+from thinwire.service.standby import HandedOn, HandsOn, Standby
 from thinwire.service.tracing import Traced
 from thinwire.service.web import router as web_router
 from thinwire.service.web.headers import BrowserHeaders
@@ -71,10 +73,13 @@ class DatabaseOwned(Exception):
 class ControlPlane:
     """Everything behind the routes, put together once: database, launcher, reconciler, the two sides of jobs.
 
-    on_lost: called when another service has taken the database over. Nothing can be written then: the process ends.
+    service_url, peer_url: how workers and other services of the database reach this one. on_lost: called when another
+    service has taken the database over. Nothing can be written then: the process ends.
     """
 
-    def __init__(self, settings: Settings, launcher: Launcher, service_url: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: Settings, launcher: Launcher, service_url: str, peer_url: str, clock: Callable[[], float]
+    ) -> None:
         self._begun = self._closed = False
         self._home = settings.home
         private_folder(settings.home)
@@ -86,7 +91,7 @@ class ControlPlane:
         self.callers = Callers(self.db, self.operator_token, self.tokens, grace_s=settings.job_grace_s)
         self.sessions = Sessions(self.db, self.callers, lifetime_s=settings.session_hours * 3600.0, clock=clock)
         self.grafana_url = settings.grafana_url
-        self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
+        self.ownership = Ownership(self.db, settings.home, peer_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(
             launcher, self.service_id, silent_s=max(SILENT_S, 3 * settings.reconcile_interval_s)
@@ -99,6 +104,8 @@ class ControlPlane:
         self.stream_slots = StreamSlots(settings.streams, settings.streams_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
+        certified = urlsplit(service_url).hostname if settings.peer_host is not None else None
+        self.standby = Standby(self.ownership, ca, certified)
         told: dict[str, str] = {} if settings.log_format == "text" else {"log_format": settings.log_format}
         self.traces: Traces | None = None
         if settings.otlp_endpoint is not None:
@@ -255,7 +262,10 @@ class ControlPlane:
             return JobRepository(session).service_id()
 
     def not_ready(self) -> str | None:
-        """None when the service can take and start jobs, else why not. Of the launcher, what it said last."""
+        """None when the service can take and start jobs, or hands them to the owner, else why not.
+
+        Of the launcher, what it said last.
+        """
         try:
             self.db.check()
         except SQLAlchemyError as error:
@@ -267,22 +277,28 @@ class ControlPlane:
         if free < LEAST_FREE_BYTES:
             return f"the disk of {self._home} has {free >> 20} MiB left, at least {LEAST_FREE_BYTES >> 20} are needed"
         if not self.ownership.owns:
-            return self.ownership.over or f"standby: the database belongs to {self.ownership.owner()}"
+            return self.ownership.over or self.standby.not_ready()
         reason = self.starter.reason()
         return f"launcher: {reason}" if reason is not None else None
 
 
 def create_app(
-    settings: Settings, launcher: Launcher, *, service_url: str | None = None, clock: Callable[[], float] = time.time
+    settings: Settings,
+    launcher: Launcher,
+    *,
+    service_url: str | None = None,
+    peer_url: str | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The application. It makes the home folder and the operator's token where they are missing; its lifespan
     takes the database or stands by, starts the launcher in a thread and the reconciler, and ends all of them.
 
     service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
-    clock: unix seconds. Raises: tokens.TokenFileError, db.DatabaseUnusable, OSError.
+    peer_url: how other services of the same database reach it; default: service_url. clock: unix seconds.
+    Raises: tokens.TokenFileError, db.DatabaseUnusable, OSError.
     """
     url = service_url or settings.public_url or f"http://{settings.host}:{settings.port}"
-    plane = ControlPlane(settings, launcher, url.rstrip("/"), clock)
+    plane = ControlPlane(settings, launcher, url.rstrip("/"), peer_url or url.rstrip("/"), clock)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -290,6 +306,7 @@ def create_app(
         try:
             yield
         finally:
+            await plane.standby.close()
             await run_in_threadpool(plane.close)
 
     app = _Api(
@@ -316,10 +333,11 @@ def create_app(
     app.include_router(web_router.pages)
     app.mount(WEB_FILES, web_router.files())
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
-    # The last one added is the first to see a request: name it, see whom a proxy speaks for, send its answer in parts,
-    # tell browsers of it, count it, ask who it is, note what is changed, read the body.
+    # The last one added is the first to see a request: name it, see whom another service or a proxy speaks for, give its
+    # answer out in parts, tell browsers, count it, ask who it is, hand it on, note what is changed, read the body.
     app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
+    app.add_middleware(HandsOn, standby=plane.standby, ownership=plane.ownership, charge=plane.reports.charge)
     app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     app.add_middleware(BrowserHeaders)
@@ -328,7 +346,8 @@ def create_app(
         app.add_middleware(Traced, spans=plane.traces)
     if settings.trusted_proxies:  # by default nobody is: a job on this machine could say that it comes from anywhere
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_proxies(settings.trusted_proxies))
-    app.add_middleware(RequestIds, trusted=settings.trusted_proxies)
+    app.add_middleware(HandedOn, standby=plane.standby)
+    app.add_middleware(RequestIds, trusted=settings.trusted_proxies, vouched=plane.standby.vouched)
     return app
 
 
@@ -375,7 +394,8 @@ async def openapi(request: Request) -> Response:
 
 @_own.get("/readyz", responses=errors.documented(errors.Unavailable))
 def readyz(request: Request) -> dict[str, str]:
-    """The service owns its database, its launcher answers, and jobs can be taken; else 503 and why. Open.
+    """Jobs can be taken: the service owns its database and its launcher answers, or it hands on to the service that
+    owns it; else 503 and why. Open.
 
     The launcher is not asked by this request: `launcher` says how long ago it answered.
     """
@@ -383,6 +403,8 @@ def readyz(request: Request) -> dict[str, str]:
     reason = plane.not_ready()
     if reason is not None:
         raise errors.Unavailable(reason)
+    if not plane.ownership.owns:
+        return {"status": "standby"}
     return {"status": "ready", "launcher": f"answered {plane.starter.age_s() or 0.0:.1f} s ago"}
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from types import FrameType
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -65,7 +66,8 @@ def serve(
             url = settings.public_url or here
             launcher = launcher or make_launcher(settings)
             try:
-                app = create_app(settings, launcher, service_url=url)
+                peer = None if settings.peer_host is None else _at(settings.peer_host, here)
+                app = create_app(settings, launcher, service_url=url, peer_url=peer)
                 plane: ControlPlane = app.state.plane
                 plane.own()
             except (DatabaseUnusable, DatabaseOwned, WrongCa, TracesMissing) as error:
@@ -290,6 +292,12 @@ def _url(listener: socket.socket, scheme: str = "http") -> str:
     if address.is_unspecified:  # 0.0.0.0 and :: are not addresses that one can connect to
         address = ip_address("127.0.0.1" if address.version == 4 else "::1")
     return f"{scheme}://[{address}]:{port}" if address.version == 6 else f"{scheme}://{address}:{port}"
+
+
+def _at(host: str, here: str) -> str:
+    """The URL of the listener for those who reach it at this name or address."""
+    parts = urlsplit(here)
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 
 def _local(settings: Settings) -> Launcher:
