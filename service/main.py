@@ -333,8 +333,8 @@ def create_app(
     app.include_router(web_router.pages)
     app.mount(WEB_FILES, web_router.files())
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
-    # The last one added is the first to see a request: name it, see whom another service or a proxy speaks for, give its
-    # answer out in parts, tell browsers, count it, ask who it is, hand it on, note what is changed, read the body.
+    # The last one added is the first to see a request: name it, see whom another service or a proxy speaks for, send
+    # its answer in parts, tell browsers, count it, ask who it is, hand it on, note what is changed, read the body.
     app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
     app.add_middleware(HandsOn, standby=plane.standby, ownership=plane.ownership, charge=plane.reports.charge)

@@ -330,7 +330,13 @@ def _kuberay(settings: Settings) -> Launcher:
             f"{own}: KubeRay lets the autoscaler of each job change all pods of the jobs' namespace. Name another "
             "namespace, or set THINWIRE_KUBERAY_SHARED_NAMESPACE=true"
         )
-    return KubeRayLauncher(settings.kuberay_namespace, settings.kuberay_template, settings.kuberay_image)
+    return KubeRayLauncher(
+        settings.kuberay_namespace,
+        settings.kuberay_template,
+        settings.kuberay_image,
+        pods=settings.kuberay_pods,
+        apart=settings.kuberay_jobs_apart,
+    )
 
 
 def _fake(settings: Settings) -> Launcher:
