@@ -64,6 +64,8 @@ JOBS_SHOWN_AT_ONCE = 4
 """A job file of 1 MiB takes some ten MiB while it is made an answer."""
 SILENT_S = 10.0
 """A launcher that is silent for so long cannot be used; three turns of the reconciler, where these are longer."""
+TAKES_OVER_S = 30.0
+"""A service that takes the database over was ready before, and stays so while its launcher starts: jobs are taken."""
 
 
 class DatabaseOwned(Exception):
@@ -80,7 +82,8 @@ class ControlPlane:
     def __init__(
         self, settings: Settings, launcher: Launcher, service_url: str, peer_url: str, clock: Callable[[], float]
     ) -> None:
-        self._begun = self._closed = False
+        self._begun = self._closed = self._stood_by = False
+        self._begun_at: float | None = None
         self._home = settings.home
         private_folder(settings.home)
         self.operator_token = OperatorToken(settings.token_file)
@@ -185,6 +188,7 @@ class ControlPlane:
                 f"the database {self.db.shown} belongs to {owner}. SQLite has one service: use that one, end it (if "
                 f"it was killed, wait {owner.left_s:.0f} s), or set THINWIRE_HOME or THINWIRE_DATABASE_URL"
             )
+        self._stood_by = True
         logger.info("standing_by owner=%s", owner)
 
     def start(self) -> None:
@@ -201,6 +205,7 @@ class ControlPlane:
         """What only the owner does. Once."""
         if self._begun:
             return
+        self._begun_at = time.monotonic()
         self.jobs.rewrite_service_urls()
         self.starter.start()
         self.reconciler.start()
@@ -279,6 +284,10 @@ class ControlPlane:
         if not self.ownership.owns:
             return self.ownership.over or self.standby.not_ready()
         reason = self.starter.reason()
+        if reason is not None and self._stood_by:
+            begun_s = 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
+            if begun_s < TAKES_OVER_S and self.starter.age_s() is None:
+                return None
         return f"launcher: {reason}" if reason is not None else None
 
 
@@ -405,7 +414,8 @@ def readyz(request: Request) -> dict[str, str]:
         raise errors.Unavailable(reason)
     if not plane.ownership.owns:
         return {"status": "standby"}
-    return {"status": "ready", "launcher": f"answered {plane.starter.age_s() or 0.0:.1f} s ago"}
+    age_s = plane.starter.age_s()
+    return {"status": "ready", "launcher": "it is starting" if age_s is None else f"answered {age_s:.1f} s ago"}
 
 
 _METRICS_DOC: dict[int | str, dict[str, Any]] = {

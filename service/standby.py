@@ -31,7 +31,7 @@ from thinwire.contract import logs
 from thinwire.contract.tls import trusting
 from thinwire.service.auth import READS
 from thinwire.service.bodies import Bodies
-from thinwire.service.errors import REQUEST_ID, NotOwner, OwnerLost, error_response
+from thinwire.service.errors import REQUEST_ID, NotOwner, OwnerLost, Unauthorized, error_response
 from thinwire.service.ownership import Owner, Ownership, sealed
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ OF_THE_SERVER: Final = frozenset((b"date", b"server", REQUEST_ID.lower().encode(
 """Headers that this side gives every answer."""
 TIMEOUT: Final = httpx.Timeout(connect=3.0, write=30.0, read=60.0, pool=3.0)
 """Seconds. An answer begins within `read`, and a stream has a heartbeat more often."""
+READ_S: Final = 5.0
+"""After so long what only reads is answered here: the owner may have been stopped, and nobody knows yet."""
 LOOK_S: Final = 1.0
 """While the owner says nothing: between two looks whether it still is the owner."""
 PROBE_S: Final = 2.0
@@ -126,25 +128,34 @@ class Standby:
     async def answer(self, owner: Owner, scope: Scope, receive: Receive, send: Send) -> bool:
         """Have the owner answer this request. Returns False where it has not, and nothing of it was begun.
 
-        Raises OwnerLost where it may have been done.
+        Raises: OwnerLost where it may have been done; Unauthorized.
         """
         if self.transport is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=15.0)
             self.transport = httpx.AsyncHTTPTransport(verify=self._trusted(owner), limits=limits, trust_env=False)
+        reads = scope["method"] in READS
         try:
-            answer = await self._while_owner(
-                owner, self.transport.handle_async_request(self._request(owner, scope, receive))
-            )
+            async with asyncio.timeout(READ_S if reads else None):
+                request = self._request(owner, scope, receive)
+                answer = await self._while_owner(owner, self.transport.handle_async_request(request))
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.InvalidURL) as error:
             self._tell(owner, error)
             return False
-        except (httpx.TransportError, _Lost) as error:
-            if scope["method"] in READS:
+        except (httpx.TransportError, TimeoutError, _Lost) as error:
+            if reads:
                 return False
             why = f"the owner of the database, {owner}, was lost while it worked on this ({type(error).__name__})"
             raise OwnerLost(
                 f"{why}: it may have been done. Ask again, for a job with the same Idempotency-Key"
             ) from error
+        if answer.status_code == 401:  # the guard here has let it pass: only operators' tokens are of one home
+            await answer.aclose()
+            if reads:
+                return False
+            raise Unauthorized(
+                f"the owner of the database, {owner}, does not know this token, which is of the home of the service "
+                "that was asked: send the token of the owner's operator, or put the same token into both homes"
+            )
         headers = [
             (name, value) for name, value in answer.headers.raw if name.lower() not in OF_THE_HOP | OF_THE_SERVER
         ]
@@ -308,7 +319,7 @@ class HandsOn:
                 if await self._standby.answer(owner, scope, receive, send):
                     scope["route"] = SimpleNamespace(path="handed on")  # for who counts requests
                     return
-            except OwnerLost as error:
+            except (OwnerLost, Unauthorized) as error:
                 await error_response(error)(scope, receive, send)
                 return
         if scope["method"] in READS or owner is None:  # of an owner that there never was, the fence tells

@@ -215,6 +215,18 @@ def test_it_is_ready_and_its_metrics_count_what_it_has_handed_on(pair: Pair) -> 
     assert pair.wire.crossed[-1].method == "POST"
 
 
+def test_an_operators_token_that_only_this_home_has_reads_here_and_changes_nothing(pair: Pair) -> None:
+    before = pair.jobs()
+    kept, pair.owner.plane.operator_token.hash = pair.owner.plane.operator_token.hash, "0" * 64
+    try:
+        answer = pair.client.post("/v1/jobs", json=spec())
+        assert (answer.status_code, "put the same token into both homes" in answer.text) == (401, True)
+        assert pair.client.get("/v1/jobs").status_code == 200
+    finally:
+        pair.owner.plane.operator_token.hash = kept
+    assert pair.jobs() == before
+
+
 class Ownership:
     """Of a process that stands by."""
 
