@@ -19,6 +19,7 @@
       +- InsufficientStorage  507  no room for what is sent
       +- Unavailable          503  the launcher or the database cannot answer now
            +- NotOwner             this service stands by: another one owns the database
+           +- OwnerLost            that one was lost while it worked on the request
            +- Busy                 as many bodies are under way as may be
 
 Whatever goes wrong, the body is contract.jobs.ErrorBody: `install` registers the handlers.
@@ -178,6 +179,13 @@ class NotOwner(Unavailable):
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
         self.headers = {"Retry-After": str(ceil(retry_s))}
+
+
+class OwnerLost(Unavailable):
+    """The service that owns the database was lost before it had answered, and may have done what was asked."""
+
+    code = "owner_lost"
+    headers: Mapping[str, str] = {"Retry-After": "1"}
 
 
 class Busy(Unavailable):

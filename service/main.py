@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.staticfiles import StaticFiles
@@ -48,6 +49,7 @@ from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
 from thinwire.service.request_ids import RequestIds
 from thinwire.service.requests import SCHEMAS
+from thinwire.service.standby import HandedOn, HandsOn, Standby
 from thinwire.service.tracing import Traced
 from thinwire.service.web import router as web_router
 from thinwire.service.web.headers import BrowserHeaders
@@ -62,6 +64,8 @@ JOBS_SHOWN_AT_ONCE = 4
 """A job file of 1 MiB takes some ten MiB while it is made an answer."""
 SILENT_S = 10.0
 """A launcher that is silent for so long cannot be used; three turns of the reconciler, where these are longer."""
+TAKES_OVER_S = 30.0
+"""A service that takes the database over was ready before, and stays so while its launcher starts: jobs are taken."""
 
 
 class DatabaseOwned(Exception):
@@ -71,11 +75,15 @@ class DatabaseOwned(Exception):
 class ControlPlane:
     """Everything behind the routes, put together once: database, launcher, reconciler, the two sides of jobs.
 
-    on_lost: called when another service has taken the database over. Nothing can be written then: the process ends.
+    service_url, peer_url: how workers and other services of the database reach this one. on_lost: called when another
+    service has taken the database over. Nothing can be written then: the process ends.
     """
 
-    def __init__(self, settings: Settings, launcher: Launcher, service_url: str, clock: Callable[[], float]) -> None:
-        self._begun = self._closed = False
+    def __init__(
+        self, settings: Settings, launcher: Launcher, service_url: str, peer_url: str, clock: Callable[[], float]
+    ) -> None:
+        self._begun = self._closed = self._stood_by = False
+        self._begun_at: float | None = None
         self._home = settings.home
         private_folder(settings.home)
         self.operator_token = OperatorToken(settings.token_file)
@@ -86,7 +94,7 @@ class ControlPlane:
         self.callers = Callers(self.db, self.operator_token, self.tokens, grace_s=settings.job_grace_s)
         self.sessions = Sessions(self.db, self.callers, lifetime_s=settings.session_hours * 3600.0, clock=clock)
         self.grafana_url = settings.grafana_url
-        self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
+        self.ownership = Ownership(self.db, settings.home, peer_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(
             launcher, self.service_id, silent_s=max(SILENT_S, 3 * settings.reconcile_interval_s)
@@ -99,6 +107,8 @@ class ControlPlane:
         self.stream_slots = StreamSlots(settings.streams, settings.streams_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
+        certified = urlsplit(service_url).hostname if settings.peer_host is not None else None
+        self.standby = Standby(self.ownership, ca, certified)
         told: dict[str, str] = {} if settings.log_format == "text" else {"log_format": settings.log_format}
         self.traces: Traces | None = None
         if settings.otlp_endpoint is not None:
@@ -178,6 +188,7 @@ class ControlPlane:
                 f"the database {self.db.shown} belongs to {owner}. SQLite has one service: use that one, end it (if "
                 f"it was killed, wait {owner.left_s:.0f} s), or set THINWIRE_HOME or THINWIRE_DATABASE_URL"
             )
+        self._stood_by = True
         logger.info("standing_by owner=%s", owner)
 
     def start(self) -> None:
@@ -194,6 +205,7 @@ class ControlPlane:
         """What only the owner does. Once."""
         if self._begun:
             return
+        self._begun_at = time.monotonic()
         self.jobs.rewrite_service_urls()
         self.starter.start()
         self.reconciler.start()
@@ -255,7 +267,10 @@ class ControlPlane:
             return JobRepository(session).service_id()
 
     def not_ready(self) -> str | None:
-        """None when the service can take and start jobs, else why not. Of the launcher, what it said last."""
+        """None when the service can take and start jobs, or hands them to the owner, else why not.
+
+        Of the launcher, what it said last.
+        """
         try:
             self.db.check()
         except SQLAlchemyError as error:
@@ -267,22 +282,32 @@ class ControlPlane:
         if free < LEAST_FREE_BYTES:
             return f"the disk of {self._home} has {free >> 20} MiB left, at least {LEAST_FREE_BYTES >> 20} are needed"
         if not self.ownership.owns:
-            return self.ownership.over or f"standby: the database belongs to {self.ownership.owner()}"
+            return self.ownership.over or self.standby.not_ready()
         reason = self.starter.reason()
+        if reason is not None and self._stood_by:
+            begun_s = 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
+            if begun_s < TAKES_OVER_S and self.starter.age_s() is None:
+                return None
         return f"launcher: {reason}" if reason is not None else None
 
 
 def create_app(
-    settings: Settings, launcher: Launcher, *, service_url: str | None = None, clock: Callable[[], float] = time.time
+    settings: Settings,
+    launcher: Launcher,
+    *,
+    service_url: str | None = None,
+    peer_url: str | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The application. It makes the home folder and the operator's token where they are missing; its lifespan
     takes the database or stands by, starts the launcher in a thread and the reconciler, and ends all of them.
 
     service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
-    clock: unix seconds. Raises: tokens.TokenFileError, db.DatabaseUnusable, OSError.
+    peer_url: how other services of the same database reach it; default: service_url. clock: unix seconds.
+    Raises: tokens.TokenFileError, db.DatabaseUnusable, OSError.
     """
     url = service_url or settings.public_url or f"http://{settings.host}:{settings.port}"
-    plane = ControlPlane(settings, launcher, url.rstrip("/"), clock)
+    plane = ControlPlane(settings, launcher, url.rstrip("/"), peer_url or url.rstrip("/"), clock)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -290,6 +315,7 @@ def create_app(
         try:
             yield
         finally:
+            await plane.standby.close()
             await run_in_threadpool(plane.close)
 
     app = _Api(
@@ -316,10 +342,11 @@ def create_app(
     app.include_router(web_router.pages)
     app.mount(WEB_FILES, web_router.files())
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
-    # The last one added is the first to see a request: name it, see whom a proxy speaks for, send its answer in parts,
-    # tell browsers of it, count it, ask who it is, note what is changed, read the body.
+    # The last one added is the first to see a request: name it, see whom another service or a proxy speaks for, send
+    # its answer in parts, tell browsers, count it, ask who it is, hand it on, note what is changed, read the body.
     app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
+    app.add_middleware(HandsOn, standby=plane.standby, ownership=plane.ownership, charge=plane.reports.charge)
     app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     app.add_middleware(BrowserHeaders)
@@ -328,7 +355,8 @@ def create_app(
         app.add_middleware(Traced, spans=plane.traces)
     if settings.trusted_proxies:  # by default nobody is: a job on this machine could say that it comes from anywhere
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_proxies(settings.trusted_proxies))
-    app.add_middleware(RequestIds, trusted=settings.trusted_proxies)
+    app.add_middleware(HandedOn, standby=plane.standby)
+    app.add_middleware(RequestIds, trusted=settings.trusted_proxies, vouched=plane.standby.vouched)
     return app
 
 
@@ -378,7 +406,8 @@ async def openapi(request: Request) -> Response:
 
 @_own.get("/readyz", responses=errors.documented(errors.Unavailable))
 def readyz(request: Request) -> dict[str, str]:
-    """The service owns its database, its launcher answers, and jobs can be taken; else 503 and why. Open.
+    """Jobs can be taken: the service owns its database and its launcher answers, or it hands on to the service that
+    owns it; else 503 and why. Open.
 
     The launcher is not asked by this request: `launcher` says how long ago it answered.
     """
@@ -386,7 +415,10 @@ def readyz(request: Request) -> dict[str, str]:
     reason = plane.not_ready()
     if reason is not None:
         raise errors.Unavailable(reason)
-    return {"status": "ready", "launcher": f"answered {plane.starter.age_s() or 0.0:.1f} s ago"}
+    if not plane.ownership.owns:
+        return {"status": "standby"}
+    age_s = plane.starter.age_s()
+    return {"status": "ready", "launcher": "it is starting" if age_s is None else f"answered {age_s:.1f} s ago"}
 
 
 _METRICS_DOC: dict[int | str, dict[str, Any]] = {

@@ -469,9 +469,6 @@ class JobService:
                 f"Kueue queues jobs on Kubernetes, and this service's launcher is {self._launcher.name}: leave it out"
             )
             raise InvalidRequest.at("kueue.queue", spec.kueue.queue, words)
-        if spec.workers.per_box > 1 and self._launcher.name == "kuberay":
-            words = "a pod is a worker of one process: say 1, or submit to a service whose launcher is local or ray"
-            raise InvalidRequest.at("workers.per_box", spec.workers.per_box, words)
         if not self._launcher.own_cluster:  # data are on the cluster's machines, which this one cannot see
             if where := unshared(spec.checkpoint.store, self._shared_folders):
                 store = spec.checkpoint.store

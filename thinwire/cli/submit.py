@@ -331,6 +331,12 @@ def manifest(
         typer.Option(help="Of head and workers. Default: those of the template.", envvar="THINWIRE_KUBERAY_IMAGE"),
     ] = None,
     namespace: Annotated[str, typer.Option(help="Of the RayJob.", envvar="THINWIRE_KUBERAY_NAMESPACE")] = "default",
+    pods: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with what is added to the pods, as kuberay.pods of the chart.", envvar="THINWIRE_KUBERAY_PODS"
+        ),
+    ] = None,
 ) -> None:
     """Print the RayJob that a service with the launcher kuberay makes of a job file. Nothing is started.
 
@@ -352,7 +358,7 @@ def manifest(
         words = script_of_workers(Code(None, sha256, recipe.working_dir, recipe.pip, recipe.env_vars))
     try:
         made = rayjob(
-            read_template(template, image),
+            read_template(template, image, pods),
             Attempt(
                 service_id="SERVICE",
                 submission_id=job_id,
