@@ -6,6 +6,7 @@ What each key becomes is in migrate_keys.py; here it is read, and written as a t
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -103,7 +104,7 @@ def read_config(file: Path) -> dict[str, Any]:
     if len(content) > LARGEST_FILE:
         raise ConfigRefused(f"has more than {LARGEST_FILE} bytes: no DeepSpeed configuration is so long")
     try:
-        document = json.loads(_plain_json(text), object_pairs_hook=_once, parse_constant=_finite)
+        document = json.loads(_plain_json(text), object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigRefused(f"is no JSON: {error}") from error
     if not isinstance(document, dict):
@@ -131,13 +132,19 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _finite(name: str) -> float:
-    raise ConfigRefused(f"holds {name}: numbers must be finite")
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ConfigRefused(f"holds {text}: numbers must be finite")
+    return number
 
 
 def as_script(found: Migration) -> str:
     """The lines of a training loop, which run where `model`, `data`, `loss_of` and `total_steps` are the user's."""
-    names = [found.optimizer, *(["LambBounds"] if found.bounds else []), *(["ZeroOneSchedule"] if found.schedule else [])]
+    names = [
+        found.optimizer,
+        *(["LambBounds"] if found.bounds else []),
+        *(["ZeroOneSchedule"] if found.schedule else []),
+    ]
     lines = [
         *(["import math", ""] if found.rates and (found.rates.is_log or found.rates.shape == "cosine") else []),
         "import torch",
@@ -161,7 +168,9 @@ def as_script(found: Migration) -> str:
     if found.rates is not None:
         lines += ["", *_rates_lines(found.rates)]
     if found.scaler is not None:
-        lines.append(f"scaler = torch.amp.GradScaler({', '.join(f'{k}={v!r}' for k, v in found.scaler.items())})")
+        lines.append('device = "cuda" if torch.cuda.is_available() else "cpu"')
+        arguments = ", ".join(f"{name}={value!r}" for name, value in found.scaler.items())
+        lines.append(f"scaler = torch.amp.GradScaler(device, {arguments})")
     return "\n".join([*lines, "", *_loop_lines(found)]) + "\n"
 
 
@@ -182,7 +191,9 @@ def _rates_lines(rates: Rates) -> list[str]:
         assert rates.total is not None
         length = max(1, rates.total - rates.warmup)
         down = f"max(0.0, ({rates.total} - (step - 1)) / {length})"
-        lines.append(f"    return {rates.lowest!r} + {1 - rates.lowest!r} * {down}" if rates.lowest else f"    return {down}")
+        lines.append(
+            f"    return {rates.lowest!r} + {1 - rates.lowest!r} * {down}" if rates.lowest else f"    return {down}"
+        )
     else:
         assert rates.total is not None
         length = max(1, rates.total - rates.warmup)
@@ -205,7 +216,7 @@ def _loop_lines(found: Migration) -> list[str]:
         lines.append(f"{indent}for batch in micro_batches:")
         inner += "    "
     if found.scaler is not None:
-        lines += [f'{inner}with torch.autocast(device_type=device, dtype=torch.float16):', f"{inner}    loss = {loss}"]
+        lines += [f"{inner}with torch.autocast(device_type=device, dtype=torch.float16):", f"{inner}    loss = {loss}"]
         lines += [f"{inner}scaler.scale(loss).backward()  # engine.backward(loss)"]
         lines += [f"{indent}scaler.step(optimizer)  # engine.step()", f"{indent}scaler.update()"]
     else:
@@ -223,8 +234,8 @@ def as_job(found: Migration) -> str:
         problems = [f"{problem.path}: {problem.message}" for problem in problems_of_spec(error)]
         raise ConfigRefused("as a job: " + "; ".join(problems)) from error
     head = (
-        "# A job of a recipe of thinwire, with the optimizer and the batches of the DeepSpeed configuration. A model of\n"
-        "# your own is a script: `thinwire migrate --as script`, and docs/your-script.md.\n"
+        "# A job of a recipe of thinwire, with the optimizer and the batches of the DeepSpeed configuration. A model\n"
+        "# of your own is a script: `thinwire migrate --as script`, and docs/your-script.md.\n"
     )
     return head + yaml.safe_dump(job, sort_keys=False, default_flow_style=None)
 

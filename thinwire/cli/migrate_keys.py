@@ -97,12 +97,12 @@ OPTIMIZERS = {
     "sgd": ("SGD", "sgd"),
 }
 OTHER_OPTIMIZERS = {
-    "muon": "OneBitMuon and Muon choose their matrices by themselves, with other names of arguments: docs/algorithms.md",
+    "muon": "OneBitMuon and Muon choose their matrices themselves, with other names of arguments: docs/algorithms.md",
     "muadam": "scale the groups by mup yourself, and give them to OneBitAdam",
     "muadamw": "scale the groups by mup yourself, and give them to OneBitAdam",
     "musgd": "scale the groups by mup yourself, and give them to OneBitSGD",
-    "lion": "it takes the sign of what it receives, for which error feedback does not make up: OneBitAdam, or LocalSteps "
-    "around it",
+    "lion": "it takes the sign of what it receives, for which error feedback does not make up: OneBitAdam, or "
+    "LocalSteps around it",
     "adagrad": "it divides by squares of what it receives: OneBitAdam, or LocalSteps around it",
 }
 
@@ -183,7 +183,7 @@ NONE = {
     "aio": "nothing is swapped to disks",
     "nebula": "checkpoints go where you write them, or to checkpoint.store of a job file",
     "pipeline": "parts of a model in a pipeline: docs/sharded.md says what may stand beside each other",
-    "tensor_parallel": "parallelize_module of torch, and group= of the ranks that hold the same shard (docs/sharded.md)",
+    "tensor_parallel": "parallelize_module of torch, and group= of the ranks with the same shard (docs/sharded.md)",
     "sequence_parallel_size": "context parallelism of torch, and group= of the ranks with the same shard",
     "hybrid_engine": "there is no engine for generation",
     "moe": "give group= of the ranks that hold the same experts (docs/sharded.md)",
@@ -205,12 +205,12 @@ _BF16_IGNORED = {
     "bf16_optimizer_states": "moments and masters are in fp32; narrow= halves two of the vectors",
 }
 ZERO_WORDS = {
-    1: "moments are whole on every rank, so memory is that of stage 0; narrow=('variance', 'error_memory') halves two "
-    "vectors of OneBitAdam, and FSDP2 shards a model inside of each box (docs/sharded.md)",
-    2: "moments and gradients are whole on every rank, so memory is that of stage 0; FSDP2 shards a model inside of each "
-    "box (docs/sharded.md)",
-    3: "parameters are whole on every rank: shard the model inside of each box with fully_shard, and give group= of the "
-    "ranks that hold the same shard (docs/sharded.md)",
+    1: "moments are whole on every rank, so memory is that of stage 0; narrow=('variance', 'error_memory') halves "
+    "two vectors of OneBitAdam, and FSDP2 shards a model inside of each box (docs/sharded.md)",
+    2: "moments and gradients are whole on every rank, so memory is that of stage 0; FSDP2 shards a model inside of "
+    "each box (docs/sharded.md)",
+    3: "parameters are whole on every rank: shard the model inside of each box with fully_shard, and give group= of "
+    "the ranks that hold the same shard (docs/sharded.md)",
 }
 
 
@@ -306,9 +306,7 @@ def migration_of(config: Mapping[str, Any], steps: int | None = None) -> Migrati
     for name, why in NONE.items():
         if (value := reader.take(name)) is not None:
             off = isinstance(value, dict) and value.get("enabled") is False
-            reader.say(
-                name, value, Verdict.IGNORED if off else Verdict.NONE, "it is turned off" if off else why
-            )
+            reader.say(name, value, Verdict.IGNORED if off else Verdict.NONE, "it is turned off" if off else why)
     reader.rest()
     if steps is not None:
         found.options["total_steps"] = steps
@@ -323,6 +321,7 @@ def _optimizer(reader: Reader, found: Migration) -> None:
     given = reader.block("optimizer")
     if given is None:
         return
+    reader.block("optimizer.params")
     kind = reader.take("optimizer.type")
     known = OPTIMIZERS.get(str(kind).lower())
     if known is None:
@@ -354,14 +353,16 @@ def _params(reader: Reader, found: Migration, kind: str, *, torch_adam: bool) ->
         if value is None:
             continue
         if name == "weight_decay" and value and kind == "adam" and decoupled is False:
-            why = "with adam_w_mode = false it is added to the gradient, and so divided by sqrt(v): here it is decoupled"
+            why = (
+                "with adam_w_mode = false it is added to the gradient, and so divided by sqrt(v): here it is decoupled"
+            )
             reader.say(path, value, Verdict.NONE, why)
             continue
         if name == "weight_decay" and value and found.optimizer == "ZeroOneAdam":
             why = "the same argument; there it also enters the momentum, at ten times its size (docs/algorithms.md)"
             reader.say(path, value, Verdict.TAKEN, why)
         else:
-            reader.say(path, value, Verdict.TAKEN, _PARAMS[name])
+            reader.say(path, list(value) if name == "betas" else value, Verdict.TAKEN, _PARAMS[name])
         where: dict[str, Any] = found.options
         where = found.bounds if name in _BOUNDS else found.schedule if name in _SCHEDULE else where
         where[name] = value
@@ -428,6 +429,7 @@ _OTHER_SCHEDULERS = {
 def _scheduler(reader: Reader, found: Migration) -> None:
     if reader.block("scheduler") is None:
         return
+    reader.block("scheduler.params")
     kind, at = reader.take("scheduler.type"), "scheduler.params."
     shape = _SHAPES.get(str(kind).lower())
     if shape is None:
@@ -444,7 +446,9 @@ def _scheduler(reader: Reader, found: Migration) -> None:
     else:
         low, high = reader.number(at + "warmup_min_lr"), reader.number(at + "warmup_max_lr")
         if high is not None:
-            reader.say(at + "warmup_max_lr", high, Verdict.TAKEN, f"lr={high!r}: it stands in the place of the optimizer's")
+            reader.say(
+                at + "warmup_max_lr", high, Verdict.TAKEN, f"lr={high!r}: it stands in the place of the optimizer's"
+            )
             rate = high
         elif shape == "linear":
             rate = 1e-3
@@ -490,7 +494,9 @@ def _precision(reader: Reader, found: Migration) -> None:
             continue
         if name != "fp16":
             found.dtype = "bfloat16"
-            reader.say(f"{name}.enabled", True, Verdict.TAKEN, "parameters in bfloat16; the optimizer keeps fp32 masters")
+            reader.say(
+                f"{name}.enabled", True, Verdict.TAKEN, "parameters in bfloat16; the optimizer keeps fp32 masters"
+            )
             reader.all_of(_BF16_IGNORED, Verdict.IGNORED, f"{name}.")
             continue
         found.dtype = "float16"
@@ -543,12 +549,15 @@ def _batches(reader: Reader, found: Migration) -> None:
 
 
 def _zero(reader: Reader) -> None:
-    if reader.block("zero_optimization") is None:
+    given = reader.block("zero_optimization")
+    if given is None:
         return
     stage = reader.number("zero_optimization.stage", whole=True) or 0
     if stage:
         words = ZERO_WORDS.get(stage, "there are stages 0 to 3")
         reader.say("zero_optimization.stage", stage, Verdict.NONE, words)
+    elif given.get("stage") == 0:
+        reader.say("zero_optimization.stage", 0, Verdict.IGNORED, "nothing is partitioned")
     for path, value in reader.leave("zero_optimization").items():
         if ".offload_" in path and value not in (None, "none", False) and path.endswith("device"):
             reader.say(path, value, Verdict.NONE, "nothing is off-loaded")
@@ -563,7 +572,9 @@ def _communication(reader: Reader, found: Migration) -> None:
     full = {"fp32": "fp32", "bf16": "bf16", "bfp16": "bf16", "fp16": "bf16"}.get(str(kind).lower())
     if full is None:
         raise ConfigRefused(f"communication_data_type = {shown(kind)}: must be fp32, fp16 or bf16")
-    words = f"full_exchange={full!r}" + (": 16 bits are bfloat16 here, which does not overflow" if kind == "fp16" else "")
+    words = f"full_exchange={full!r}" + (
+        ": 16 bits are bfloat16 here, which does not overflow" if kind == "fp16" else ""
+    )
     found.options["full_exchange"] = full
     reader.say("communication_data_type", kind, Verdict.TAKEN, words)
 
