@@ -73,7 +73,7 @@ def take_over(
         raise ValueError(f"moments of the parameters {absent} are missing: give those of all that the optimizer has")
     found = [_checked(tensor, moments[tensor.param]) for tensor in order.tensors]
     vectors = _vectors(optimizer, order.tensors, found)
-    if frozen_at is not None and not has_floor:
+    if isinstance(optimizer, FreezingOptimizer) and frozen_at is not None and not has_floor:
         floor_variance_(vectors["v_N"], space.layout.live, space.layout.blocks(optimizer.floor_block))
     steps, plain = max(one.steps for one in found), saving.plain(optimizer)
     saved = {**plain["saved"], **({"last_sync": steps} if "last_sync" in plain["saved"] else {})}
@@ -140,7 +140,7 @@ def _vectors(
                 f"{type(optimizer).__name__} needs the average trust ratio of each parameter (coefficient), which "
                 "moments of another optimizer have not: begin with the weights alone, or with Lamb"
             )
-        found[COEFFICIENT].copy_(torch.tensor([one.coefficient for one in moments], dtype=torch.float64))
+        found[COEFFICIENT].copy_(torch.tensor([one.coefficient for one in moments], dtype=torch.float64, device="cpu"))
     return found
 
 

@@ -349,7 +349,7 @@ def _params(reader: Reader, found: Migration, kind: str, *, torch_adam: bool) ->
         reader.say(at + "adam_w_mode", decoupled, Verdict.IGNORED, "of weight_decay: see there")
     for name in _OF[found.optimizer]:
         path = at + name
-        value = _betas(reader, path) if name == "betas" else reader.number(path, whole=name in _SCHEDULE)
+        value: Any = _betas(reader, path) if name == "betas" else reader.number(path, whole=name in _SCHEDULE)
         if value is None:
             continue
         if name == "weight_decay" and value and kind == "adam" and decoupled is False:
@@ -363,9 +363,12 @@ def _params(reader: Reader, found: Migration, kind: str, *, torch_adam: bool) ->
             reader.say(path, value, Verdict.TAKEN, why)
         else:
             reader.say(path, list(value) if name == "betas" else value, Verdict.TAKEN, _PARAMS[name])
-        where: dict[str, Any] = found.options
-        where = found.bounds if name in _BOUNDS else found.schedule if name in _SCHEDULE else where
-        where[name] = value
+        if name in _BOUNDS:
+            found.bounds[name] = value
+        elif name in _SCHEDULE:
+            found.schedule[name] = value
+        else:
+            found.options[name] = value
     if torch_adam and decoupled is not False and "weight_decay" not in found.options:
         found.options["weight_decay"] = 0.01
         reader.say(at + "weight_decay", "not given", Verdict.TAKEN, "torch.optim.AdamW's 0.01")

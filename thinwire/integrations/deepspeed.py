@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class _Inert:
         pass
 
 
-_INERT = [
+_INERT: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
@@ -280,7 +280,7 @@ def _cut_one(path: Path, x: Tensor, shapes: Sequence[Any]) -> list[Tensor]:
     sizes = [torch.Size(shape).numel() for shape in shapes]
     if len(x) < sum(sizes):
         raise CheckpointRefused(f"{path} has a group of {len(x)} elements, where its parameters have {sum(sizes)}")
-    parts = x[: sum(sizes)].split(sizes)  # the rest is padding
+    parts = torch.split(x[: sum(sizes)], sizes)  # the rest is padding
     return [part.view(torch.Size(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -294,10 +294,10 @@ _Row = tuple[Tensor, dict[str, Any], Tensor | None]
 
 def _matched(saved: _Saved, model: torch.nn.Module, optimizer: FlatOptimizer[Any]) -> list[_Row]:
     """By name where names are saved, else by place: in the same group, at the same place. Raises: CheckpointRefused."""
-    masters = saved.masters or [[None] * len(group) for group in saved.states]
+    masters: Sequence[Sequence[Tensor | None]] = saved.masters or [[None] * len(group) for group in saved.states]
+    rows: list[_Row] = []
     if saved.names is not None:
         by_name = {_plain(name): p for name, p in model.named_parameters()}
-        rows = []
         for names, states, values in zip(saved.names, saved.states, masters, strict=True):
             for name, state, value in zip(names, states, values, strict=True):
                 if (param := by_name.get(_plain(name))) is None:
@@ -306,12 +306,11 @@ def _matched(saved: _Saved, model: torch.nn.Module, optimizer: FlatOptimizer[Any
                     )
                 rows.append((param, state, value))
         return rows
-    ours = [group["params"] for group in optimizer.param_groups]
+    ours: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
     if len(ours) != len(saved.states):
         raise CheckpointRefused(
             f"the checkpoint has {len(saved.states)} parameter groups, and the optimizer {len(ours)}: make the same"
         )
-    rows = []
     for at, (params, states, values) in enumerate(zip(ours, saved.states, masters, strict=True)):
         here = params if len(params) == len(states) else _trained(params)
         if len(here) != len(states):
