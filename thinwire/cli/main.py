@@ -28,6 +28,7 @@ from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.job_ids import JobId, JobIds, resolved
 from thinwire.cli.jobs import AsJson, cancel, delete, jobs, label, labels_text, top, wait
+from thinwire.cli.migrate import migrate
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
@@ -232,6 +233,7 @@ app.add_typer(tokens, name="token")
 app.command()(audit)
 app.command()(plan)
 app.command("what-if")(what_if)
+app.command()(migrate)
 app.command()(fetch)
 app.command()(dashboard)
 app.command()(picture)
