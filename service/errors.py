@@ -224,6 +224,15 @@ class TokenNotFound(NotFound):
         super().__init__(f"there is no token {name!r}; GET /v1/tokens lists them")
 
 
+class ProjectNotFound(NotFound):
+    """No such project, or not the caller's."""
+
+    code = "project_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no project {name!r} here, or you are not of it: GET /v1/projects lists yours")
+
+
 class JobNotFound(NotFound):
     """There is no job of this id."""
 
@@ -306,9 +315,31 @@ class IdempotencyKeyReused(Conflict):
 
 
 class QuotaReached(Conflict):
-    """The person has as many jobs, or as many bytes here, as one person may."""
+    """The person, or the project, has as much of something as it may."""
 
     code = "quota_reached"
+
+
+class ProjectExists(Conflict):
+    """The name is taken."""
+
+    code = "project_exists"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is a project {name!r} already: PATCH /v1/projects/{name} changes it")
+
+
+class ProjectInUse(Conflict):
+    """Something is of the project."""
+
+    code = "project_in_use"
+
+    def __init__(self, name: str, jobs: int, tokens: int) -> None:
+        super().__init__(
+            f"project {name!r} has {jobs} jobs and {tokens} tokens, and perhaps packages; the first project stays in "
+            "any case. Delete its jobs, move or revoke its tokens, and try again when its packages have gone, which "
+            "is some time after the last job that named them"
+        )
 
 
 class TokenExists(Conflict):

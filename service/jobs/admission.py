@@ -8,6 +8,7 @@ at once.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -80,7 +81,7 @@ class Admission:
             claims, found = _grants(session, self.room, rows, now)
         by_id, claimed = {row.id: row for row in rows}, {claim.id for claim in claims}
         waiting = {one.claim.id: (place, one) for place, one in enumerate(found.waiting, 1)}
-        holders = _holders(found, by_id) if waiting else []
+        holders = _Held(found, by_id)
         notes: dict[JobRow, dict[str, Any]] = {}
         moves: list[tuple[JobRow, JobState, str | None]] = []
         for row in rows:
@@ -101,7 +102,7 @@ class Admission:
             elif (one := waiting[row.id][1]).never and self._launcher.own_cluster:  # it has what it has
                 moves.append((row, JobState.FAILED, self._too_large(row)))
             else:
-                queue = _queue(one, waiting[row.id][0], len(waiting), holders, self.room, now)
+                queue = _queue(one, waiting[row.id][0], len(waiting), holders, self.room, now, row.project)
                 queue["starts_at"] = _estimate(queue["starts_at"], (row.queue or {}).get("starts_at"), now)
                 if queue != row.queue:
                     notes[row] = {"queue": queue, "reason": _words(queue, self._too_large(row) if one.never else None)}
@@ -127,8 +128,8 @@ class Admission:
             _, found = _grants(session, self.room, rows, now)
         for place, one in enumerate(found.waiting, 1):
             if one.claim.id == row.id:
-                holders = _holders(found, {row.id: row for row in rows})
-                queue = _queue(one, place, len(found.waiting), holders, self.room, now)
+                holders = _Held(found, {row.id: row for row in rows})
+                queue = _queue(one, place, len(found.waiting), holders, self.room, now, row.project)
                 return "queued", _words(queue, self._too_large(row) if one.never else None), queue
         return "now", None, None
 
@@ -227,16 +228,32 @@ def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
     )
 
 
-def _holders(found: Grants, rows: dict[str, JobRow]) -> list[dict[str, Any]]:
-    """A contract.jobs.Holder each."""
-    largest = sorted(found.places.items(), key=lambda held: (-held[1], held[0]))[:MOST_HOLDERS]
-    return [
-        {"job": job, "workers": places, "min": min(places, wanted_workers(rows[job]).min)} for job, places in largest
-    ]
+class _Held:
+    """Who has places, of each project. largest: a contract.jobs.Holder each. places: of all its jobs."""
+
+    def __init__(self, found: Grants, rows: Mapping[str, JobRow]) -> None:
+        self.largest: dict[str, list[dict[str, Any]]] = {}
+        self.places: Counter[str] = Counter()
+        for job, places in sorted(found.places.items(), key=lambda held: (-held[1], held[0])):
+            row = rows[job]
+            self.places[row.project] += places
+            shown = self.largest.setdefault(row.project, [])
+            if len(shown) < MOST_HOLDERS:
+                shown.append({"job": job, "workers": places, "min": min(places, wanted_workers(row).min)})
 
 
-def _queue(one: Waits, position: int, of: int, holders: list[dict[str, Any]], room: Room, now: float) -> dict[str, Any]:
-    """What is kept of one who waits: a contract.jobs.Queued, with its time in unix seconds."""
+def _queue(
+    one: Waits,
+    position: int,
+    of: int,
+    holders: _Held,
+    room: Room,
+    now: float,
+    project: str,
+) -> dict[str, Any]:
+    """What is kept of one who waits: a contract.jobs.Queued, with its time in unix seconds. No job of another project
+    is named.
+    """
     return {
         "position": position,
         "of": of,
@@ -244,7 +261,8 @@ def _queue(one: Waits, position: int, of: int, holders: list[dict[str, Any]], ro
         "needs": one.claim.least,
         "free": one.free,
         "total": one.total,
-        "holders": holders,
+        "holders": holders.largest.get(project, []),
+        "other_projects": holders.places.total() - holders.places[project],
         "others": room.others_gpus if one.claim.gpus else room.others_cpus,
         "starts_at": one.starts_at,
     }
@@ -256,6 +274,7 @@ def _words(queue: dict[str, Any], never: str | None) -> str:
     if never is not None:
         return f"{where}: {never}"
     held = [f"{one['job']} has {one['workers']}" for one in queue["holders"]]
+    held += [f"other projects have {queue['other_projects']}"] if queue["other_projects"] else []
     held += [f"others than this service have {queue['others']}"] if queue["others"] else []
     free = f"it needs {queue['needs']} places at once, and {queue['free']} of {queue['total']} are free"
     when = "when it starts is not known"

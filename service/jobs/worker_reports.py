@@ -188,13 +188,13 @@ class WorkerReports:
                 "goes on"
             )
 
-    def targets(self) -> list[TargetGroup]:
-        """The workers that can be scraped now, as Prometheus HTTP service discovery wants it.
+    def targets(self, project: str | None) -> list[TargetGroup]:
+        """The workers that can be scraped now, as Prometheus HTTP service discovery wants it; of one project, or all.
 
         Of each job at most MOST_SCRAPED: the one that leads, and the first of the others.
         """
         with self._db.read() as session:
-            leases = self._scraped(JobRepository(session).live_leases(self._clock()))
+            leases = self._scraped(JobRepository(session).live_leases(self._clock(), project))
         # Labels that begin with __meta_ are dropped after relabelling, so they never clash with the metrics' own.
         return [
             TargetGroup(
