@@ -182,7 +182,13 @@ def test_the_table_of_metrics_is_the_declaration_of_the_metrics():
 def test_the_table_has_the_metrics_of_the_service():
     metrics = ServiceMetrics()
     metrics.watch(
-        lambda project: {}, "local", lambda: None, lambda: 0.0, lambda project: CollectorRegistry(), lambda project: (), lambda project: ()
+        lambda project: {},
+        "local",
+        lambda: None,
+        lambda: 0.0,
+        lambda project: CollectorRegistry(),
+        lambda project: (),
+        lambda project: (),
     )
     exported = re.findall(r"^# (?:HELP|TYPE) (\w+)", metrics.text().decode(), flags=re.MULTILINE)
     of_each_job = {f"thinwire_service_job_{name}" for name in HELP}

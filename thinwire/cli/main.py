@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib.metadata import version
@@ -31,6 +32,7 @@ from thinwire.cli.jobs import AsJson, cancel, delete, jobs, label, labels_text, 
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
+from thinwire.cli.projects import projects, quotas
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.screen import complain, complain_of, console, note, print_columns
@@ -46,6 +48,7 @@ from thinwire.client import (
     NoText,
     NotFound,
     Rejected,
+    TokenEndsSoon,
     Unreachable,
     WrongEnvironment,
     home,
@@ -85,8 +88,14 @@ def every(
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    project: Annotated[
+        str | None,
+        typer.Option(envvar="THINWIRE_PROJECT", help="Whose jobs: for who has a token for all projects."),
+    ] = None,
 ) -> None:
     """What can be said before any command."""
+    if project:
+        os.environ["THINWIRE_PROJECT"] = project
 
 
 class LauncherName(StrEnum):
@@ -229,7 +238,9 @@ def watch_command(job_id: JobId) -> None:
 app.command()(logs)
 app.command()(events)
 app.add_typer(tokens, name="token")
+app.add_typer(projects, name="project")
 app.command()(audit)
+app.command()(quotas)
 app.command()(plan)
 app.command("what-if")(what_if)
 app.command()(fetch)
@@ -316,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     own |= {group.name for group in app.registered_groups if group.name}
     if os.environ.get("THINWIRE_TOKEN", "").strip() and not os.environ.get("THINWIRE_URL", "").strip():
         complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
+    warnings.showwarning = _warn
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
         app(args=given, prog_name="thinwire")
@@ -336,6 +348,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         complain(str(commands.missing_module(error, commands.called_command(given))))
         sys.exit(1)
     sys.exit(0)
+
+
+def _warn(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    complain(f"warning: {message}" if category is TokenEndsSoon else f"{category.__name__}: {message}")
 
 
 def _welcome(settings: Settings, url: str) -> str:

@@ -168,7 +168,7 @@ def filters(
         "name": name,
         "person": person,
         "text": text,
-        "project": project,
+        **scoped(project),
         **{parameter: None if at is None else at.isoformat() for parameter, at in times.items()},
     }
     return {parameter: value for parameter, value in asked.items() if value not in (None, [])}
