@@ -43,6 +43,7 @@ from starlette.routing import compile_path
 
 from thinwire.contract import logs
 from thinwire.contract.jobs import ErrorBody, JobState, Problem
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.service.problems import describe_problems
 from thinwire.service.web.headers import HEADERS
@@ -330,16 +331,19 @@ class ProjectExists(Conflict):
 
 
 class ProjectInUse(Conflict):
-    """Something is of the project."""
+    """Something is of the project, or it is the one that is always there."""
 
     code = "project_in_use"
 
-    def __init__(self, name: str, jobs: int, tokens: int) -> None:
-        super().__init__(
-            f"project {name!r} has {jobs} jobs and {tokens} tokens, and perhaps packages; the first project stays in "
-            "any case. Delete its jobs, move or revoke its tokens, and try again when its packages have gone, which "
-            "is some time after the last job that named them"
-        )
+    def __init__(self, name: str, jobs: int, tokens: int, *, packages: bool) -> None:
+        words = f"project {name!r} is that of all who name none, and stays"
+        if name != DEFAULT:
+            has = f"{jobs} jobs, {tokens} tokens and {'some' if packages else 'no'} packages"
+            words = (
+                f"project {name!r} has {has}: delete its jobs, revoke its tokens or move them; its packages go by "
+                "themselves, some time after the last job that names them"
+            )
+        super().__init__(words)
 
 
 class TokenExists(Conflict):

@@ -396,7 +396,9 @@ def readyz(request: Request) -> dict[str, str]:
 
 _METRICS_DOC: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {}}, "description": "Prometheus text format"},
-    **errors.documented(errors.Unauthorized, errors.Forbidden, errors.TooManyWrongTokens, errors.Unavailable),
+    **errors.documented(
+        errors.Unauthorized, errors.Forbidden, errors.ProjectNotFound, errors.TooManyWrongTokens, errors.Unavailable
+    ),
 }
 
 

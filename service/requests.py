@@ -22,6 +22,7 @@ from thinwire.service.errors import (
     Busy,
     Forbidden,
     InvalidRequest,
+    ProjectNotFound,
     TooManyWrongTokens,
     TooMuch,
     Unauthorized,
@@ -33,7 +34,9 @@ from thinwire.service.errors import (
 Model = TypeVar("Model", bound=BaseModel)
 SCHEMAS: Final = "#/components/schemas/"
 """Where the document of the API has its models."""
-ALWAYS: Final = documented(Unauthorized, Forbidden, InvalidRequest, TooMuch, TooManyWrongTokens, Unavailable, Busy)
+ALWAYS: Final = documented(
+    Unauthorized, Forbidden, ProjectNotFound, InvalidRequest, TooMuch, TooManyWrongTokens, Unavailable, Busy
+)
 """What every route with a token may answer, for OpenAPI."""
 PLAIN_BYTES: Final = "application/octet-stream"
 _BYTES: Final[dict[str, Any]] = {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}

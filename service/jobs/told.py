@@ -135,7 +135,7 @@ def look(session: Session, after: int, jobs: Collection[str], *, everything: boo
     told_of = sorted({one.job_id for one in events}) if projects else []
     for first in range(0, len(told_of), IN_PART):
         some = JobRow.id.in_(told_of[first : first + IN_PART])
-        whose.update(session.execute(select(JobRow.id, JobRow.project).where(some)).tuples().all())
+        whose |= {row.id: row.project for row in session.execute(select(JobRow.id, JobRow.project).where(some))}
     return Look(_in_order(events, _samples(rows, after, upto)), upto, more, gone, whose)
 
 

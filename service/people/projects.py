@@ -75,8 +75,9 @@ class Projects:
             jobs = session.scalar(select(func.count()).select_from(JobRow).where(JobRow.project == name)) or 0
             valid = (TokenRow.project == name) & TokenRow.revoked_at.is_(None)
             tokens = session.scalar(select(func.count()).select_from(TokenRow).where(valid)) or 0
-            if name == DEFAULT or jobs or tokens or self._has_packages(name):
-                raise ProjectInUse(name, jobs, tokens)
+            packages = self._has_packages(name)
+            if name == DEFAULT or jobs or tokens or packages:
+                raise ProjectInUse(name, jobs, tokens, packages=packages)
             session.delete(row)
             change.project = name
             change.write(session, about=name)

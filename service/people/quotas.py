@@ -89,6 +89,21 @@ def kept_by_project(session: Session, who: str | None = None) -> dict[str, int]:
     return {project: int(size) for project, size in found}
 
 
+def kept_of(session: Session, project: str, who: str | None) -> int:
+    """The same of one project."""
+    return kept_by_project(session, who).get(project, 0)
+
+
+def kept_limits(session: Session, row: JobRow) -> list[tuple[str, str | None, int]]:
+    """The limits on what is kept that hold for a job: whose in words, of whom alone, and how many bytes."""
+    project = session.get(ProjectRow, row.project)
+    if project is None:
+        return []
+    settings = settings_of(project)
+    found = ((settings.limits, None), (settings.person_limits, row.submitted_by))
+    return [(whose_limits(row.project, who), who, one.kept_bytes) for one, who in found if one.kept_bytes is not None]
+
+
 def refuse_beyond(session: Session, row: JobRow, room: Room | None) -> None:
     """Refuse a new job that its project, or its person there, may not have; else the project is held for it.
 
@@ -116,7 +131,7 @@ def _refuse(session: Session, row: JobRow, room: Room | None, more: dict[str, in
             open_rows = list(JobRepository(session).unfinished(row.project))
         used = used_by_jobs((one for one in open_rows if who in (None, one.submitted_by)), room)
         if limits.kept_bytes is not None and "kept_bytes" in more:
-            used.kept_bytes = kept_by_project(session, who).get(row.project, 0)
+            used.kept_bytes = kept_of(session, row.project, who)
         for name, amount in more.items():
             limit, now = getattr(limits, name), getattr(used, name)
             if limit is not None and amount > 0 and now + amount > limit:
