@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Starts
@@ -22,7 +23,7 @@ from thinwire.contract.reports import Sample
 from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Waits, grant
+from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Share, Waits, grant
 from thinwire.service.jobs.repository import JobRepository, JobRow, transition_all
 from thinwire.service.jobs.views import sample_view
 from thinwire.service.jobs.worker_numbers import (
@@ -33,6 +34,7 @@ from thinwire.service.jobs.worker_numbers import (
     write_wanted,
 )
 from thinwire.service.launch.protocol import Launcher, LauncherError
+from thinwire.service.people.project_rows import ProjectRow, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ UNSURE_S, UNSURE = 60.0, 0.1
 for everybody who waits, in every turn."""
 LONGEST_S = 1e8
 """Three years: nobody waits for longer, and a clock that is told may say no more."""
+ENDLESS = Room(cpus=10**9, gpus=10**9)
+"""A cluster in which nobody waits for a place."""
 NEW = (JobState.SUBMITTING.value, JobState.QUEUED.value)
 """States of a job that is to be handed to the launcher."""
 
@@ -72,10 +76,7 @@ class Admission:
         if self._unknown is not None:
             return [row for row in rows if row.state not in NEW or row.granted is not None], self._unknown
         if self.room is None:
-            no_places = {"granted": None, "queue": None}
-            had = {row: no_places for row in rows if row.granted is not None or row.queue is not None}
-            left = self._write(had, []) if had else set()
-            return [row for row in rows if row.id not in left], None
+            return self._without_queue(rows), None
         now = self._clock()
         with self._db.read() as session:
             claims, found = _grants(session, self.room, rows, now)
@@ -116,12 +117,40 @@ class Admission:
         out = waiting.keys() | lost | {row.id for row in rows if row.id not in claimed}
         return [row for row in rows if row.id not in out or row.state not in NEW], None
 
+    def _without_queue(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """Those that the launcher may be given, or asked about: all but those that are held."""
+        no_places = {"granted": None, "queue": None}
+        held = self._held(rows)
+        words = {row: f"{why}: it starts when one of them is over" for row, why in held.items()}
+        notes: dict[JobRow, dict[str, Any]] = {
+            row: no_places for row in rows if row.granted is not None or row.queue is not None
+        }
+        notes |= {row: {**notes.get(row, {}), "reason": why} for row, why in words.items() if row.reason != why}
+        moves: list[tuple[JobRow, JobState, str | None]] = [
+            (row, JobState.QUEUED, why) for row, why in words.items() if row.state != JobState.QUEUED.value
+        ]
+        left = self._write(notes, moves) if notes or moves else set()
+        return [row for row in rows if row.id not in left and row not in held]
+
+    def _held(self, rows: Sequence[JobRow]) -> dict[JobRow, str]:
+        """Without a queue: which jobs may not start, for their projects or people have as many as may run; and why."""
+        with self._db.read() as session:
+            said = shares(session)
+            if all(one.running is None and one.running_of_one is None for one in said.values()):
+                return {}
+            _, found = _grants(session, ENDLESS, rows, self._clock())
+        why = {one.claim.id: one.held for one in found.waiting if one.held is not None}
+        return {row: reason for row in rows if (reason := why.get(row.id)) is not None}
+
     def would(self, row: JobRow) -> tuple[Starts, str | None, dict[str, Any] | None]:
         """Would this job, which there is not yet, start now? Else why not, and what its row would say of the queue."""
         if self._unknown is not None:
             return "unknown", self._unknown, None
         if self.room is None:
-            return "handed_over", None, None
+            with self._db.read() as session:
+                rows = [*JobRepository(session).unfinished(), row]
+            held = self._held(rows).get(row)
+            return ("handed_over", None, None) if held is None else ("queued", held, None)
         now = self._clock()
         with self._db.read() as session:
             rows = [*JobRepository(session).unfinished(), row]
@@ -152,6 +181,10 @@ class Admission:
             for row, values in notes.items():
                 if row.id not in left:
                     jobs.note([row.id], **values)
+            served = {row.project for row, new in notes.items() if row.granted is None and new.get("granted")}
+            if served:
+                at = {"served_at": self._clock()}
+                session.execute(update(ProjectRow).where(ProjectRow.name.in_(served)).values(**at))
             unmoved = [move for move in moves if move[0].id not in left]
             transition_all(session, [(now[row.id], state, reason) for row, state, reason in unmoved], self._clock())
         for row, values in notes.items():
@@ -182,7 +215,17 @@ def _grants(session: Session, room: Room, rows: Sequence[JobRow], now: float) ->
     ends = _ends(jobs, holding, now) if waits else {}
     claims = [claim for row in rows if (claim := _claim(row, room, living.get(row.id, 0))) is not None]
     claims = [replace(claim, over_at=ends.get(claim.id)) for claim in claims]
-    return claims, grant(room, claims, now)
+    return claims, grant(room, claims, now, shares(session))
+
+
+def shares(session: Session) -> dict[str, Share]:
+    """What is said of each project, as the queue goes by it."""
+    found: dict[str, Share] = {}
+    for row in session.scalars(select(ProjectRow)):
+        said = settings_of(row)
+        running, of_one = said.limits.running_jobs, said.person_limits.running_jobs
+        found[row.name] = Share(said.weight, row.served_at, running, of_one)
+    return found
 
 
 RECALLED = "recalled"
@@ -215,6 +258,8 @@ def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
         least=wanted.min,
         most=wanted.max,
         priority=int(row.spec.get("priority", 0)),
+        project=row.project,
+        person=row.submitted_by,
         arrival=row.arrival,
         created_at=row.created_at,
         gpus=uses_gpus(workers.model_copy(update={"min": wanted.min, "max": wanted.max}), room.gpus),
@@ -265,6 +310,7 @@ def _queue(
         "other_projects": holders.places.total() - holders.places[project],
         "others": room.others_gpus if one.claim.gpus else room.others_cpus,
         "starts_at": one.starts_at,
+        "held": one.held,
     }
 
 
@@ -273,6 +319,8 @@ def _words(queue: dict[str, Any], never: str | None) -> str:
     where = f"position {queue['position']} of {queue['of']} in the queue"
     if never is not None:
         return f"{where}: {never}"
+    if queue["held"] is not None:
+        return f"{where}: {queue['held']}; it starts when one of them is over"
     held = [f"{one['job']} has {one['workers']}" for one in queue["holders"]]
     held += [f"other projects have {queue['other_projects']}"] if queue["other_projects"] else []
     held += [f"others than this service have {queue['others']}"] if queue["others"] else []

@@ -18,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
 from typing import Any
@@ -349,7 +350,7 @@ class WorkerReports:
             return 0, f"{most}; `thinwire delete` those that are not needed"
         left = min(of_job, of_person)
         for whose, who, limit in kept_limits(jobs.session, row):
-            size = self._kept.room(_key(row, who), limit, lambda _, who=who: kept_of(jobs.session, row.project, who))
+            size = self._kept.room(_key(row, who), limit, partial(_kept_of, jobs, row, who))
             if size <= 0:
                 return 0, f"at most {limit} bytes of {whose} (kept_bytes); `thinwire delete` jobs that are not needed"
             left = min(left, size)
@@ -372,6 +373,11 @@ class WorkerReports:
             own.sort(key=lambda lease: (lease.rank != leads.get(job), lease.rank))
             found += sorted(own[:MOST_SCRAPED], key=lambda lease: lease.rank)
         return found
+
+
+def _kept_of(jobs: JobRepository, row: JobRow, who: str | None, _: str) -> int:
+    """What such a sum is."""
+    return kept_of(jobs.session, row.project, who)
 
 
 def _key(row: JobRow, who: str | None) -> str:

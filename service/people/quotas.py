@@ -16,9 +16,9 @@ from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, WorkersChange
 from thinwire.contract.places import Room, uses_gpus
-from thinwire.contract.projects import Limits, Quota, QuotaList, Used, whose_limits
+from thinwire.contract.projects import Level, Limits, ProjectSettings, Quota, QuotaList, Used, whose_limits
 from thinwire.service.db import Database
-from thinwire.service.errors import QuotaReached
+from thinwire.service.errors import InvalidRequest, QuotaReached
 from thinwire.service.jobs.repository import JobRepository, JobRow
 from thinwire.service.jobs.worker_numbers import submitted_workers, wanted_workers
 from thinwire.service.people.project_rows import ProjectRow, locked, settings_of
@@ -107,8 +107,9 @@ def kept_limits(session: Session, row: JobRow) -> list[tuple[str, str | None, in
 def refuse_beyond(session: Session, row: JobRow, room: Room | None) -> None:
     """Refuse a new job that its project, or its person there, may not have; else the project is held for it.
 
-    Raises: QuotaReached, ProjectNotFound.
+    Raises: QuotaReached, ProjectNotFound, InvalidRequest (its priority, its queue).
     """
+    _refuse_unlisted(settings_of(locked(session, row.project)), row)
     workers, gpus = _asked(row, None, room)
     _refuse(session, row, room, {"queued_jobs": 1, "workers": workers, "gpus": gpus, "kept_bytes": 1})
 
@@ -140,6 +141,20 @@ def _refuse(session: Session, row: JobRow, room: Room | None, more: dict[str, in
                     f"{whose_limits(row.project, who)} uses {now} of {limit} {name}{asked}: {_WHAT_TO_DO[name]}, or "
                     "have an operator raise it (`thinwire quotas`)"
                 )
+
+
+def _refuse_unlisted(settings: ProjectSettings, row: JobRow) -> None:
+    """Raises InvalidRequest where the project's jobs may not have this priority, or this queue of Kueue's."""
+    priority, kueue = int(row.spec.get("priority", 0)), row.spec.get("kueue") or {}
+    if Level.of(priority) not in settings.priorities:
+        words = f"must be a priority that project {row.project} may have: {', '.join(settings.priorities)}"
+        raise InvalidRequest.at("priority", priority, f"{words} (below 0, 0, above 0)")
+    lists = (("queue", settings.kueue_queues, True), ("priority", settings.kueue_priorities, False))
+    for name, allowed, is_needed in lists:
+        said = kueue.get(name)
+        if allowed is not None and said not in allowed and (is_needed or said is not None):
+            words = f"must be one that project {row.project} may name: {', '.join(allowed) or 'it may name none'}"
+            raise InvalidRequest.at(f"kueue.{name}", said, words)
 
 
 def _asked(row: JobRow, change: WorkersChange | None, room: Room | None) -> tuple[int, int]:

@@ -53,6 +53,7 @@ from thinwire.client import (
     WrongEnvironment,
     home,
 )
+from thinwire.client.calls import PROJECT_VARIABLE
 from thinwire.contract import logs as log_lines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import Job
@@ -90,12 +91,12 @@ def every(
     ] = False,
     project: Annotated[
         str | None,
-        typer.Option(envvar="THINWIRE_PROJECT", help="Whose jobs: for who has a token for all projects."),
+        typer.Option(envvar=PROJECT_VARIABLE, help="Whose jobs: for who has a token for all projects."),
     ] = None,
 ) -> None:
     """What can be said before any command."""
     if project:
-        os.environ["THINWIRE_PROJECT"] = project
+        os.environ[PROJECT_VARIABLE] = project
 
 
 class LauncherName(StrEnum):

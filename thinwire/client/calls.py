@@ -46,6 +46,7 @@ from thinwire.contract.streams import Told
 
 MOST = 1000
 """In one page."""
+PROJECT_VARIABLE = "THINWIRE_PROJECT"
 _BEYOND_ALL_STEPS = 10**9
 _LONGEST_NAME_ASKED = 64
 """Characters of the filter by name, with its asterisk."""
@@ -87,7 +88,7 @@ def scoped(project: str | None) -> Params:
 
     Who has a token for one project need not name it.
     """
-    found = project or os.environ.get("THINWIRE_PROJECT")
+    found = project or os.environ.get(PROJECT_VARIABLE)
     return {"project": found} if found else {}
 
 

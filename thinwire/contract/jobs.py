@@ -129,6 +129,9 @@ class Queued(BaseModel):
         description="when it may start, if those that hold the places go on as fast as they did, and who waits before "
         "it starts first; null: that is not known",
     )
+    held: str | None = Field(
+        None, description="why it may not start even if all that it needs were free: a limit of its project"
+    )
 
 
 class JobItem(BaseModel):
