@@ -397,7 +397,12 @@ def readyz(request: Request) -> dict[str, str]:
 _METRICS_DOC: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {}}, "description": "Prometheus text format"},
     **errors.documented(
-        errors.Unauthorized, errors.Forbidden, errors.ProjectNotFound, errors.TooManyWrongTokens, errors.Unavailable
+        errors.Unauthorized,
+        errors.Forbidden,
+        errors.ProjectNotFound,
+        errors.InvalidRequest,
+        errors.TooManyWrongTokens,
+        errors.Unavailable,
     ),
 }
 

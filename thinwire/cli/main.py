@@ -86,6 +86,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def every(
+    context: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -95,8 +96,10 @@ def every(
     ] = None,
 ) -> None:
     """What can be said before any command."""
-    if project:
-        os.environ[PROJECT_VARIABLE] = project
+    if project and os.environ.get(PROJECT_VARIABLE) != project:
+        before = {PROJECT_VARIABLE: os.environ[PROJECT_VARIABLE]} if PROJECT_VARIABLE in os.environ else {}
+        os.environ[PROJECT_VARIABLE] = project  # where the client looks
+        context.call_on_close(lambda: (os.environ.pop(PROJECT_VARIABLE, None), os.environ.update(before)))
 
 
 class LauncherName(StrEnum):
@@ -328,10 +331,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     own |= {group.name for group in app.registered_groups if group.name}
     if os.environ.get("THINWIRE_TOKEN", "").strip() and not os.environ.get("THINWIRE_URL", "").strip():
         complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
-    warnings.showwarning = _warn
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
-        app(args=given, prog_name="thinwire")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(args=given, prog_name="thinwire")
     except (JobFileError, AmbiguousId, NotFound, NoText, Rejected, WrongEnvironment, Unreachable) as error:
         complain(str(error))
         sys.exit(2)
