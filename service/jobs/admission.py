@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import select, update
@@ -23,7 +24,7 @@ from thinwire.contract.reports import Sample
 from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Share, Waits, grant
+from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Served, Share, Waits, grant
 from thinwire.service.jobs.repository import JobRepository, JobRow, transition_all
 from thinwire.service.jobs.views import sample_view
 from thinwire.service.jobs.worker_numbers import (
@@ -113,7 +114,10 @@ class Admission:
         lost: set[str] = set()
         for first in range(0, len(changed), A_TRANSACTION):
             some = set(changed[first : first + A_TRANSACTION])
-            lost |= self._write({row: notes[row] for row in some & notes.keys()}, [m for m in moves if m[0] in some])
+            written = {row: notes[row] for row in some & notes.keys()}
+            started = {row.project for row, new in written.items() if row.granted is None and new.get("granted")}
+            served = {name: found.served[name] for name in started & found.served.keys()}
+            lost |= self._write(written, [m for m in moves if m[0] in some], served)
         out = waiting.keys() | lost | {row.id for row in rows if row.id not in claimed}
         return [row for row in rows if row.id not in out or row.state not in NEW], None
 
@@ -169,9 +173,14 @@ class Admission:
         path, value, allowed = never_fits(workers, self.room) or ("workers.min", wanted.min, "less")
         return f"{path} = {value} must be {allowed}"
 
-    def _write(self, notes: dict[JobRow, dict[str, Any]], moves: list[tuple[JobRow, JobState, str | None]]) -> set[str]:
-        """Write what has changed of rows, and bring some to other states. The ids of those that have moved meanwhile:
-        nothing is written of them.
+    def _write(
+        self,
+        notes: dict[JobRow, dict[str, Any]],
+        moves: list[tuple[JobRow, JobState, str | None]],
+        served: Mapping[str, Served] = MappingProxyType({}),
+    ) -> set[str]:
+        """Write what has changed of rows and of projects, and bring some jobs to other states. The ids of those that
+        have moved meanwhile: nothing is written of them.
         """
         with self._db.write() as session:
             jobs = JobRepository(session)
@@ -181,10 +190,9 @@ class Admission:
             for row, values in notes.items():
                 if row.id not in left:
                     jobs.note([row.id], **values)
-            served = {row.project for row, new in notes.items() if row.granted is None and new.get("granted")}
-            if served:
-                at = {"served_at": self._clock()}
-                session.execute(update(ProjectRow).where(ProjectRow.name.in_(served)).values(**at))
+            for name, last in served.items():
+                turns = {"served_at": last.at, "turn": last.turn, "next_turn": last.next_turn}
+                session.execute(update(ProjectRow).where(ProjectRow.name == name).values(**turns))
             unmoved = [move for move in moves if move[0].id not in left]
             transition_all(session, [(now[row.id], state, reason) for row, state, reason in unmoved], self._clock())
         for row, values in notes.items():
@@ -224,7 +232,7 @@ def shares(session: Session) -> dict[str, Share]:
     for row in session.scalars(select(ProjectRow)):
         said = settings_of(row)
         running, of_one = said.limits.running_jobs, said.person_limits.running_jobs
-        found[row.name] = Share(said.weight, row.served_at, running, of_one)
+        found[row.name] = Share(said.weight, Served(row.served_at, row.turn, row.next_turn), running, of_one)
     return found
 
 

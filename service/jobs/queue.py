@@ -4,9 +4,9 @@ A job is granted places, one for each worker, and is told to take no more. It is
 granted or not at all, so none holds a part of them while it waits for the rest.
 
 * By priority; among projects of equal priority the one first that uses least of the cluster for its weight, by the
-  resource that it uses most of (dominant resource fairness, Ghodsi et al., NSDI 2011), and of equal ones the one that
-  was served longest ago; in a project in the order of arrival. A job keeps its places until it is over; none that
-  trains is stopped for another.
+  resource that it uses most of (dominant resource fairness, Ghodsi et al., NSDI 2011); of equal ones the one whose turn
+  it is, by what was started before (start-time fair queueing, Goyal et al., SIGCOMM 1996); in a project in the order of
+  arrival. A job keeps its places until it is over; none that trains is stopped for another.
 * Waiting makes up for priority: a job gains a point in RISES_S, beside those of its project; and so do the jobs of the
   project that uses least, beside the others', since that was served. So everyone's turn comes.
 * A project, or a person in it, that has as many jobs running as it may waits, and keeps nobody else waiting.
@@ -32,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from types import MappingProxyType
+from typing import NamedTuple
 
 from thinwire.contract.places import Room
 from thinwire.contract.projects import DEFAULT, whose_limits
@@ -78,14 +79,26 @@ class Claim:
         return -self.priority, self.arrival, self.created_at, self.id
 
 
+class Served(NamedTuple):
+    """Of the last job of a project that got places: when, which turn it was, and which the next one has.
+
+    A job's turn is the next of its project, or the newest turn of all where that is later, so that who has not asked
+    for long has nothing saved up. The next comes later by the job's share of the cluster for its project's weight.
+    """
+
+    at: float = 0.0
+    turn: float = 0.0
+    next_turn: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What is said of a project. served_at: when a job of it got places last. running, running_of_one: how many of its
-    jobs may have places at once, and of one person's; None: however many.
+    """What is said of a project. running, running_of_one: how many of its jobs may have places at once, and of one
+    person's; None: however many. served: as it was left by the last job of it that got places.
     """
 
     weight: float = 1.0
-    served_at: float = 0.0
+    served: Served = field(default_factory=Served)
     running: int | None = None
     running_of_one: int | None = None
 
@@ -106,11 +119,14 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Grants:
-    """The places of each job that has some, and who waits, the next first. back: who is to give its places back."""
+    """The places of each job that has some, and who waits, the next first. back: who is to give its places back.
+    served: of the projects whose jobs have places that had none.
+    """
 
     places: dict[str, int]
     waiting: tuple[Waits, ...]
     back: Claim | None = None
+    served: Mapping[str, Served] = field(default_factory=dict)
 
 
 class _Free:
@@ -130,12 +146,13 @@ NO_SHARES: Mapping[str, Share] = MappingProxyType({})
 
 @dataclass(slots=True)
 class _Used:
-    """What the jobs of a project have: CPUs and GPUs, and how many jobs; and those of each person. served: when, and as
-    which of this turn, one of them got places last.
+    """What the jobs of a project have: CPUs and GPUs, and how many jobs; and those of each person. order: which of this
+    look was served last.
     """
 
     share: Share
-    served: tuple[float, int]
+    served: Served
+    order: int = 0
     cpus: int = 0
     gpus: int = 0
     jobs: int = 0
@@ -149,7 +166,7 @@ class _Used:
 
     def of_room(self, room: Room) -> float:
         """Its share of the cluster for its weight, by the resource that it uses most of."""
-        return max(self.cpus / max(1, room.cpus), self.gpus / max(1, room.gpus)) / self.share.weight
+        return _share(room, self.cpus, self.gpus) / self.share.weight
 
     def held(self, claim: Claim) -> str | None:
         """Why one more of its jobs may not start; None where it may."""
@@ -161,18 +178,24 @@ class _Used:
         return None
 
 
+def _share(room: Room, cpus: int, gpus: int) -> float:
+    return max(cpus / max(1, room.cpus), gpus / max(1, room.gpus))
+
+
 class _Turns:
     """The jobs that wait, one after the other, the next first; `took` says of one that it has got places."""
 
-    def __init__(self, room: Room, used: dict[str, _Used], waiting: Sequence[Claim], now: float) -> None:
-        self._room, self._used, self._now, self._served = room, used, now, 0
+    def __init__(self, room: Room, used: dict[str, _Used], newest: float, waiting: Sequence[Claim], now: float) -> None:
+        """used: modified. newest: the latest turn that any project has had."""
+        self._room, self._used, self._now, self.newest = room, used, now, newest
+        self.served: set[str] = set()
         by_project: dict[str, list[Claim]] = {}
         for claim in waiting:
             by_project.setdefault(claim.project, []).append(claim)
         self._queues = {name: deque(sorted(jobs, key=self._in_project)) for name, jobs in by_project.items()}
         least = min((used[name].of_room(room) for name in by_project), default=0.0)
         self._risen = {
-            name: self._points(max(used[name].served[0], self._since(jobs[0])))
+            name: self._points(max(used[name].served.at, self._since(jobs[0])))
             if used[name].of_room(room) <= least
             else 0
             for name, jobs in self._queues.items()
@@ -195,12 +218,18 @@ class _Turns:
         used = self._used[claim.project]
         used.add(claim, places, new=new)
         if new:
-            self._served += 1
-            used.served = self._now, self._served
+            turn = max(self.newest, used.served.next_turn)
+            cost = _share(self._room, places * claim.each, places * claim.each if claim.gpus else 0) / used.share.weight
+            used.served = Served(self._now, turn, round(turn + cost, 9))  # or equal ones would differ by an error
+            used.order = max(one.order for one in self._used.values()) + 1
+            self.newest = turn
+            self.served.add(claim.project)
 
     def _key(self, name: str) -> tuple[object, ...]:
         used, head = self._used[name], self._queues[name][0]
-        return -head.priority - self._risen[name], used.of_room(self._room), used.served, head.order
+        turn = max(self.newest, used.served.next_turn)
+        share = used.of_room(self._room)
+        return -head.priority - self._risen[name], share, turn, used.served.at, used.order, head.order
 
     def _in_project(self, claim: Claim) -> tuple[object, ...]:
         return -claim.priority - self._points(self._since(claim)), claim.order[1:]
@@ -225,8 +254,9 @@ def grant(room: Room, claims: Sequence[Claim], now: float, shares: Mapping[str, 
     back = _back(room, free, claims, now)
     in_order = sorted(claims, key=lambda claim: claim.order)
     used = _used(claims, places, shares)
+    newest = max((one.served.turn for one in shares.values()), default=0.0)
     raised = [one for one in in_order if one.waits and one.id in places and one.least > places[one.id]]
-    turns = _Turns(room, used, [one for one in claims if one.waits and one.id not in places], now)
+    turns = _Turns(room, used, newest, [one for one in claims if one.waits and one.id not in places], now)
     waiting: list[Waits] = []
     wanted, left = False, copy(free)  # left: without what is kept for those that have waited for long
     for claim in chain(raised, turns):
@@ -250,10 +280,11 @@ def grant(room: Room, claims: Sequence[Claim], now: float, shares: Mapping[str, 
         had = {one.id for one in claims if one.granted is not None}
         growing = [one for one in in_order if one.id in places and one.grows]
         _grow(free, sorted(growing, key=lambda one: one.id not in had), places)
-    waiting = _as_it_will_be(room, used, waiting, now)
+    served = {name: used[name].served for name in turns.served}
+    waiting = _as_it_will_be(room, used, turns.newest, waiting, now)
     starts = _starts(free, [(one, places[one.id]) for one in claims if one.id in places], waiting, now)
     waits = [replace(one, free=free.of(one.claim), starts_at=starts.get(one.claim.id)) for one in waiting]
-    return Grants(places, tuple(waits), back)
+    return Grants(places, tuple(waits), back, served)
 
 
 def _used(claims: Sequence[Claim], places: dict[str, int], shares: Mapping[str, Share]) -> dict[str, _Used]:
@@ -262,18 +293,18 @@ def _used(claims: Sequence[Claim], places: dict[str, int], shares: Mapping[str, 
     for claim in claims:
         if claim.project not in found:
             share = shares.get(claim.project, Share())
-            found[claim.project] = _Used(share, (share.served_at, 0))
+            found[claim.project] = _Used(share, share.served)
         if claim.id in places:
             found[claim.project].add(claim, places[claim.id], new=True)
     return found
 
 
-def _as_it_will_be(room: Room, used: dict[str, _Used], waiting: list[Waits], now: float) -> list[Waits]:
+def _as_it_will_be(room: Room, used: dict[str, _Used], newest: float, waiting: list[Waits], now: float) -> list[Waits]:
     """In the order in which they start, if none that has places ends before: each that starts is then counted. used:
     modified.
     """
     by_id = {one.claim.id: one for one in waiting}
-    turns = _Turns(room, used, [one.claim for one in waiting], now)
+    turns = _Turns(room, used, newest, [one.claim for one in waiting], now)
     found = []
     for claim in turns:
         found.append(by_id[claim.id])

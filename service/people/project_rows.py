@@ -14,7 +14,9 @@ from thinwire.service.errors import ProjectNotFound
 
 
 class ProjectRow(Base):
-    """One project. settings: a ProjectSettings, without defaults. served_at: when a job of it got places last."""
+    """One project. settings: a ProjectSettings, without defaults. served_at: when a job of it got places last. turn,
+    next_turn: of that job and of the next, in what jobs/queue.py counts.
+    """
 
     __tablename__ = "projects"
 
@@ -23,6 +25,8 @@ class ProjectRow(Base):
     created_by: Mapped[str] = mapped_column(String(63))
     settings: Mapped[dict[str, Any]] = mapped_column(JSON)
     served_at: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    turn: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    next_turn: Mapped[float] = mapped_column(default=0.0, server_default="0")
 
 
 def locked(session: Session, name: str) -> ProjectRow:

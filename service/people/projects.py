@@ -39,9 +39,7 @@ class Projects:
     def create(self, asked: NewProject, change: Change) -> Project:
         """A new one. Raises ProjectExists."""
         settings = asked.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
-        row = ProjectRow(
-            name=asked.name, created_at=self._clock(), created_by=change.who, settings=settings, served_at=0.0
-        )
+        row = ProjectRow(name=asked.name, created_at=self._clock(), created_by=change.who, settings=settings)
         change.project = asked.name
         try:
             with self._db.write() as session:

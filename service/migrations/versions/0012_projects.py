@@ -22,9 +22,12 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("created_by", sa.String(63), nullable=False),
         sa.Column("settings", sa.JSON(), nullable=False),
-        sa.Column("served_at", sa.Double(), nullable=False, server_default="0"),
+        *(
+            sa.Column(name, sa.Double(), nullable=False, server_default="0")
+            for name in ("served_at", "turn", "next_turn")
+        ),
     )
-    first = {"name": "default", "created_at": time.time(), "created_by": "service", "settings": {}, "served_at": 0.0}
+    first = {"name": "default", "created_at": time.time(), "created_by": "service", "settings": {}}
     op.bulk_insert(projects, [first])
     op.add_column("jobs", sa.Column("project", sa.String(63), nullable=False, server_default="default"))
     op.create_index("jobs_of_project", "jobs", ["project", "created_at", "id", "state", "submitted_by", "name"])
