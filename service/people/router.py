@@ -7,12 +7,22 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request
 from sqlalchemy.exc import SQLAlchemyError
 
-from thinwire.contract.people import AuditList, MadeToken, NewToken, RotatedToken, TokenList, TokenName
+from thinwire.contract.people import (
+    AuditList,
+    IssuerPersonList,
+    MadeToken,
+    NewToken,
+    PersonName,
+    RotatedToken,
+    TokenList,
+    TokenName,
+)
 from thinwire.service.auth import operator
 from thinwire.service.cursors import LONGEST
 from thinwire.service.db import Database
 from thinwire.service.errors import (
     BodyTooLarge,
+    PersonNotFound,
     TokenExists,
     TokenFromElsewhere,
     TokenNotFound,
@@ -21,6 +31,7 @@ from thinwire.service.errors import (
     documented,
 )
 from thinwire.service.people.audit import Audit, Change, change_of
+from thinwire.service.people.oidc_people import IssuerPeople
 from thinwire.service.people.tokens import OperatorToken, Tokens
 from thinwire.service.requests import ALWAYS, json_body, known_query, of_plane
 
@@ -37,6 +48,8 @@ people = APIRouter(
 AllTokens = Annotated[Tokens, of_plane("tokens")]
 Asked = Annotated[Change, Depends(change_of)]
 Named = Annotated[TokenName, Path(description="of the token")]
+AllPeople = Annotated[IssuerPeople, of_plane("people")]
+SomeBody = Annotated[PersonName, Path(description="of the issuer's person", pattern="@")]
 
 
 @people.post(
@@ -90,12 +103,46 @@ def rotate_token(request: Request, change: Asked) -> RotatedToken:
         ) from error
 
 
+@people.get("/people")
+def list_people(
+    everybody: AllPeople,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    after: Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")] = None,
+) -> IssuerPersonList:
+    """Who has come by the issuer of OpenID Connect, by name: role, when, blocked or not."""
+    return everybody.list(limit, after)
+
+
+@people.put("/people/{name}/block", status_code=204)
+def block_person(name: SomeBody, everybody: AllPeople, change: Asked) -> None:
+    """Refuse this person of the issuer from now on, in all their sessions and with any token. Their jobs go on.
+
+    Also one who has not come yet. Asking again is fine.
+    """
+    everybody.block(name, change)
+
+
+@people.delete("/people/{name}/block", status_code=204, responses=documented(PersonNotFound))
+def unblock_person(name: SomeBody, everybody: AllPeople, change: Asked) -> None:
+    """Take this person again. Asking again is fine."""
+    everybody.unblock(name, change)
+
+
+@people.delete("/people/{name}", status_code=204, responses=documented(PersonNotFound))
+def release_person(name: SomeBody, everybody: AllPeople, change: Asked) -> None:
+    """Forget which of the issuer's subjects has this name: the next who comes with it has it, and their sessions end.
+
+    For somebody who has another account now, or another issuer; what is kept under the name is theirs then.
+    """
+    everybody.release(name, change)
+
+
 @people.get("/audit")
 def read_audit(
     audit: Annotated[Audit, of_plane("audit")],
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=1, le=LARGEST_NUMBER, description="`next` of an earlier answer")] = None,
-    who: Annotated[TokenName | None, Query(description="only what this one has asked for")] = None,
+    who: Annotated[PersonName | None, Query(description="only what this one has asked for")] = None,
     job_id: Annotated[
         str | None, Query(pattern=r"^[\x21-\x7e]{1,80}$", description="only what was asked of this job")
     ] = None,

@@ -42,7 +42,7 @@ def sign_in(request: Request, response: Response, all_sessions: AllSessions, cha
     token = request.headers.get("authorization", "").partition(" ")[2].strip()
     if not token:
         raise Forbidden("a session begins with a token: send it as Authorization: Bearer")
-    cookie, _ = all_sessions.begin(token, change)
+    cookie = all_sessions.begin(token, change)
     _set(response, request, cookie, all_sessions.lifetime_s)
     return _signed_in(request, cookie)
 
