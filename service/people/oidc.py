@@ -27,7 +27,7 @@ from thinwire.service.people.oidc_people import IssuerPeople, SignOnFailed, Sign
 from thinwire.service.people.oidc_tokens import Claims, Identity, IssuedTokens, Refused, has
 
 BACK = "/v1/sign-on-end"
-"""Where the issuer sends browsers back to, below the page's address. It is in the API's folder, so that the cookie is."""
+"""Where the issuer sends browsers back to, below the page's address: in the folder of the API, as its cookie is."""
 
 
 class Oidc:

@@ -9,6 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from thinwire.contract.people import (
     AuditList,
+    IssuerName,
     IssuerPersonList,
     MadeToken,
     NewToken,
@@ -49,7 +50,7 @@ AllTokens = Annotated[Tokens, of_plane("tokens")]
 Asked = Annotated[Change, Depends(change_of)]
 Named = Annotated[TokenName, Path(description="of the token")]
 AllPeople = Annotated[IssuerPeople, of_plane("people")]
-SomeBody = Annotated[PersonName, Path(description="of the issuer's person", pattern="@")]
+Somebody = Annotated[IssuerName, Path()]
 
 
 @people.post(
@@ -114,7 +115,7 @@ def list_people(
 
 
 @people.put("/people/{name}/block", status_code=204)
-def block_person(name: SomeBody, everybody: AllPeople, change: Asked) -> None:
+def block_person(name: Somebody, everybody: AllPeople, change: Asked) -> None:
     """Refuse this person of the issuer from now on, in all their sessions and with any token. Their jobs go on.
 
     Also one who has not come yet. Asking again is fine.
@@ -123,13 +124,13 @@ def block_person(name: SomeBody, everybody: AllPeople, change: Asked) -> None:
 
 
 @people.delete("/people/{name}/block", status_code=204, responses=documented(PersonNotFound))
-def unblock_person(name: SomeBody, everybody: AllPeople, change: Asked) -> None:
+def unblock_person(name: Somebody, everybody: AllPeople, change: Asked) -> None:
     """Take this person again. Asking again is fine."""
     everybody.unblock(name, change)
 
 
 @people.delete("/people/{name}", status_code=204, responses=documented(PersonNotFound))
-def release_person(name: SomeBody, everybody: AllPeople, change: Asked) -> None:
+def release_person(name: Somebody, everybody: AllPeople, change: Asked) -> None:
     """Forget which of the issuer's subjects has this name: the next who comes with it has it, and their sessions end.
 
     For somebody who has another account now, or another issuer; what is kept under the name is theirs then.

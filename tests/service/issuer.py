@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import http.cookiejar
-import json
 import re
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import werkzeug.serving
 from canaille import create_app
@@ -22,6 +21,7 @@ from canaille.app import models
 from canaille.backends import Backend
 from joserfc import jwt
 from joserfc.jwk import Key, RSAKey
+from joserfc.jws import JWSRegistry
 
 PASSWORD = "correct horse battery staple"
 CLIENT, SECRET = "thinwire", "the client's secret & more"
@@ -121,13 +121,13 @@ class TestIssuer:
         }
         return {name: value for name, value in {**base, **changes}.items() if value is not None}
 
-    def signed(self, key: Key | None = None, header: Mapping[str, Any] = {}, **changes: Any) -> str:  # noqa: B006
+    def signed(self, key: Key | None = None, header: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> str:
         """A token that this issuer's key, or another one, has signed."""
         key = key or self.key
         head = {"alg": "RS256", "kid": key.kid, **header}
         head = {name: value for name, value in head.items() if value is not None}
-        algorithms = [str(head["alg"])]
-        return jwt.encode(head, self.claims(**changes), key, algorithms=algorithms, default_type=None)
+        registry = JWSRegistry(algorithms=[str(head["alg"])], strict_check_header=False)
+        return jwt.encode(head, self.claims(**changes), key, registry=registry, default_type=None)
 
     def stop(self) -> None:
         """Answer nobody any more."""

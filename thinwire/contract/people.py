@@ -32,12 +32,17 @@ class Role(StrEnum):
 TokenName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="whose it is, in lower case")]
 
 
+_PART = r"[a-z0-9][a-z0-9._-]*"
 PersonName = Annotated[
     str,
     Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$|^(?=.{3,63}$)[a-z0-9][a-z0-9._-]*@[a-z0-9][a-z0-9._-]*$",
-        description="the name of a token, or with an @ of somebody whom the issuer knows",
+        max_length=63,
+        pattern=rf"^{_PART}(@{_PART})?$",
+        description="the name of a token, or with an @ of somebody whom an issuer knows",
     ),
+]
+IssuerName = Annotated[
+    str, Field(max_length=63, pattern=rf"^{_PART}@{_PART}$", description="somebody whom an issuer knows")
 ]
 
 
