@@ -109,14 +109,13 @@ class Oidc:
         }
         return f"{place}{'&' if '?' in place else '?'}{urlencode(asked)}"
 
-    def arrive(self, secret: str | None, said: Mapping[str, str]) -> Identity:
-        """Whom the issuer has sent back, with what it has put into the address: said. secret: which their browser kept.
+    def arrive(self, secret: str, said: Mapping[str, str]) -> Identity:
+        """Whom the issuer has sent back. said: what it has put into the address. secret: which their browser kept,
+        empty for none.
 
         Raises SignOnFailed.
         """
-        if secret is None or not hmac.compare_digest(
-            _derived(secret, "state").encode(), said.get("state", "").encode()
-        ):
+        if not secret or not hmac.compare_digest(_derived(secret, "state").encode(), said.get("state", "").encode()):
             raise SignOnFailed("state", "state is not that of this browser")
         if said.get("iss", self.issuer.url) != self.issuer.url:  # RFC 9207, section 2.4
             raise SignOnFailed("state", "iss is another issuer")

@@ -1,17 +1,18 @@
 """The routes by which a browser leaves for an issuer of OpenID Connect and comes back, and what is offered to programs.
 
-They need no token. Where a browser goes from here is the issuer or the page, whatever the request's address holds: it
-has no place for where to go next. The page itself remembers which view was asked for.
+They need no token. Where a browser goes from here is the issuer or the page, whatever the request's address holds: all
+that it can say of where to go next is which view of the page, and that is behind the #.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import RedirectResponse
 
 from thinwire.contract.people import SignOn
@@ -29,9 +30,11 @@ logger = logging.getLogger(__name__)
 KEPT: Final = "thinwire_sign_on"
 """The cookie of a browser that is under way to the issuer."""
 UNDER_WAY_S: Final = 900.0
+VIEW: Final = r"^[A-Za-z0-9/._~-]{0,300}$"
+"""Of the page, as its fragment names it, without parameters."""
 OFFERED, BEGIN, END = SIGN_ON_PATHS
-PAGE: Final = "../"
-"""From these routes, below whatever prefix a proxy has put before them."""
+PAGE: Final = "../#/"
+"""From these routes, below whatever prefix a proxy has put before them. Behind it comes the view."""
 
 sign_on = APIRouter(tags=["people"])
 
@@ -44,15 +47,15 @@ def sign_on_offered(request: Request) -> SignOn:
 
 
 @sign_on.get(BEGIN, include_in_schema=False)
-def begin(request: Request) -> RedirectResponse:
-    """Send the browser to the issuer."""
+def begin(request: Request, view: Annotated[str, Query(pattern=VIEW)] = "") -> RedirectResponse:
+    """Send the browser to the issuer. view: of the page, to show when it is back."""
     oidc = _oidc(request)
     secret = secrets.token_urlsafe(32)
     try:
         answer = RedirectResponse(oidc.leave(secret), 303)
     except SignOnFailed as error:
-        return _failed(request, error)
-    _keep(answer, request, secret, UNDER_WAY_S)
+        return _failed(request, error, view)
+    _keep(answer, request, f"{secret}.{view}", UNDER_WAY_S)
     return answer
 
 
@@ -61,22 +64,25 @@ def end(request: Request) -> RedirectResponse:
     """Take back a browser that the issuer has sent, and begin its session."""
     oidc, plane = _oidc(request), request.app.state.plane
     address = request.client.host if request.client is not None else ""
+    secret, _, view = (cookie_of(request.headers, KEPT) or "").partition(".")
+    if not re.match(VIEW, view):
+        view = ""  # a cookie may have been made by anybody
     try:
-        found = oidc.arrive(cookie_of(request.headers, KEPT), dict(request.query_params))
+        found = oidc.arrive(secret, dict(request.query_params))
     except SignOnFailed as error:
-        return _failed(request, error, wrong=error.reason != "gone")
+        return _failed(request, error, view, wrong=error.reason != "gone")
     try:
         with plane.db.read() as session:
             person = plane.people.admit(session, found.subject, found.name, found.groups)
     except (Forbidden, Unauthorized) as error:
-        answer = _failed(request, SignOnFailed("person", error.message), wrong=True)
+        answer = _failed(request, SignOnFailed("person", error.message), view, wrong=True)
         with plane.db.write() as session:
             plane.audit.sign_in(found.name, None, found.issuer, address, error.status).write(session)
         return answer
     change = plane.audit.sign_in(person.name, person.role, found.issuer, address, 303)
     cookie, age_s = plane.sessions.begin_of(person, found.groups, oidc.session_s, change)
     change.log()
-    answer = RedirectResponse(PAGE, 303)
+    answer = RedirectResponse(f"{PAGE}{view}?sign-on=done", 303)
     answer.headers.append("Set-Cookie", set_cookie(cookie, age_s, request.headers, _scheme(oidc)))
     _keep(answer, request, "", 0.0)
     return answer
@@ -89,13 +95,13 @@ def _oidc(request: Request) -> Oidc:
     return oidc
 
 
-def _failed(request: Request, error: SignOnFailed, *, wrong: bool = False) -> RedirectResponse:
+def _failed(request: Request, error: SignOnFailed, view: str, *, wrong: bool = False) -> RedirectResponse:
     """Back to the page, which says why. wrong: it counts as a wrong token does. Raises TooManyWrongTokens."""
     address = request.client.host if request.client is not None else ""
     if wrong:
         request.app.state.plane.callers.guessed(address)
     logger.warning("sign_on_failed reason=%s why=%s address=%s", error.reason, error, address)
-    answer = RedirectResponse(f"{PAGE}#/?sign-on={error.reason}", 303)
+    answer = RedirectResponse(f"{PAGE}{view}?sign-on={error.reason}", 303)
     _keep(answer, request, "", 0.0)
     return answer
 

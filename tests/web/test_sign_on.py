@@ -67,8 +67,8 @@ class Browser:
                 del self.cookies[name]
         return answer
 
-    def leave(self) -> str:
-        answer = self.send("/v1/sign-on-begin")
+    def leave(self, view: str = "") -> str:
+        answer = self.send("/v1/sign-on-begin", params={"view": view})
         assert answer.status_code == 303, answer.text
         return str(answer.headers["location"])
 
@@ -89,7 +89,7 @@ def test_who_signs_on_has_a_session_of_their_own_and_the_audit_says_by_which_iss
     assert (sent["code_challenge_method"], sent["response_type"]) == ("S256", "code")
     assert len({sent["state"], sent["nonce"], sent["code_challenge"], *browser.cookies.values()}) == 4
     assert all("SameSite=Lax" in said and "HttpOnly" in said for said in browser.said)
-    assert browser.come_back(Surfer().sign_in(asked, "anna")) == "../"
+    assert browser.come_back(Surfer().sign_in(asked, "anna")) == "../#/?sign-on=done"
     assert set(browser.cookies) == {"thinwire_session"}
     assert "Max-Age=28800; HttpOnly; SameSite=Strict" in browser.said[-2]
     me = browser.send("/v1/session").json()
@@ -161,11 +161,26 @@ def test_what_comes_back_otherwise_begins_no_session(served: Service, real: Test
         assert mine.come_back(f"{PAGE}/v1/sign-on-end?{query}") == f"../#/?sign-on={reason}", query
         mine.cookies = kept
     used = Browser(served)
-    place = Surfer().sign_in(used.leave(), "anna")
+    place = Surfer().sign_in(used.leave("jobs/x"), "anna")
     kept = dict(used.cookies)
-    assert used.come_back(place) == "../"
+    assert used.come_back(place) == "../#/jobs/x?sign-on=done"
     used.cookies = kept
-    assert used.come_back(place) == "../#/?sign-on=refused"  # a code is taken once
+    assert used.come_back(place) == "../#/jobs/x?sign-on=refused"  # a code is taken once
+
+
+@pytest.mark.parametrize(
+    "view", ["//evil.example", "https://evil.example", "\\\\evil.example", "a\r\nSet-Cookie: x", "?a"]
+)
+def test_the_way_back_leads_to_the_page_whatever_is_asked_for(served: Service, view: str) -> None:
+    """By the address, and by a cookie that somebody else has made."""
+    browser = Browser(served)
+    answer = browser.send("/v1/sign-on-begin", params={"view": view})
+    if answer.status_code == 303:
+        assert browser.come_back(f"{PAGE}/v1/sign-on-end?error=x") == f"../#/{view}?sign-on=state"
+    else:
+        assert answer.status_code == 422
+        browser.cookies = {"thinwire_sign_on": f"secret.{view}".replace("\r\n", "")}
+        assert browser.come_back(f"{PAGE}/v1/sign-on-end?error=x") == "../#/?sign-on=state"
 
 
 def test_the_verifier_is_what_the_issuer_asks_for(served: Service, monkeypatch: pytest.MonkeyPatch) -> None:
