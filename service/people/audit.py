@@ -97,9 +97,9 @@ class Change:
     def log(self) -> None:
         """The same line in the log."""
         logger.info(
-            "audit who=%s issuer=%s role=%s what=%s job_id=%s about=%s address=%s status=%d",
-            *(self.who, self.issuer or "-", self.role or "-", self.what, self.job_id or "-", self.about or "-"),
-            *(self.address or "-", self.status),
+            "audit who=%s role=%s what=%s job_id=%s about=%s address=%s status=%d issuer=%s",
+            *(self.who, self.role or "-", self.what, self.job_id or "-", self.about or "-", self.address or "-"),
+            *(self.status, self.issuer or "-"),
         )
 
 

@@ -29,7 +29,7 @@ from thinwire.cli.job_file import JobFileError
 from thinwire.cli.job_ids import JobId, JobIds, resolved
 from thinwire.cli.jobs import AsJson, cancel, delete, jobs, label, labels_text, top, wait
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
-from thinwire.cli.people import audit, tokens
+from thinwire.cli.people import audit, people, tokens
 from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
@@ -229,6 +229,7 @@ def watch_command(job_id: JobId) -> None:
 app.command()(logs)
 app.command()(events)
 app.add_typer(tokens, name="token")
+app.add_typer(people, name="people")
 app.command()(audit)
 app.command()(plan)
 app.command("what-if")(what_if)
