@@ -19,6 +19,7 @@ import werkzeug.serving
 from canaille import create_app
 from canaille.app import models
 from canaille.backends import Backend
+from canaille.backends.memory.backend import MemoryBackend
 from joserfc import jwt
 from joserfc.jwk import Key, RSAKey
 from joserfc.jws import JWSRegistry
@@ -32,6 +33,16 @@ PUBLIC = "thinwire-cli"
 class _Quiet(werkzeug.serving.WSGIRequestHandler):
     def log(self, type: str, message: str, *args: Any) -> None:
         pass
+
+
+class _InMemory(MemoryBackend):
+    """Canaille's own finds, in memory alone, what has any of the attributes: the code or the client, another's code."""
+
+    __module__ = MemoryBackend.__module__  # where it looks for its models
+
+    def query(self, model: Any, **wanted: Any) -> Any:
+        found = super().query(model, **wanted)
+        return found if "code" not in wanted else [one for one in found if one.code == wanted["code"]]
 
 
 class TestIssuer:
@@ -57,7 +68,7 @@ class TestIssuer:
             "CANAILLE": {"DATABASE": "memory", "LOGGING": {"version": 1, "disable_existing_loggers": False}},
             "CANAILLE_OIDC": {"ACTIVE_JWKS": [self.key.as_dict(private=True)]},
         }
-        self.app = create_app(config)
+        self.app = create_app(config, backend=_InMemory(config))
         with self.app.app_context():
             people = {
                 name: models.User(

@@ -38,6 +38,7 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0009": (["labels"], ["job_labels"]),
     "0010": ([], ["sessions"]),
     "0011": ([], []),
+    "0013": ([], ["issuer_people"]),
 }
 """The columns of `jobs` and the tables that came with each version."""
 
@@ -47,6 +48,9 @@ def take_back(database: Database, version: str) -> None:
     with database.unfenced() as session:
         for later, (columns, tables) in reversed(LATER.items()):
             if later > version:
+                if later == "0013":
+                    for table, name in (("sessions", "person"), ("sessions", "person_groups"), ("audit", "issuer")):
+                        session.execute(text(f"ALTER TABLE {table} DROP COLUMN {name}"))
                 if later == "0011":
                     session.execute(text("DROP INDEX events_in_order"))
                     for name in ("numbers", "numbers_gone"):

@@ -1,4 +1,4 @@
-"""The commands `thinwire token`, `thinwire people` and `thinwire audit`: who may use the service, who has changed what."""
+"""The commands `thinwire token`, `thinwire people`, `thinwire audit`: who may use the service, who has changed what."""
 
 from __future__ import annotations
 
