@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.service.control_plane_harness import Service, spec
-from tests.service.issuer import CLIENT, SECRET, Surfer, TestIssuer, issuer
+from tests.service.issuer import CLIENT, PASSWORD, PUBLIC, SECRET, Surfer, TestIssuer, issuer
 
 PAGE = "http://testserver"
 SAME = {"Sec-Fetch-Site": "same-origin"}
@@ -211,3 +211,69 @@ def test_an_issuer_that_is_gone_is_said_and_a_token_signs_in(tmp_path: Path) -> 
             assert Browser(without).send(path).status_code == 404
     finally:
         without.close()
+
+
+@pytest.mark.slow
+def test_a_person_signs_on_in_a_browser_below_a_prefix_and_comes_back_to_where_they_were(tmp_path: Path) -> None:
+    """All of it as a person has it: the button, the issuer's own form, the page; then blocked, and the issuer gone."""
+    from tests.web.browser import Desk, chromium, findings
+    from tests.web.test_page import below
+
+    with chromium() as browser, issuer() as real:
+        desk = Desk(
+            tmp_path / "home",
+            browser,
+            oidc_issuer=real.url,
+            oidc_client_id=PUBLIC,
+            oidc_scopes="openid profile email groups",
+            oidc_name="idp",
+            oidc_roles={"ml": "user"},
+        )
+        try:
+            job_id = desk.running(name="watched")
+            with below(desk.service.app, "/team/thinwire") as url:
+                assert desk.service.plane.oidc is not None
+                desk.service.plane.oidc.page_url = url.rstrip("/")
+                real.client(PUBLIC, None, f"{url}v1/sign-on-end")
+                page = desk.page(f"{url}#/jobs/{job_id}/events")
+                page.get_by_role("link", name="Sign on with idp").wait_for()
+                assert findings(page) == []
+                page.keyboard.press("Shift+Tab")  # from the token's field, by the keyboard alone
+                page.keyboard.press("Enter")
+                page.locator("input[name=login]").fill("anna")
+                page.locator("input[name=login]").press("Enter")
+                page.locator("input[name=password]").fill(PASSWORD)
+                page.locator("input[name=password]").press("Enter")
+                page.get_by_role("button", name="Sign out").wait_for()
+                page.get_by_text("anna@idp (user)").wait_for()
+                assert page.url == f"{url}#/jobs/{job_id}/events"
+                cookies = {one["name"].rpartition("_")[0]: one for one in page.context.cookies()}
+                held = cookies["thinwire_session"]
+                assert (held["path"], held["httpOnly"], held["sameSite"]) == ("/team/thinwire/v1", True, "Strict")
+                assert "thinwire_sign_on" not in cookies
+                page.reload()
+                page.get_by_role("button", name="Sign out").wait_for()
+
+                operator = desk.signed_in("#/people", url=url)
+                operator.get_by_role("button", name="Block anna@idp", exact=True).click()
+                operator.get_by_role("dialog").get_by_role("button", name="Block").click()
+                operator.get_by_role("button", name="Unblock anna@idp").wait_for()
+                assert findings(operator) == []
+                page.get_by_text("anna@idp was blocked here").wait_for()
+                page.get_by_role("link", name="Sign on with idp").click()  # the issuer still knows the browser
+                page.get_by_text("you may do nothing here").wait_for()
+                operator.get_by_role("button", name="Unblock anna@idp").click()
+                operator.get_by_role("button", name="Block anna@idp", exact=True).wait_for()
+                page.get_by_role("link", name="Sign on with idp").click()
+                page.get_by_role("button", name="Sign out").click()
+
+                real.stop()
+                desk.service.plane.oidc.issuer._known = None
+                page.get_by_role("link", name="Sign on with idp").click()
+                page.get_by_text("does not answer now").wait_for()
+                page.get_by_label("Your token").fill(desk.service.token)
+                page.keyboard.press("Enter")
+                page.get_by_text("operator (operator)").wait_for()
+                assert [one for one in desk.complaints if "default-src 'self'" not in one] == []  # the issuer's own
+        finally:
+            desk.close()

@@ -166,16 +166,17 @@ function signIn(why) {
   stop();
   const error = h("p", { class: "problem", role: "alert", id: "sign-in-problem" }, why ?? null);
   const token = h("input", { id: "token", type: "password", autocomplete: "current-password", required: true, spellcheck: "false", "aria-describedby": "token-help sign-in-problem" });
+  const issuer = h("div");
   const form = h("form", { class: "sign-in", on: { submit: begin } },
     h("h1", {}, "Sign in"),
+    issuer,
     h("label", { for: "token" }, "Your token"),
     token,
     h("p", { id: "token-help", class: "help" }, "The operator makes one for you with ", h("code", {}, "thinwire token create"),
       "; their own is the file ", h("code", {}, "token"), " in the service's home. The browser keeps a session, and not the token."),
     error,
     h("button", { class: "main" }, "Sign in"));
-  const issuer = h("div", { class: "sign-on" });
-  fill(content, issuer, form);
+  fill(content, form);
   document.title = "Sign in - Thinwire";
   turned = false;
   token.focus();

@@ -56,7 +56,7 @@ export function view(place, route, { failed }) {
       came.shown = seen;
       fill(came, people.map((one) => h("tr", {}, h("th", { scope: "row", title: `${one.issuer} ${one.subject ?? ""}` }, one.name), h("td", {}, one.role ?? "-"), h("td", {}, timeText(one.first_at)), h("td", {}, one.last_at ? timeText(one.last_at) : "never"),
         h("td", {}, one.blocked_at ? `${timeText(one.blocked_at)} by ${one.blocked_by}` : ""),
-        h("td", {}, one.blocked_at ? h("button", { type: "button", "aria-label": `Take ${one.name} again`, on: { click: () => unblock(one.name) } }, "Take again")
+        h("td", {}, one.blocked_at ? h("button", { type: "button", "aria-label": `Unblock ${one.name}`, on: { click: () => unblock(one.name) } }, "Unblock")
           : h("button", { type: "button", class: "danger", "aria-label": `Block ${one.name}`, on: { click: () => block(one.name) } }, "Block")))));
     }
     if (!shownOlder) {
@@ -126,7 +126,7 @@ export function view(place, route, { failed }) {
   async function unblock(who) {
     await changed(async () => {
       await call("DELETE", `v1/people/${encodeURIComponent(who)}/block`);
-      announce(`${who} is taken again`);
+      announce(`${who} is no longer blocked`);
       poller.now();
     });
   }
