@@ -41,8 +41,9 @@ class Oidc:
         assert settings.oidc_issuer is not None
         self._people, self.page_url, self._label = people, page_url, settings.issuer_label
         self._client_id, self._scopes = settings.oidc_client_id, settings.oidc_scopes
-        self._secret = None if settings.oidc_client_secret_file is None else _secret(settings.oidc_client_secret_file)
-        self._cli = settings.oidc_cli_client_id or (self._client_id if self._secret is None else None)
+        self._secret_file = settings.oidc_client_secret_file
+        _secret(self._secret_file)
+        self._cli = settings.oidc_cli_client_id or (self._client_id if self._secret_file is None else None)
         trusted = None if settings.oidc_ca is None else trusting(read_ca(settings.oidc_ca, "THINWIRE_OIDC_CA"))
         self.issuer = Issuer(settings.oidc_issuer, trusted=trusted)
         self.tokens = IssuedTokens(
@@ -128,7 +129,7 @@ class Oidc:
             "code_verifier": _derived(secret, "verifier"),
         }
         try:
-            given = self.issuer.exchange(form, self._client_id, self._secret)
+            given = self.issuer.exchange(form, self._client_id, _secret(self._secret_file))
             id_token, access_token = given.get("id_token"), given.get("access_token")
             if not isinstance(id_token, str):
                 raise Refused("the issuer has given no ID token: has it the scope openid?")
@@ -139,7 +140,7 @@ class Oidc:
                 if more.get("sub") == claims["sub"]:  # Core, section 5.3.2
                     claims = {**more, **claims}
             return self.tokens.identity(claims)
-        except IssuerGone as error:
+        except (IssuerGone, SignOnMissing) as error:
             raise SignOnFailed("gone", str(error)) from error
         except CodeRefused as error:
             raise SignOnFailed("refused", str(error)) from error
@@ -147,7 +148,10 @@ class Oidc:
             raise SignOnFailed("token", str(error)) from error
 
 
-def _secret(path: Path) -> str:
+def _secret(path: Path | None) -> str | None:
+    """What the file holds now: a Secret of Kubernetes may change. Raises SignOnMissing."""
+    if path is None:
+        return None
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

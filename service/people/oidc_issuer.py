@@ -36,13 +36,14 @@ PAUSE_S: Final = 10.0
 WAIT_S: Final = 4.0
 """How long a request waits for a try that is under way."""
 MOST_WAITING: Final = 4
-"""Requests that wait, and exchanges of codes, at once; of the 40 threads that answer requests."""
+"""Requests that wait for keys at once, and exchanges of codes at once; 40 threads answer all requests."""
 TIMEOUT_S, LONGEST_S = 3.0, 10.0
 """Of one step of an exchange with the issuer; of all of it."""
 MOST_BYTES: Final = 1 << 20
 MOST_KEYS: Final = 100
 WELL_KNOWN: Final = "/.well-known/openid-configuration"
-JSON: Final = {"Accept": "application/json"}
+JSON: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
+"""What an issuer is to answer as: what it packs would have to be unpacked before anybody sees how much it is."""
 _JSON: TypeAdapter[dict[str, JsonValue]] = TypeAdapter(dict[str, JsonValue])
 
 
@@ -101,7 +102,7 @@ class Issuer:
         self._known: _Known | None = None
         self._reading: threading.Event | None = None
         self._began = float("-inf")
-        self._places = threading.Semaphore(MOST_WAITING)
+        self._waiting, self._exchanges = threading.Semaphore(MOST_WAITING), threading.Semaphore(MOST_WAITING)
         self.trouble: str | None = None
         """Why it could not be read the last time; None where it could."""
 
@@ -141,7 +142,7 @@ class Issuer:
             auth = httpx.BasicAuth(quote(client_id, safe=""), quote(secret, safe=""))
         else:
             sent |= {"client_id": client_id, "client_secret": secret}
-        status, answer = self._asked("POST", metadata.token_endpoint, JSON, sent, auth)
+        status, answer = self._in_turn("POST", metadata.token_endpoint, JSON, sent, auth)
         if status == 200:
             return answer
         why = " ".join(str(answer[part]) for part in ("error", "error_description") if answer.get(part))
@@ -156,7 +157,7 @@ class Issuer:
         place = self.metadata().userinfo_endpoint
         if place is None:
             return {}
-        status, answer = self._asked("GET", place, {"Authorization": f"Bearer {access_token}"})
+        status, answer = self._in_turn("GET", place, {**JSON, "Authorization": f"Bearer {access_token}"})
         if status != 200:
             raise IssuerGone(f"its userinfo endpoint answers {status}")
         return answer
@@ -176,11 +177,11 @@ class Issuer:
     def _again(self, before: _Known | None) -> _Known:
         """What is known after one more try, or after that which is under way. Raises IssuerGone where it is nothing."""
         reading = self._start(None)
-        if reading is not None and self._places.acquire(blocking=False):
+        if reading is not None and self._waiting.acquire(blocking=False):
             try:
                 reading.wait(WAIT_S)
             finally:
-                self._places.release()
+                self._waiting.release()
         known = self._known or before
         if known is None:
             raise IssuerGone(self.trouble or "it has not answered yet")
@@ -245,6 +246,15 @@ class Issuer:
             raise IssuerGone(f"{url} answers {status}")
         return found
 
+    def _in_turn(self, *asked: Any) -> tuple[int, dict[str, JsonValue]]:
+        """The same as _asked, few at once: strangers may ask for it, and it waits for the issuer. Raises IssuerGone."""
+        if not self._exchanges.acquire(blocking=False):
+            raise IssuerGone(f"{MOST_WAITING} other exchanges with it are under way")
+        try:
+            return self._asked(*asked)
+        finally:
+            self._exchanges.release()
+
     def _asked(
         self,
         method: str,
@@ -267,6 +277,10 @@ class Issuer:
                 status = answer.status_code
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise IssuerGone(f"{url}: {str(error) or type(error).__name__}") from error
+        except RuntimeError as error:
+            if not self._http.is_closed:
+                raise
+            raise IssuerGone("this service ends") from error
         try:
             return status, _JSON.validate_json(bytes(body))
         except ValidationError as error:

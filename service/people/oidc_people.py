@@ -20,7 +20,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from thinwire.contract.people import IssuerPerson, IssuerPersonList, Role
-from thinwire.service.auth import Person
+from thinwire.service.auth import Person, token_hash
 from thinwire.service.cursors import cursor, key_of
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import Forbidden, PersonNotFound, Unauthorized
@@ -88,11 +88,16 @@ class IssuerPeople:
             row = self._new(subject, name, role)
         return self._person(row, role)
 
-    def of_session(self, session: Session, name: str, groups: Collection[str]) -> Person:
-        """The same of one who has signed in to the page, with these groups. Raises Forbidden, Unauthorized."""
+    def of_session(self, session: Session, name: str, owner: str, groups: Collection[str]) -> Person:
+        """The same of one who has signed in to the page, with these groups. owner: as `owner_of` has it.
+
+        Raises Forbidden, Unauthorized.
+        """
         row = session.get(IssuerPersonRow, name)
-        if self.issuer is None or row is None or row.issuer != self.issuer or row.subject is None:
-            raise Unauthorized("the issuer of this session is no longer taken here: sign in again")
+        if self.issuer is None or row is None or row.issuer != self.issuer:
+            raise Unauthorized("whom the issuer of this session knows is no longer taken here: sign in again")
+        if row.subject is None or owner_of(row.issuer, row.subject) != owner:
+            raise Unauthorized(f"{name} is somebody else's name now: sign in again")
         return self._person(row, self._role(groups, name))
 
     def block(self, name: str, change: Change) -> None:
@@ -221,6 +226,11 @@ class IssuerPeople:
             blocked_at=None if row.blocked_at is None else _time(row.blocked_at),
             blocked_by=row.blocked_by,
         )
+
+
+def owner_of(issuer: str, subject: str) -> str:
+    """Who has a session, in the place of the SHA-256 of a token."""
+    return token_hash(f"{issuer} {subject}")
 
 
 def kept_groups(groups: Iterable[str]) -> str:

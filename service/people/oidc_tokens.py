@@ -126,8 +126,9 @@ class IssuedTokens:
             raise Refused(f"it cannot be read ({type(error).__name__})") from error
         header, claims = found.header, found.claims
         self._meant(header, claims, nonce)
-        if not 0 < len(claims["sub"]) <= LONGEST_SUBJECT:
-            raise Refused(f"sub has {len(claims['sub'])} characters, at most {LONGEST_SUBJECT}")
+        subject = claims["sub"]  # OpenID Connect Core 1.0, section 2
+        if not 0 < len(subject) <= LONGEST_SUBJECT or not (subject.isascii() and subject.isprintable()):
+            raise Refused(f"its sub has {len(subject)} characters: it must be 1 to {LONGEST_SUBJECT} of ASCII")
         return claims
 
     def identity(self, claims: Mapping[str, Any]) -> Identity:

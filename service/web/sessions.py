@@ -19,7 +19,7 @@ from thinwire.service.auth import Caller, Person, token_hash
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import Unauthorized
 from thinwire.service.people.audit import PAUSE_S, Change
-from thinwire.service.people.oidc_people import IssuerPeople, groups_kept, kept_groups
+from thinwire.service.people.oidc_people import IssuerPeople, groups_kept, kept_groups, owner_of
 from thinwire.service.people.tokens import Callers
 
 MOST_OF_TOKEN: Final = 50
@@ -65,10 +65,13 @@ class Sessions:
         """A session of who has this token, which is known to be right: what its cookie holds."""
         return self._begin(SessionRow(token_hash=token_hash(token)), self._lifetime_s, change)
 
-    def begin_of(self, person: Person, groups: Collection[str], lifetime_s: float, change: Change) -> tuple[str, float]:
+    def begin_of(
+        self, person: Person, subject: str, groups: Collection[str], lifetime_s: float, change: Change
+    ) -> tuple[str, float]:
         """The same of somebody whom the issuer has sent, with these groups: the cookie, and how long it holds."""
-        owner = token_hash(f"{person.issuer} {person.name}")
-        row = SessionRow(token_hash=owner, person=person.name, person_groups=kept_groups(groups))
+        row = SessionRow(
+            token_hash=owner_of(str(person.issuer), subject), person=person.name, person_groups=kept_groups(groups)
+        )
         lifetime_s = min(lifetime_s, self._lifetime_s)
         return self._begin(row, lifetime_s, change), lifetime_s
 
@@ -110,7 +113,8 @@ class Sessions:
         if row.expires_at <= self._clock():
             raise Unauthorized("this session has run out: sign in again")
         if row.person is not None:
-            return Caller(person=self._people.of_session(session, row.person, groups_kept(row.person_groups or "[]")))
+            groups = groups_kept(row.person_groups or "[]")
+            return Caller(person=self._people.of_session(session, row.person, row.token_hash, groups))
         person = self._callers.person(session, row.token_hash)
         if person is None:
             raise Unauthorized("the token of this session is no longer taken: sign in with another one")

@@ -80,7 +80,7 @@ def end(request: Request) -> RedirectResponse:
             plane.audit.sign_in(found.name, None, found.issuer, address, error.status).write(session)
         return answer
     change = plane.audit.sign_in(person.name, person.role, found.issuer, address, 303)
-    cookie, age_s = plane.sessions.begin_of(person, found.groups, oidc.session_s, change)
+    cookie, age_s = plane.sessions.begin_of(person, found.subject, found.groups, oidc.session_s, change)
     change.log()
     answer = RedirectResponse(f"{PAGE}{view}?sign-on=done", 303)
     answer.headers.append("Set-Cookie", set_cookie(cookie, age_s, request.headers, _scheme(oidc)))

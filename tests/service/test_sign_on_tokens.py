@@ -69,6 +69,7 @@ def test_a_token_is_worth_what_its_groups_are_mapped_to_and_no_more(served: Serv
     lines = ask(served, olga, "/v1/audit").json()["lines"]
     assert [(line["who"], line["issuer"], line["what"]) for line in lines][:1] == [("anna@idp", real.url, "submit")]
     assert ask(served, olga, "/v1/audit?who=anna@idp").json()["lines"] == lines
+    assert "sign on at the issuer" in ask(served, anna, "/v1/session", "POST").json()["message"]
     guest = real.signed(sub="guest", preferred_username="guest", groups="guests")  # one text, as Google's `hd`
     assert ask(served, guest).status_code == 200
     assert ask(served, guest, method="POST", json=spec()).status_code == 403
@@ -166,6 +167,7 @@ FORGED: dict[str, tuple[Callable[[TestIssuer], str], str]] = {
     "of the future": (lambda real: real.signed(iat=int(time.time()) + 100), "in the future"),
     "nobody": (lambda real: real.signed(sub=None), "sub"),
     "an empty subject": (lambda real: real.signed(sub=""), "sub"),
+    "a subject with NUL": (lambda real: real.signed(sub="a\0b"), "sub"),
     "a long subject": (lambda real: real.signed(sub="x" * 256), "sub"),
     "without a name": (lambda real: real.signed(preferred_username=None), "preferred_username"),
     "a name of signs alone": (lambda real: real.signed(preferred_username="../.."), "no name"),

@@ -123,6 +123,14 @@ def test_a_session_ends_when_its_person_is_blocked_and_when_its_groups_are_worth
     line = served.client.get("/v1/audit?who=olga@idp").json()["lines"][0]
     assert (line["what"], line["status"]) == ("sign_in", 401)
     assert served.client.delete("/v1/people/olga@idp/block").status_code == 204
+    served.plane.callers._wrong._held.clear()  # else in some seconds
+    assert browser.send("/v1/session").status_code == 200
+    assert served.client.delete("/v1/people/olga@idp").status_code == 204
+    assert browser.send("/v1/session").status_code == 401
+    served.plane.callers._wrong._held.clear()
+    with served.plane.db.read() as session:  # another account of the issuer now has the name
+        served.plane.people.admit(session, "another", "olga@idp", ["ml"])
+    assert "somebody else's name" in browser.send("/v1/session").json()["message"]
 
 
 def test_who_has_no_role_is_told_so_and_leaves_no_name(served: Service) -> None:
