@@ -80,8 +80,10 @@ class Oidc:
 
     def offer(self) -> SignOn:
         """What people, and programs of theirs, have to know to sign on."""
-        self.issuer.look()
+        said = self.issuer.look()
+        places = {} if said is None else said.model_dump(include=set(SignOn.model_fields) - {"issuer"})
         return SignOn(
+            **places,
             issuer=self.issuer.url,
             name=self._label,
             client_id=self._cli,

@@ -66,6 +66,7 @@ class Metadata(BaseModel):
     jwks_uri: str
     userinfo_endpoint: str | None = None
     device_authorization_endpoint: str | None = Field(None, description="RFC 8628")
+    revocation_endpoint: str | None = Field(None, description="RFC 7009")
     token_endpoint_auth_methods_supported: list[str] = ["client_secret_basic"]
     code_challenge_methods_supported: list[str] | None = None
 
@@ -114,9 +115,13 @@ class Issuer:
         """What it says of itself. Raises IssuerGone."""
         return self._here().metadata
 
-    def look(self) -> None:
-        """See to it that it is read some time soon, where that has not been done for a while. It waits for nothing."""
-        self._start(None if self._known is None else FRESH_S)
+    def look(self) -> Metadata | None:
+        """What it has said of itself; None where it has not yet. It waits for nothing: where that was not lately, it is
+        asked again in the background.
+        """
+        known = self._known
+        self._start(None if known is None else FRESH_S)
+        return None if known is None else known.metadata
 
     def key(self, name: str | None) -> Key | None:
         """The key of this `kid`; without one, the only key. None where there is no such key. Raises IssuerGone."""
@@ -232,6 +237,7 @@ class Issuer:
         for place in (
             *(metadata.authorization_endpoint, metadata.token_endpoint, metadata.jwks_uri),
             *filter(None, (metadata.userinfo_endpoint, metadata.device_authorization_endpoint)),
+            *filter(None, (metadata.revocation_endpoint,)),
         ):
             if not is_private(place):
                 raise IssuerGone(f"it names {place[:200]!r}, which is neither https nor on loopback")

@@ -34,6 +34,7 @@ from thinwire.cli.plan import plan
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.screen import complain, complain_of, console, note, print_columns
+from thinwire.cli.sign_on import login, logout
 from thinwire.cli.submit import manifest, submit
 from thinwire.cli.summary import SummaryError, picture, shown_summary, summary_rows, summary_table
 from thinwire.cli.up import down, up
@@ -231,6 +232,8 @@ app.command()(events)
 app.add_typer(tokens, name="token")
 app.add_typer(people, name="people")
 app.command()(audit)
+app.command()(login)
+app.command()(logout)
 app.command()(plan)
 app.command("what-if")(what_if)
 app.command()(fetch)

@@ -95,6 +95,10 @@ class SignOn(BaseModel):
         None, description="of programs on people's own machines; null: there is none for them"
     )
     scopes: str | None = Field(None, description="to ask for")
+    authorization_endpoint: str | None = Field(None, description="of the issuer; null: it has not answered yet")
+    token_endpoint: str | None = None
+    device_authorization_endpoint: str | None = Field(None, description="null: it gives devices no codes (RFC 8628)")
+    revocation_endpoint: str | None = Field(None, description="where a refresh token is given back (RFC 7009)")
     page_url: str | None = Field(None, description="where people's browsers find the page")
     trouble: bool = Field(False, description="the issuer did not answer the last time it was asked")
 
