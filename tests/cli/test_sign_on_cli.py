@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command_line import Run
-from tests.service.control_plane_harness import Service
+from tests.service.control_plane_harness import Service, wait_until
 from tests.service.issuer import PUBLIC, Surfer, TestIssuer, issuer
 from tests.service.live_service import LiveService
 from thinwire.client import sign_on
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +129,57 @@ def test_a_service_without_an_issuer_signs_on_nobody(thinwire: Callable[..., Run
     finally:
         other.vanish()
         other.service.close()
+
+
+def test_a_device_signs_on_by_a_code_and_its_token_is_renewed_once_for_all(
+    thinwire: Callable[..., Run], tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.service.issuer_devices import Devices
+
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    with issuer() as real:
+        devices = Devices(real)
+        real.client(PUBLIC, None, "http://127.0.0.1:1/")
+        devices.grants(PUBLIC, real)
+        service = Service(
+            tmp_path / "home",
+            oidc_issuer=real.url,
+            oidc_client_id=PUBLIC,
+            oidc_name="idp",
+            oidc_scopes="openid profile groups",
+            oidc_roles={"ml": "user"},
+        )
+        service.clock.now = time.time()
+        live = LiveService(service)
+        live.listen()
+        url = f"http://127.0.0.1:{live.port}"
+        try:
+            wait_until(lambda: service.plane.oidc and service.plane.oidc.issuer._known, "the issuer is read")
+            answers = [("anna", False), ("anna", True)]
+
+            def confirm(said: str) -> None:
+                if code := re.search(r"confirm the code (\S+)\.", said):
+                    threading.Timer(0.5, devices.granted.update, [{code[1]: answers.pop(0)}]).start()
+
+            monkeypatch.setattr("thinwire.cli.sign_on.note", confirm)
+            refused = thinwire("login", url)
+            assert (refused.code, "access_denied" in refused.err) == (1, True)
+            assert thinwire("login", url).code == 0
+            monkeypatch.setenv("THINWIRE_URL", url)
+            assert thinwire("jobs").code == 0
+            first = sign_on._read()[url]
+            sign_on._keep(url, first.model_copy(update={"expires_at": time.time() + 1.0, "token": "old"}))
+            before = len(devices.waiting), real.asked.count("/oauth/token")
+            found: list[str | None] = []
+            askers = [threading.Thread(target=lambda: found.append(sign_on.token_for(url))) for _ in range(8)]
+            for one in askers:
+                one.start()
+            for one in askers:
+                one.join(60)
+            assert len(set(found)) == 1
+            assert found[0] not in (None, "old")
+            assert (len(devices.waiting), real.asked.count("/oauth/token")) == (before[0], before[1] + 1)
+            assert thinwire("jobs").code == 0
+        finally:
+            live.vanish()
+            service.close()
