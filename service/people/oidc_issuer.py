@@ -67,8 +67,7 @@ class Metadata(BaseModel):
     userinfo_endpoint: str | None = None
     device_authorization_endpoint: str | None = Field(None, description="RFC 8628")
     revocation_endpoint: str | None = Field(None, description="RFC 7009")
-    token_endpoint_auth_methods_supported: list[str] = ["client_secret_basic"]
-    code_challenge_methods_supported: list[str] | None = None
+    token_endpoint_auth_methods_supported: list[str] | None = Field(None, description="none: client_secret_basic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class Issuer:
         metadata = self.metadata()
         sent = dict(form)
         auth: httpx.BasicAuth | None = None
-        methods = metadata.token_endpoint_auth_methods_supported
+        methods = metadata.token_endpoint_auth_methods_supported or ["client_secret_basic"]
         if secret is None:
             sent["client_id"] = client_id
         elif "client_secret_basic" in methods or "client_secret_post" not in methods:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.service.control_plane_harness import Service, spec
 from tests.service.issuer import CLIENT, PASSWORD, PUBLIC, SECRET, Surfer, TestIssuer, issuer
+from thinwire.service.people.oidc_issuer import MOST_WAITING
 
 PAGE = "http://testserver"
 SAME = {"Sec-Fetch-Site": "same-origin"}
@@ -200,6 +201,23 @@ def test_the_verifier_is_what_the_issuer_asks_for(served: Service, monkeypatch: 
     real_one = oidc._derived
     monkeypatch.setattr(oidc, "_derived", lambda secret, what: real_one(secret, what.replace("verifier", "guess")))
     assert browser.come_back(place) == "../#/?sign-on=refused"
+
+
+def test_few_exchanges_with_the_issuer_are_under_way_at_once(served: Service) -> None:
+    """Strangers may ask for one with a state of their own, and each holds a thread until the issuer has answered."""
+    assert served.plane.oidc is not None
+    browser = Browser(served)
+    place = Surfer().sign_in(browser.leave(), "anna")
+    exchanges = served.plane.oidc.issuer._exchanges
+    for _ in range(MOST_WAITING):
+        assert exchanges.acquire(blocking=False)
+    try:
+        kept = dict(browser.cookies)
+        assert browser.come_back(place) == "../#/?sign-on=gone"
+    finally:
+        exchanges.release(MOST_WAITING)
+    browser.cookies = kept
+    assert browser.come_back(place) == "../#/?sign-on=done"
 
 
 def test_an_issuer_that_is_gone_is_said_and_a_token_signs_in(tmp_path: Path) -> None:
