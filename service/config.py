@@ -17,7 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from thinwire.contract.files import data_folder
 from thinwire.contract.logs import LogFormat
 from thinwire.contract.packages import MOST_BYTES
-from thinwire.contract.people import Role
+from thinwire.contract.people import OfProject, Role
 from thinwire.contract.reports import LEASE_S
 
 IPNetwork = IPv4Network | IPv6Network
@@ -66,10 +66,23 @@ class Settings(BaseSettings):
     kuberay_image: str | None = Field(
         None, description="launcher kuberay: of head and workers; default: those of the template"
     )
+    kuberay_pods: Path | None = Field(
+        None,
+        description="launcher kuberay: a file with what is added to the pods of jobs, such as volumes and variables",
+    )
+    kuberay_jobs_apart: bool = Field(
+        False, description="launcher kuberay: each job has a NetworkPolicy, so that no other job's pods reach its own"
+    )
     shared_folders: tuple[Path, ...] = Field(
         (), description="launchers ray and kuberay: folders that all machines of the cluster share, as a JSON list"
     )
     public_url: str | None = Field(None, description="the service as workers reach it; default: where it listens")
+    peer_host: str | None = Field(
+        None,
+        pattern=r"^[0-9A-Za-z._:-]+$",
+        description="name or address at which other services with the same database reach this one, which then hand on "
+        "to it what they cannot answer; default: that of public_url, with its port",
+    )
     tls_certificate: Path | None = Field(
         None, description="the service speaks TLS, with this certificate and those that lead to its CA, as PEM"
     )
@@ -148,6 +161,11 @@ class Settings(BaseSettings):
     oidc_roles: dict[str, Role] = Field(
         {}, description='what groups may do, as JSON: {"ml": "user"}; who is in none of them may nothing'
     )
+    oidc_projects: dict[str, OfProject] = Field(
+        {},
+        description='whose jobs groups see and change, as JSON: {"vision-team": "vision"}; the first that somebody is '
+        "in; default: the project default, for operators all",
+    )
     oidc_name: str | None = Field(
         None,
         pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$",
@@ -168,8 +186,8 @@ class Settings(BaseSettings):
     worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
 
     @field_validator(
-        *("home", "packages_folder", "ray_token_file", "kuberay_template", "tls_certificate", "tls_key", "tls_ca"),
-        *("oidc_client_secret_file", "oidc_ca"),
+        *("home", "packages_folder", "ray_token_file", "kuberay_template", "kuberay_pods"),
+        *("tls_certificate", "tls_key", "tls_ca", "oidc_client_secret_file", "oidc_ca"),
     )
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:

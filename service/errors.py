@@ -19,6 +19,7 @@
       +- InsufficientStorage  507  no room for what is sent
       +- Unavailable          503  the launcher or the database cannot answer now
            +- NotOwner             this service stands by: another one owns the database
+           +- OwnerLost            that one was lost while it worked on the request
            +- Busy                 as many bodies are under way as may be
 
 Whatever goes wrong, the body is contract.jobs.ErrorBody: `install` registers the handlers.
@@ -43,6 +44,7 @@ from starlette.routing import compile_path
 
 from thinwire.contract import logs
 from thinwire.contract.jobs import ErrorBody, JobState, Problem
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.service.problems import describe_problems
 from thinwire.service.web.headers import HEADERS
@@ -180,6 +182,13 @@ class NotOwner(Unavailable):
         self.headers = {"Retry-After": str(ceil(retry_s))}
 
 
+class OwnerLost(Unavailable):
+    """The service that owns the database was lost before it had answered, and may have done what was asked."""
+
+    code = "owner_lost"
+    headers: Mapping[str, str] = {"Retry-After": "1"}
+
+
 class Busy(Unavailable):
     """As many bytes of bodies are under way as the service holds; trying again soon helps."""
 
@@ -231,6 +240,15 @@ class PersonNotFound(NotFound):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"nobody called {name!r} has come by the issuer; GET /v1/people lists them")
+
+
+class ProjectNotFound(NotFound):
+    """No such project, or not the caller's."""
+
+    code = "project_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no project {name!r} here, or you are not of it: GET /v1/projects lists yours")
 
 
 class JobNotFound(NotFound):
@@ -315,9 +333,34 @@ class IdempotencyKeyReused(Conflict):
 
 
 class QuotaReached(Conflict):
-    """The person has as many jobs, or as many bytes here, as one person may."""
+    """The person, or the project, has as much of something as it may."""
 
     code = "quota_reached"
+
+
+class ProjectExists(Conflict):
+    """The name is taken."""
+
+    code = "project_exists"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is a project {name!r} already: PATCH /v1/projects/{name} changes it")
+
+
+class ProjectInUse(Conflict):
+    """Something is of the project, or it is the one that is always there."""
+
+    code = "project_in_use"
+
+    def __init__(self, name: str, jobs: int, tokens: int, *, packages: bool) -> None:
+        words = f"project {name!r} is that of all who name none, and stays"
+        if name != DEFAULT:
+            has = f"{jobs} jobs, {tokens} tokens and {'some' if packages else 'no'} packages"
+            words = (
+                f"project {name!r} has {has}: delete its jobs, revoke its tokens or move them; its packages go by "
+                "themselves, some time after the last job that names them"
+            )
+        super().__init__(words)
 
 
 class TokenExists(Conflict):

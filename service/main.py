@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.staticfiles import StaticFiles
@@ -24,7 +25,7 @@ from thinwire.contract.streams import MODELS
 from thinwire.contract.tls import read_ca
 from thinwire.contract.traces import ENDPOINT, Traces
 from thinwire.service import errors
-from thinwire.service.auth import DOCS_FILES, WEB_FILES, Guard, person
+from thinwire.service.auth import DOCS_FILES, WEB_FILES, Guard, InProject, person
 from thinwire.service.bodies import Bodies
 from thinwire.service.config import IPNetwork, Settings
 from thinwire.service.db import Database
@@ -46,9 +47,12 @@ from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.oidc_people import IssuerPeople, SignOnMissing
+from thinwire.service.people.projects import Projects
+from thinwire.service.people.quotas import Quotas
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
 from thinwire.service.request_ids import RequestIds
 from thinwire.service.requests import SCHEMAS
+from thinwire.service.standby import HandedOn, HandsOn, Standby
 from thinwire.service.tracing import Traced
 from thinwire.service.web import router as web_router
 from thinwire.service.web.headers import BrowserHeaders
@@ -67,6 +71,8 @@ JOBS_SHOWN_AT_ONCE = 4
 """A job file of 1 MiB takes some ten MiB while it is made an answer."""
 SILENT_S = 10.0
 """A launcher that is silent for so long cannot be used; three turns of the reconciler, where these are longer."""
+TAKES_OVER_S = 30.0
+"""A service that takes the database over was ready before, and stays so while its launcher starts: jobs are taken."""
 
 
 class DatabaseOwned(Exception):
@@ -76,11 +82,15 @@ class DatabaseOwned(Exception):
 class ControlPlane:
     """Everything behind the routes, put together once: database, launcher, reconciler, the two sides of jobs.
 
-    on_lost: called when another service has taken the database over. Nothing can be written then: the process ends.
+    service_url, peer_url: how workers and other services of the database reach this one. on_lost: called when another
+    service has taken the database over. Nothing can be written then: the process ends.
     """
 
-    def __init__(self, settings: Settings, launcher: Launcher, service_url: str, clock: Callable[[], float]) -> None:
-        self._begun = self._closed = False
+    def __init__(
+        self, settings: Settings, launcher: Launcher, service_url: str, peer_url: str, clock: Callable[[], float]
+    ) -> None:
+        self._begun = self._closed = self._stood_by = False
+        self._begun_at: float | None = None
         self._home = settings.home
         private_folder(settings.home)
         self.operator_token = OperatorToken(settings.token_file)
@@ -88,7 +98,9 @@ class ControlPlane:
         self.db = Database(settings.database)
         self.audit = Audit(self.db, keep_days=settings.audit_days, clock=clock)
         self.tokens = Tokens(self.db, keep_days=settings.audit_days, clock=clock)
-        self.people = IssuerPeople(self.db, settings.oidc_issuer, settings.oidc_roles, clock=clock)
+        self.people = IssuerPeople(
+            self.db, settings.oidc_issuer, settings.oidc_roles, settings.oidc_projects, clock=clock
+        )
         self.oidc = _oidc(settings, self.people, service_url, clock) if settings.oidc_issuer is not None else None
         self.callers = Callers(
             self.db,
@@ -101,7 +113,7 @@ class ControlPlane:
             self.db, self.callers, self.people, lifetime_s=settings.session_hours * 3600.0, clock=clock
         )
         self.grafana_url = settings.grafana_url
-        self.ownership = Ownership(self.db, settings.home, service_url, settings.owner_lease_s)
+        self.ownership = Ownership(self.db, settings.home, peer_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
         self.starter = LauncherStarter(
             launcher, self.service_id, silent_s=max(SILENT_S, 3 * settings.reconcile_interval_s)
@@ -114,11 +126,14 @@ class ControlPlane:
         self.stream_slots = StreamSlots(settings.streams, settings.streams_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
+        certified = urlsplit(service_url).hostname if settings.peer_host is not None else None
+        self.standby = Standby(self.ownership, ca, certified)
         told: dict[str, str] = {} if settings.log_format == "text" else {"log_format": settings.log_format}
         self.traces: Traces | None = None
         if settings.otlp_endpoint is not None:
             told[ENDPOINT] = settings.otlp_endpoint
             self.traces = Traces(settings.otlp_endpoint, "thinwire-service", self.metrics.count_spans)
+        self.projects = Projects(self.db, has_packages=lambda project: self.packages.has_some(project), clock=clock)
         folders = RunFolders(settings.runs, ServiceAt(service_url, ca), told, self.traces)
         self.packages = Packages(
             settings.packages,
@@ -128,6 +143,7 @@ class ControlPlane:
             keep_days=settings.package_keep_days,
             named=self._named_packages,
             confirm_owner=self.ownership.confirm,
+            limits=self.projects.settings,
             clock=clock,
         )
         self.reconciler = Reconciler(
@@ -171,12 +187,15 @@ class ControlPlane:
             job_bytes=settings.job_max_bytes,
             person_bytes=settings.person_max_bytes,
         )
+        self.quotas = Quotas(self.db, self.packages.bytes_of, lambda: self.reconciler.admission.room)
         self.metrics.watch(
             self.jobs.count_by_state,
             launcher.name,
             self.launcher_reason,
             self.starter.age_s,
-            JobMetrics(self.db, clock),
+            lambda project: JobMetrics(self.db, clock, project),
+            self.tokens.ending,
+            lambda project: self.quotas.of(project, None).quotas,
             settings.home,
         )
 
@@ -193,6 +212,7 @@ class ControlPlane:
                 f"the database {self.db.shown} belongs to {owner}. SQLite has one service: use that one, end it (if "
                 f"it was killed, wait {owner.left_s:.0f} s), or set THINWIRE_HOME or THINWIRE_DATABASE_URL"
             )
+        self._stood_by = True
         logger.info("standing_by owner=%s", owner)
 
     def start(self) -> None:
@@ -209,6 +229,7 @@ class ControlPlane:
         """What only the owner does. Once."""
         if self._begun:
             return
+        self._begun_at = time.monotonic()
         self.jobs.rewrite_service_urls()
         self.starter.start()
         self.reconciler.start()
@@ -273,7 +294,10 @@ class ControlPlane:
             return JobRepository(session).service_id()
 
     def not_ready(self) -> str | None:
-        """None when the service can take and start jobs, else why not. Of the launcher, what it said last."""
+        """None when the service can take and start jobs, or hands them to the owner, else why not.
+
+        Of the launcher, what it said last.
+        """
         try:
             self.db.check()
         except SQLAlchemyError as error:
@@ -285,8 +309,12 @@ class ControlPlane:
         if free < LEAST_FREE_BYTES:
             return f"the disk of {self._home} has {free >> 20} MiB left, at least {LEAST_FREE_BYTES >> 20} are needed"
         if not self.ownership.owns:
-            return self.ownership.over or f"standby: the database belongs to {self.ownership.owner()}"
+            return self.ownership.over or self.standby.not_ready()
         reason = self.starter.reason()
+        if reason is not None and self._stood_by:
+            begun_s = 0.0 if self._begun_at is None else time.monotonic() - self._begun_at
+            if begun_s < TAKES_OVER_S and self.starter.age_s() is None:
+                return None
         return f"launcher: {reason}" if reason is not None else None
 
 
@@ -307,16 +335,22 @@ def _oidc(settings: Settings, people: IssuerPeople, service_url: str, clock: Cal
 
 
 def create_app(
-    settings: Settings, launcher: Launcher, *, service_url: str | None = None, clock: Callable[[], float] = time.time
+    settings: Settings,
+    launcher: Launcher,
+    *,
+    service_url: str | None = None,
+    peer_url: str | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The application. It makes the home folder and the operator's token where they are missing; its lifespan
     takes the database or stands by, starts the launcher in a thread and the reconciler, and ends all of them.
 
     service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
-    clock: unix seconds. Raises: tokens.TokenFileError, db.DatabaseUnusable, SignOnMissing, WrongCa, OSError.
+    peer_url: how other services of the same database reach it; default: service_url. clock: unix seconds.
+    Raises: tokens.TokenFileError, db.DatabaseUnusable, SignOnMissing, WrongCa, OSError.
     """
     url = service_url or settings.public_url or f"http://{settings.host}:{settings.port}"
-    plane = ControlPlane(settings, launcher, url.rstrip("/"), clock)
+    plane = ControlPlane(settings, launcher, url.rstrip("/"), peer_url or url.rstrip("/"), clock)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -324,6 +358,7 @@ def create_app(
         try:
             yield
         finally:
+            await plane.standby.close()
             await run_in_threadpool(plane.close)
 
     app = _Api(
@@ -345,17 +380,19 @@ def create_app(
     app.include_router(jobs_router.claims)
     app.include_router(packages_router.packages)
     app.include_router(people_router.people)
+    app.include_router(people_router.members)
     app.include_router(_own)
     app.include_router(web_router.sessions)
     app.include_router(sign_on)
     app.include_router(web_router.pages)
     app.mount(WEB_FILES, web_router.files())
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
-    # The last one added is the first to see a request: name it, see whom a proxy speaks for, send its answer in parts,
-    # tell browsers of it, count it, ask who it is, note what is changed, read the body.
+    # The last one added is the first to see a request: name it, see whom another service or a proxy speaks for, send
+    # its answer in parts, tell browsers, count it, ask who it is, hand it on, note what is changed, read the body.
     app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
-    app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of)
+    app.add_middleware(HandsOn, standby=plane.standby, ownership=plane.ownership, charge=plane.reports.charge)
+    app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of, clock=clock)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     app.add_middleware(BrowserHeaders)
     app.add_middleware(Paced)
@@ -363,7 +400,8 @@ def create_app(
         app.add_middleware(Traced, spans=plane.traces)
     if settings.trusted_proxies:  # by default nobody is: a job on this machine could say that it comes from anywhere
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_proxies(settings.trusted_proxies))
-    app.add_middleware(RequestIds, trusted=settings.trusted_proxies)
+    app.add_middleware(HandedOn, standby=plane.standby)
+    app.add_middleware(RequestIds, trusted=settings.trusted_proxies, vouched=plane.standby.vouched)
     return app
 
 
@@ -376,18 +414,21 @@ def _proxies(networks: Sequence[IPNetwork]) -> list[str]:
 class _Api(FastAPI):
     """Its document also has the models of what FastAPI does not read or write itself: a large body, streams."""
 
+    _document: ClassVar[dict[str, Any] | None] = None
+
     def openapi(self) -> dict[str, Any]:
-        """The document, made once."""
-        if self.openapi_schema is None:
-            schemas = super().openapi()["components"]["schemas"]
+        """The document, made once in a process: it takes half a second, and no setting changes a route."""
+        if _Api._document is None:
+            made = super().openapi()
+            schemas = made["components"]["schemas"]
             ref = f"{SCHEMAS}{{model}}"
             _, by_hand = models_json_schema(
                 [(Telemetry, "validation"), *((model, "serialization") for model in MODELS.values())], ref_template=ref
             )
             for name, schema in by_hand["$defs"].items():
                 schemas.setdefault(name, schema)
-        assert self.openapi_schema is not None
-        return self.openapi_schema
+            _Api._document = made
+        return _Api._document
 
 
 _own = APIRouter(tags=["service"])
@@ -410,7 +451,8 @@ async def openapi(request: Request) -> Response:
 
 @_own.get("/readyz", responses=errors.documented(errors.Unavailable))
 def readyz(request: Request) -> dict[str, str]:
-    """The service owns its database, its launcher answers, and jobs can be taken; else 503 and why. Open.
+    """Jobs can be taken: the service owns its database and its launcher answers, or it hands on to the service that
+    owns it; else 503 and why. Open.
 
     The launcher is not asked by this request: `launcher` says how long ago it answered.
     """
@@ -418,20 +460,30 @@ def readyz(request: Request) -> dict[str, str]:
     reason = plane.not_ready()
     if reason is not None:
         raise errors.Unavailable(reason)
-    return {"status": "ready", "launcher": f"answered {plane.starter.age_s() or 0.0:.1f} s ago"}
+    if not plane.ownership.owns:
+        return {"status": "standby"}
+    age_s = plane.starter.age_s()
+    return {"status": "ready", "launcher": "it is starting" if age_s is None else f"answered {age_s:.1f} s ago"}
 
 
 _METRICS_DOC: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {}}, "description": "Prometheus text format"},
-    **errors.documented(errors.Unauthorized, errors.Forbidden, errors.TooManyWrongTokens, errors.Unavailable),
+    **errors.documented(
+        errors.Unauthorized,
+        errors.Forbidden,
+        errors.ProjectNotFound,
+        errors.InvalidRequest,
+        errors.TooManyWrongTokens,
+        errors.Unavailable,
+    ),
 }
 
 
 @_own.get("/metrics", dependencies=[Depends(person)], response_class=Response, responses=_METRICS_DOC)
-def metrics(request: Request) -> Response:
-    """The service's own metrics."""
+def metrics(request: Request, project: InProject) -> Response:
+    """The service's own metrics. Of jobs and tokens, those of the project or of all."""
     plane: ControlPlane = request.app.state.plane
-    return Response(plane.metrics.text(), media_type=CONTENT_TYPE)
+    return Response(plane.metrics.text(project), media_type=CONTENT_TYPE)
 
 
 def _version() -> str:

@@ -9,6 +9,8 @@ for no writer, and a take-over for all of them.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import os
 import secrets
@@ -52,7 +54,10 @@ class OwnerRow(Base):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who has the database, for a person. left_s: until the lease runs out; below 0 it has."""
+    """Who has the database. left_s: until the lease runs out; below 0 it has.
+
+    url: where other services of this database reach it. home_id: known to these alone.
+    """
 
     number: int
     home_id: str
@@ -61,6 +66,7 @@ class Owner:
     home: str
     url: str
     since: float
+    expires_at: float
     left_s: float
 
     def __str__(self) -> str:
@@ -72,7 +78,8 @@ class Ownership:
     """This process's part in it. Methods may be called from any thread. db: modified, its fence is set.
 
     home: the service's; started again on it, a service takes over at once what its predecessor held, since a home has
-    one service at a time. lease_s: without a renewal for so long, another service takes over. Raises OSError.
+    one service at a time. url: where other services of this database reach this one. lease_s: without a renewal for so
+    long, another service takes over. Raises OSError.
     """
 
     def __init__(self, db: Database, home: Path, url: str, lease_s: float) -> None:
@@ -82,6 +89,8 @@ class Ownership:
         self._number: int | None = None
         self._renewed = 0.0
         self._lost: Callable[[str], None] = lambda why: None
+        self.seen: Owner | None = None
+        """Who owned the database when this process last looked, while it stands by; None while it owns it."""
         self.over: str | None = None
         """Why this process can never write again; None while it owns or stands by."""
         self._stop = threading.Event()
@@ -93,6 +102,15 @@ class Ownership:
         """Does this process hold the lease, as far as it knows?"""
         return self._number is not None
 
+    @property
+    def number(self) -> int | None:
+        """Of the lease that this process holds, as far as it knows."""
+        return self._number
+
+    def seal(self, words: str) -> str:
+        """What proves that these words are of a service of this database, and meant for this one."""
+        return sealed(words, self._home_id)
+
     def take(self) -> Owner | None:
         """Take the lease where no other service holds it, and bring the schema up to date with it.
 
@@ -103,6 +121,7 @@ class Ownership:
         with self._db.exclusive() as session:
             owner = _owner(session)
             if owner is not None and owner.left_s > 0 and owner.home_id != self._home_id:
+                self.seen = owner
                 return owner
             self._db.upgrade_in(session)
             number = 1 if owner is None else owner.number + 1
@@ -119,7 +138,7 @@ class Ownership:
             }
             began = _elapsed()
             session.execute(insert(OwnerRow).values(mine) if owner is None else update(OwnerRow).values(mine))
-        self._number, self._renewed = number, began
+        self._number, self._renewed, self.seen = number, began, None
         logger.info("database_owned number=%d home=%s", number, self._home)
         return None
 
@@ -187,7 +206,7 @@ class Ownership:
         while self.over is None:
             try:
                 if not self.owns:
-                    owner = self.owner()
+                    self.seen = owner = self.owner()
                     if owner is None or owner.left_s <= 0:
                         self.take()
                 elif begun:
@@ -221,6 +240,11 @@ class Ownership:
         return NotOwner(self.over, self._lease_s)
 
 
+def sealed(words: str, home_id: str) -> str:
+    """The seal of these words, for the service with this home: an HMAC (RFC 2104) of SHA-256, in hexadecimal digits."""
+    return hmac.new(home_id.encode(), words.encode(), hashlib.sha256).hexdigest()
+
+
 def _owner(session: Session) -> Owner | None:
     """Who has the database, by its own clock; None where nobody ever had."""
     if not inspect(session.connection()).has_table(OwnerRow.__tablename__):
@@ -228,8 +252,17 @@ def _owner(session: Session) -> Owner | None:
     row = session.scalar(select(OwnerRow))
     if row is None:
         return None
-    left_s = row.expires_at - _now(session)
-    return Owner(row.number, row.home_id, row.host, row.pid, row.home, row.url, row.since, left_s)
+    return Owner(
+        number=row.number,
+        home_id=row.home_id,
+        host=row.host,
+        pid=row.pid,
+        home=row.home,
+        url=row.url,
+        since=row.since,
+        expires_at=row.expires_at,
+        left_s=row.expires_at - _now(session),
+    )
 
 
 def _now(session: Session) -> float:

@@ -1,8 +1,8 @@
 """Each request has a name: in its answer, in every error's body, and in each line that the service logs of it.
 
 A proxy in front may have given it one already, in X-Request-ID, so that both logs have the same. It is taken from
-trusted proxies alone (THINWIRE_TRUSTED_PROXIES), and where it is one plain word: a stranger's would be a stranger's
-words in the log, and two requests of one name.
+trusted proxies alone (THINWIRE_TRUSTED_PROXIES), and from a service that has handed the request on (standby.py), and
+where it is one plain word: a stranger's would be a stranger's words in the log, and two requests of one name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Final
 
@@ -35,12 +35,17 @@ REFUSED_BURST, REFUSED_PER_S = 100.0, 1.0
 class RequestIds:
     """ASGI middleware, the outermost, before any that takes the address of a proxy's client for that of the peer.
 
-    trusted: networks of proxies whose names are taken.
+    trusted: networks of proxies whose names are taken. vouched: whether a service of the same database sends it.
     """
 
-    def __init__(self, app: ASGIApp, trusted: Sequence[IPNetwork] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        trusted: Sequence[IPNetwork] = (),
+        vouched: Callable[[Scope], bool] = lambda scope: False,
+    ) -> None:
         self.app = app
-        self._trusted = trusted
+        self._trusted, self._vouched = trusted, vouched
         self._refused = Rates(REFUSED_BURST, REFUSED_PER_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,8 +67,10 @@ class RequestIds:
 
     def _given(self, scope: Scope) -> str | None:
         given = Headers(scope=scope).getlist(REQUEST_ID)
-        if len(given) != 1 or not self._trusted or not SANE.fullmatch(given[0]) or redacted(given[0]) != given[0]:
+        if len(given) != 1 or not SANE.fullmatch(given[0]) or redacted(given[0]) != given[0]:
             return None
+        if self._vouched(scope):
+            return given[0]
         try:
             peer = ip_address((scope.get("client") or ("",))[0])
         except ValueError:

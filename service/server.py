@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from types import FrameType
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -65,7 +66,8 @@ def serve(
             url = settings.public_url or here
             launcher = launcher or make_launcher(settings)
             try:
-                app = create_app(settings, launcher, service_url=url)
+                peer = None if settings.peer_host is None else _at(settings.peer_host, here)
+                app = create_app(settings, launcher, service_url=url, peer_url=peer)
                 plane: ControlPlane = app.state.plane
                 plane.own()
             except (DatabaseUnusable, DatabaseOwned, WrongCa, TracesMissing, SignOnMissing) as error:
@@ -292,6 +294,12 @@ def _url(listener: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{address}]:{port}" if address.version == 6 else f"{scheme}://{address}:{port}"
 
 
+def _at(host: str, here: str) -> str:
+    """The URL of the listener for those who reach it at this name or address."""
+    parts = urlsplit(here)
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
+
+
 def _local(settings: Settings) -> Launcher:
     from thinwire.service.launch.local import LocalLauncher
 
@@ -322,7 +330,13 @@ def _kuberay(settings: Settings) -> Launcher:
             f"{own}: KubeRay lets the autoscaler of each job change all pods of the jobs' namespace. Name another "
             "namespace, or set THINWIRE_KUBERAY_SHARED_NAMESPACE=true"
         )
-    return KubeRayLauncher(settings.kuberay_namespace, settings.kuberay_template, settings.kuberay_image)
+    return KubeRayLauncher(
+        settings.kuberay_namespace,
+        settings.kuberay_template,
+        settings.kuberay_image,
+        pods=settings.kuberay_pods,
+        apart=settings.kuberay_jobs_apart,
+    )
 
 
 def _fake(settings: Settings) -> Launcher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import shlex
 import signal
@@ -83,6 +84,19 @@ def _one_thread_a_rank() -> None:
     """Ranks are threads and test processes run side by side: more threads below each only get in the way."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+def _logging_as_it_was() -> Iterator[None]:
+    """What a test sets up in its own process (`thinwire.contract.logs.set_up`) is not seen by the tests after it."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
+
+
+_logging_of_a_module = pytest.fixture(scope="module", autouse=True)(_logging_as_it_was)
+_logging_of_a_test = pytest.fixture(autouse=True)(_logging_as_it_was)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from fastapi import Request
-from sqlalchemy import Boolean, ColumnElement, Select, String, delete, func, literal_column, select
+from sqlalchemy import Boolean, ColumnElement, Index, Select, String, delete, func, literal_column, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 from starlette.concurrency import run_in_threadpool
@@ -47,6 +47,7 @@ class AuditRow(Base):
     """One change. job_id refers to nothing: the line outlives the job."""
 
     __tablename__ = "audit"
+    __table_args__ = (Index("audit_of_project", "project", "id"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     time: Mapped[float] = mapped_column(index=True)
@@ -55,6 +56,7 @@ class AuditRow(Base):
     what: Mapped[str] = mapped_column(String(64))
     job_id: Mapped[str | None] = mapped_column(String(80), index=True, default=None)
     about: Mapped[str | None] = mapped_column(String(200), default=None)
+    project: Mapped[str | None] = mapped_column(String(63), default=None)
     address: Mapped[str | None] = mapped_column(String(64), default=None)
     status: Mapped[int]
     issuer: Mapped[str | None] = mapped_column(String(500), default=None)
@@ -62,7 +64,9 @@ class AuditRow(Base):
 
 @dataclass(slots=True)
 class Change:
-    """A change that is under way. status: what will be answered, or was. written: its line is in the database."""
+    """A change that is under way. status: what will be answered, or was. project: of what is changed, else of who asks.
+    written: its line is in the database.
+    """
 
     who: str
     role: Role | None
@@ -73,6 +77,7 @@ class Change:
     job_id: str | None = None
     about: str | None = None
     issuer: str | None = None
+    project: str | None = None
     written: bool = field(default=False, init=False)
 
     def write(self, session: Session, job_id: str | None = None, about: str | None = None) -> None:
@@ -86,6 +91,7 @@ class Change:
                 what=self.what,
                 job_id=self.job_id,
                 about=self.about and self.about[:200],
+                project=self.project,
                 address=self.address,
                 status=self.status,
                 issuer=self.issuer,
@@ -139,6 +145,7 @@ class Audited:
         what = _plain(scope["method"], 64) or "-"  # until its route names it
         person = caller.person
         change = Change(person.name, person.role, what, address, self._clock(), 500, issuer=person.issuer)
+        change.project = person.project
         scope["state"]["change"] = change
         answered = False
 
@@ -194,8 +201,10 @@ class Audit:
         """The sign-on of somebody whom an issuer has sent, which no token of theirs asks for."""
         return Change(who, role, "sign_in", _plain(address, 64), self._clock(), status, issuer=issuer)
 
-    def lines(self, limit: int, before: int | None, who: str | None, job_id: str | None) -> AuditList:
-        """The newest lines, newest first: of one person, of one job, older than a line where that is given."""
+    def lines(
+        self, limit: int, before: int | None, who: str | None, job_id: str | None, project: str | None
+    ) -> AuditList:
+        """The newest lines, newest first: of one person, job or project, older than a line where that is given."""
         query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit + 1)
         if before is not None:
             query = query.where(AuditRow.id < before)
@@ -203,6 +212,8 @@ class Audit:
             query = query.where(AuditRow.who == who)
         if job_id is not None:
             query = query.where(AuditRow.job_id == job_id)
+        if project is not None:
+            query = query.where(AuditRow.project == project)
         with self._db.read() as session:
             rows = session.scalars(query).all()
         more, rows = len(rows) > limit, rows[:limit]
@@ -275,6 +286,7 @@ def _views(rows: Iterable[AuditRow]) -> Iterable[AuditLine]:
             issuer=row.issuer,
             role=Role(row.role) if row.role is not None else None,
             what=row.what,
+            project=row.project,
             job_id=row.job_id,
             about=row.about,
             address=row.address,

@@ -51,7 +51,10 @@ class Oidc:
             clients=[one for one in (self._client_id, self._cli) if one is not None],
             audience=settings.oidc_audience,
             claims=Claims(
-                settings.oidc_name_claim, settings.oidc_groups_claim, settings.oidc_roles.keys(), self._label
+                settings.oidc_name_claim,
+                settings.oidc_groups_claim,
+                {*settings.oidc_roles, *settings.oidc_projects},
+                self._label,
             ),
             leeway_s=settings.oidc_leeway_s,
             clock=clock,

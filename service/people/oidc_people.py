@@ -20,6 +20,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from thinwire.contract.people import IssuerPerson, IssuerPersonList, Role
+from thinwire.contract.projects import DEFAULT, EVERY
 from thinwire.service.auth import Person, token_hash
 from thinwire.service.cursors import cursor, key_of
 from thinwire.service.db import Base, Database
@@ -66,13 +67,20 @@ class IssuerPeople:
     """People of one issuer. Methods may be called from any thread.
 
     issuer: None where there is none now: then nobody comes, and who has come is listed. roles: of each group; nobody
-    has more than the highest of theirs, and none without one. clock: unix seconds.
+    has more than the highest of theirs, and none without one. projects: of each group, EVERY for all; the first of
+    them that somebody is in is theirs. clock: unix seconds.
     """
 
     def __init__(
-        self, db: Database, issuer: str | None, roles: Mapping[str, Role], *, clock: Callable[[], float]
+        self,
+        db: Database,
+        issuer: str | None,
+        roles: Mapping[str, Role],
+        projects: Mapping[str, str],
+        *,
+        clock: Callable[[], float],
     ) -> None:
-        self._db, self.issuer, self._roles, self._clock = db, issuer, roles, clock
+        self._db, self.issuer, self._roles, self._projects, self._clock = db, issuer, roles, projects, clock
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[float, Role]] = {}
         self._due = float("-inf")
@@ -86,7 +94,7 @@ class IssuerPeople:
         row = session.scalar(select(IssuerPersonRow).where(*self._is(subject)))
         if row is None:
             row = self._new(subject, name, role)
-        return self._person(row, role)
+        return self._person(row, role, groups)
 
     def of_session(self, session: Session, name: str, owner: str, groups: Collection[str]) -> Person:
         """The same of one who has signed in to the page, with these groups. owner: as `owner_of` has it.
@@ -98,7 +106,7 @@ class IssuerPeople:
             raise Unauthorized("whom the issuer of this session knows is no longer taken here: sign in again")
         if row.subject is None or owner_of(row.issuer, row.subject) != owner:
             raise Unauthorized(f"{name} is somebody else's name now: sign in again")
-        return self._person(row, self._role(groups, name))
+        return self._person(row, self._role(groups, name), groups)
 
     def block(self, name: str, change: Change) -> None:
         """From now on this person is refused, whatever token comes; also one who has not come yet. Again: no change."""
@@ -196,7 +204,7 @@ class IssuerPeople:
     def _is(self, subject: str) -> tuple[ColumnElement[bool], ...]:
         return IssuerPersonRow.issuer == self.issuer, IssuerPersonRow.subject == subject
 
-    def _person(self, row: IssuerPersonRow, role: Role) -> Person:
+    def _person(self, row: IssuerPersonRow, role: Role, groups: Collection[str]) -> Person:
         if row.blocked_at is not None:
             when = f"{_time(row.blocked_at):%Y-%m-%d %H:%M}"
             raise Unauthorized(f"{row.name} was blocked here on {when} UTC: ask the operator")
@@ -204,7 +212,13 @@ class IssuerPeople:
         if row.last_at is None or now - row.last_at >= COARSE_S or row.role != role.value:
             with self._lock:
                 self._seen[row.name] = (now, role)
-        return Person(row.name, role, row.issuer)
+        return Person(row.name, role, self._project(groups, role), issuer=row.issuer)
+
+    def _project(self, groups: Collection[str], role: Role) -> str | None:
+        """None for all of them. As a new token's, where no group says it."""
+        found = next((project for group, project in self._projects.items() if group in groups), None)
+        found = found or (EVERY if role is Role.OPERATOR else DEFAULT)
+        return None if found == EVERY else found
 
     def _role(self, groups: Iterable[str], name: str) -> Role:
         """The highest that these groups give. Raises Forbidden where it is none."""

@@ -50,7 +50,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a token says that one is. groups: those of the token that THINWIRE_OIDC_ROLES names. expires_at: unix s."""
+    """Who a token says that one is. groups: those of the token that the settings name. expires_at: unix s."""
 
     issuer: str
     subject: str

@@ -80,6 +80,7 @@ def end(request: Request) -> RedirectResponse:
             plane.audit.sign_in(found.name, None, found.issuer, address, error.status).write(session)
         return answer
     change = plane.audit.sign_in(person.name, person.role, found.issuer, address, 303)
+    change.project = person.project
     cookie, age_s = plane.sessions.begin_of(person, found.subject, found.groups, oidc.session_s, change)
     change.log()
     answer = RedirectResponse(f"{PAGE}{view}?sign-on=done", 303)

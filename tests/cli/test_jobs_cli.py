@@ -27,6 +27,8 @@ from thinwire.cli.job_file import JobFileError
 from thinwire.cli.job_ids import offered
 from thinwire.cli.quantities import past
 from thinwire.cli.setting import changes_of
+from thinwire.client import Client, Unreachable
+from thinwire.contract.jobs import Job
 from thinwire.contract.reports import Sample
 from thinwire.service.launch.protocol import LaunchState
 
@@ -142,8 +144,25 @@ def test_the_exit_code_of_wait_says_how_all_have_ended(live: LiveService, thinwi
     assert late.code == exit_codes.TIMED_OUT
     assert on in late.err
     assert json.loads(thinwire("wait", good, "--json").out)["jobs"][0]["state"] == "SUCCEEDED"
+    assert json.loads(thinwire("wait", good, on, "--timeout", "0.1s", "--json").out)["jobs"][0]["id"] == good
     assert thinwire("wait", "no-such-job").code == exit_codes.WRONG_INPUT
     assert thinwire("wait", good, "--timeout", "soon").code == exit_codes.WRONG_INPUT
+
+
+def test_what_has_ended_is_told_of_a_service_that_is_gone_since(
+    live: LiveService, thinwire: Thinwire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, on = ended(live, LaunchState.SUCCEEDED), live.service.running(name="goes-on")
+
+    def gone(*_: object, on_ended: Callable[[Job], None], **__: object) -> None:
+        with Client() as client:
+            on_ended(client.job(good))
+        raise Unreachable("no answer")
+
+    monkeypatch.setattr(Client, "wait", gone)
+    said = thinwire("wait", good, on, "--timeout", "1s", "--json")
+    assert (said.code, [job["id"] for job in json.loads(said.out)["jobs"]]) == (exit_codes.TIMED_OUT, [good])
+    assert f"{on} (no answer)" in said.err
 
 
 def test_ctrl_c_ends_the_waiting_and_not_the_job(
@@ -267,6 +286,15 @@ def test_settings_are_read_by_the_fields_that_they_name() -> None:
         "labels": {"try": "1"},
         "recipe": {"env_vars": {"N": "2"}},
         "network": {"interface": "0"},
+    }
+    assert changes_of(["labels.example.com/team=x", "labels.example.com/v1.2=010", "steps=010", "seed=0o10"]) == {
+        "labels": {"example.com/team": "x", "example.com/v1.2": "010"},
+        "steps": 10,
+        "seed": 8,
+    }
+    assert changes_of(["recipe.secrets.KEY.file=a", "unknown.x.y=1:30"]) == {
+        "recipe": {"secrets": {"KEY": {"file": "a"}}},
+        "unknown": {"x": {"y": "1:30"}},
     }
     assert changes_of(["recipe.widths=[1, 2, 3]", "start=null", "bucket_elements="]) == {
         "recipe": {"widths": [1, 2, 3]},

@@ -89,7 +89,7 @@ def resources_are_bounded(found: list[Object]) -> Iterator[str]:
 
 
 def the_service_is_probed(found: list[Object]) -> Iterator[str]:
-    """Alive by /healthz, which waits for nothing; ready by /readyz, which only the owner of the database is."""
+    """Alive by /healthz, which waits for nothing; ready by /readyz, as the owner is, and who hands on to it."""
     for name, container, _ in containers(found):
         if not name.endswith(": thinwire"):
             continue
@@ -145,7 +145,7 @@ def ray_is_exposed_nowhere(found: list[Object]) -> Iterator[str]:
 def networks_are_closed(found: list[Object]) -> Iterator[str]:
     """Ray's pods are guarded, and each port of theirs is open to those alone that need it; so is the API."""
     policies = [each["spec"] for each in found if each["kind"] == "NetworkPolicy"]
-    guarded = [policy["podSelector"].get("matchLabels", {}) for policy in policies]
+    guarded = [policy["podSelector"] for policy in policies]
     launcher = next(
         (
             env["value"]
@@ -155,21 +155,25 @@ def networks_are_closed(found: list[Object]) -> Iterator[str]:
         ),
         None,
     )
-    if launcher == "kuberay" and RAY_POD not in guarded:
+    if launcher == "kuberay" and {"matchLabels": RAY_POD} not in guarded:
         yield "no policy for the pods of Ray"
-    if not any(labels.get("app.kubernetes.io/name") == "thinwire" for labels in guarded):
+    if not any(one.get("matchLabels", {}).get("app.kubernetes.io/name") == "thinwire" for one in guarded):
         yield "no policy for the API"
     for policy in policies:
-        if "Ingress" not in policy["policyTypes"]:
+        labels = policy["podSelector"].get("matchLabels", {})
+        if "Ingress" not in policy["policyTypes"] and not any(
+            "Ingress" in other["policyTypes"] and other["podSelector"].get("matchLabels", {}).items() <= labels.items()
+            for other in policies
+        ):
             yield "a policy that lets everything in"
-        of_ray = policy["podSelector"].get("matchLabels") == RAY_POD
-        for rule in policy["ingress"]:
+        of_ray = labels == RAY_POD
+        for rule in policy.get("ingress", ()):
             if not rule.get("from") or {} in rule["from"]:
                 yield "a port that is open to all"
                 continue
             if not of_ray:
                 continue
-            ours = rule["from"] == [{"podSelector": {"matchLabels": RAY_POD}}]
+            ours = labels == RAY_POD and rule["from"] == [{"podSelector": policy["podSelector"]}]
             if not rule.get("ports") and not ours:
                 yield "all ports of Ray are open to pods that are not Ray's"
             prometheus = len(rule["from"]) == 1 and "podSelector" not in rule["from"][0]
@@ -234,18 +238,19 @@ def jobs_live_apart(found: list[Object]) -> Iterator[str]:
 
 
 def drains_go_on(found: list[Object]) -> Iterator[str]:
-    """No budget ever keeps a node from being drained: of several replicas, one alone is ready."""
+    """A budget lets one of several go, and the only one always."""
+    several = any(each["kind"] == "Deployment" and each["spec"]["replicas"] > 1 for each in found)
     for each in found:
-        if each["kind"] == "PodDisruptionBudget":
-            yield f"PodDisruptionBudget {each['metadata']['name']} would never let the one pod go that is ready"
+        if each["kind"] == "PodDisruptionBudget" and not (several and each["spec"].get("maxUnavailable") == 1):
+            yield f"PodDisruptionBudget {each['metadata']['name']} would not let the one pod go"
 
 
 def users_reach_who_answers(found: list[Object]) -> Iterator[str]:
-    """One replica also while its launcher does not answer; of several none that stands by."""
+    """One replica also while its launcher does not answer; of several those that are ready, which hand on to it."""
     replicas = [each["spec"]["replicas"] for each in found if each["kind"] == "Deployment"]
     for each in found:
         if each["kind"] == "Service" and each["spec"].get("publishNotReadyAddresses", False) != (replicas == [1]):
-            yield "users reach who stands by, or not the one that cannot launch"
+            yield "users reach one that answers nothing, or not the one that cannot launch"
 
 
 def versions_do_not_meet(found: list[Object]) -> Iterator[str]:

@@ -17,7 +17,8 @@ from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
 from thinwire.contract.metric_names import most_series
 from thinwire.service.config import Settings
-from thinwire.service.launch.kuberay.kube import NEEDED
+from thinwire.service.launch.kuberay.kube import NEEDED, POLICIES
+from thinwire.service.launch.kuberay.pods import Places, Pods, read_pods
 
 CLAIMS = Path(__file__).parent / "values" / "claims.txt"
 """A template that mounts claims whose names begin as another's."""
@@ -79,6 +80,15 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "env.THINWIRE_PORT=80"], "must be a string|Invalid type"),
         (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
         (["--kube-version", "1.28.0"], "kubeVersion"),
+        (["--set", "networkPolicy.egress.enabled=true"], r"needs networkPolicy\.egress\.apiServer: .*get endpoints"),
+        (["--set", "networkPolicy.egress.enabled=true,networkPolicy.enabled=false"], r"needs networkPolicy\.enabled"),
+        (["--set", "networkPolicy.egress.database[0].ipBlok=a"], "ipBlok is not allowed|additional"),
+        (["--set", "extraVolumes[0].name=tls"], "tls is a volume of the chart"),
+        (["--set", "extraEnv[0].name=THINWIRE_PORT"], "THINWIRE_PORT is set by the chart"),
+        (["--set", "kuberay.pods.secrets.A.secretKeyRef.name=b"], "key is required"),
+        (["--set", "kuberay.pods.secrets.A.value=b"], "value is not allowed|additional"),
+        (["--set", "kuberay.pods.worker.tolerations[0].key=a"], "worker is not allowed|additional"),
+        (["--set", "kuberay.pods.gpu.topologySpreadConstraints[0].maxSkew=1"], "topologyKey is required"),
     ],
     usual=[0, 3, 8, 14, 16, 21, 22, 23, 31, 35],
 )
@@ -360,5 +370,56 @@ def test_the_role_gives_the_launcher_what_it_needs_and_no_more():
         for resource in rule["resources"]
     }
     # Kueue may not be there, so the launcher does not insist on that right.
-    needed = {(group, resource): set(verbs) for group, resource, verbs in NEEDED}
+    needed = {(group, resource): set(verbs) for group, resource, verbs in (*NEEDED, POLICIES)}
     assert given == needed | {("kueue.x-k8s.io", "workloads"): {"list"}}
+
+
+def test_what_is_added_to_the_pods_of_jobs_is_what_the_launcher_reads(tmp_path):
+    """And the chart's defaults are the launcher's, except for what GPUs of clouds are tainted with."""
+    read = {}
+    for name in ("as-it-is", "guarded", "template"):
+        (found,) = (each for each in objects(rendered(name)) if each["metadata"]["name"] == "thinwire-rayjob")
+        (tmp_path / name).write_text(found["data"]["pods.yaml"])
+        read[name] = read_pods(tmp_path / name)
+    assert read["as-it-is"] == read["template"]
+    plain = read["as-it-is"].gpu.tolerations
+    assert plain == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert read["as-it-is"].model_copy(update={"gpu": Places()}) == Pods()
+    guarded = read["guarded"]
+    assert guarded.priorityClassName == "training"
+    assert {one["name"] for one in guarded.env} >= {
+        "SSL_CERT_FILE",
+        "REQUESTS_CA_BUNDLE",
+        "AWS_CA_BUNDLE",
+        "AWS_REGION",
+    }
+    assert [one["name"] for one in guarded.volumes] == ["ca-bundle", "data"]
+    assert guarded.gpu.nodeSelector == {"pool": "gpus"}
+
+
+def test_the_service_has_what_a_platform_asks_of_every_deployment():
+    found = objects(rendered("guarded"))
+    (deployment,) = (each for each in found if each["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    box = pod["containers"][0]
+    env = {one["name"]: one for one in box["env"]}
+    assert len(env) == len(box["env"])
+    assert env["OTEL_HEADERS"]["valueFrom"] == {"secretKeyRef": {"name": "otel", "key": "headers"}}
+    assert env["SSL_CERT_FILE"]["value"] == "/etc/thinwire/ca-bundle/ca.crt"
+    assert env["POD_IP"]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    assert env["THINWIRE_PEER_HOST"]["value"] == "$(POD_IP)"
+    assert [one["name"] for one in box["env"]].index("POD_IP") < [one["name"] for one in box["env"]].index(
+        "THINWIRE_PEER_HOST"
+    )
+    mounted = {one["name"]: one["mountPath"] for one in box["volumeMounts"]}
+    assert {"keys", "ca-bundle", "template"} <= mounted.keys() <= {one["name"] for one in pod["volumes"]}
+    assert pod["priorityClassName"] == "system-services"
+    (spread,) = pod["topologySpreadConstraints"]
+    assert (
+        spread["labelSelector"]["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    )
+    (account,) = (each for each in found if each["kind"] == "ServiceAccount")
+    assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/thinwire"}
+    assert deployment["metadata"]["annotations"] == {"example.org/owner": "platform"}
+    (budget,) = (each["spec"] for each in found if each["kind"] == "PodDisruptionBudget")
+    assert (budget["maxUnavailable"], budget["selector"]) == (1, deployment["spec"]["selector"])

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.images.lock import CONSTRAINTS, EXTRAS, LINE, TOOLS, entries, of_cpu
-from tests.deploy.rendering import ROOT
+from tests.deploy.rendering import ROOT, render
 from tests.extras import asked as requirements
 
 IMAGES = ROOT / "deploy/images"
@@ -156,6 +157,94 @@ def test_the_steps_of_an_image_install_what_its_command_needs(image, says, tmp_p
         assert "thinwire" in listed
     finally:
         shutil.rmtree(at, ignore_errors=True)  # a GB and a half
+
+
+STAND_IN = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$CALLS"
+while [ $# -gt 0 ]; do
+  case $1 in
+    --metadata-file) echo "{\\"containerimage.digest\\": \\"$DIGEST\\"}" > "$2" ;;
+    create) echo box-1 ;;
+    cp) echo '{"components": []}' > "$3" ;;
+  esac
+  shift
+done
+"""
+BASE = f"python:3.11.13-slim-bookworm@sha256:{'b' * 64}"
+
+
+@pytest.fixture
+def publish(tmp_path):
+    """publish.sh of a clone with one commit, with stand-ins of docker and cosign: how it ended, what it has called."""
+    clone, programs = tmp_path / "clone", tmp_path / "bin"
+    shutil.copytree(IMAGES, clone / "deploy/images")
+    programs.mkdir()
+    for name in ("docker", "cosign"):
+        (programs / name).write_text(STAND_IN)
+        (programs / name).chmod(0o755)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "a"]):
+        subprocess.run(["git", *words], cwd=clone, check=True)
+
+    def run(tag="0.1.0", dirty=False, **environment):
+        if dirty:
+            (clone / "more").touch()
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        told = {"PYTHON": BASE, "DIGEST": f"sha256:{'d' * 64}", "CALLS": str(calls), **environment}
+        told["PATH"] = f"{programs}:{os.environ['PATH']}"
+        command = [clone / "deploy/images/publish.sh", "registry.example/ml", tag, tmp_path / "out"]
+        done = subprocess.run(command, capture_output=True, text=True, env=told, check=False)
+        return done, calls.read_text().splitlines(), tmp_path / "out"
+
+    return run
+
+
+def test_both_images_are_built_on_a_base_by_digest_signed_and_named_by_digest(publish):
+    done, calls, out = publish()
+    assert done.returncode == 0, done.stderr
+    builds = [call for call in calls if call.startswith("docker buildx build")]
+    assert len(builds) == 2
+    for image, build in zip(EXTRAS, builds, strict=True):
+        assert f"--file deploy/images/{image}.Dockerfile" in build
+        assert f"--build-arg PYTHON={BASE}" in build
+        assert "--provenance mode=max" in build
+        name = f"registry.example/ml/thinwire-{image}@sha256:{'d' * 64}"
+        assert calls.count(f"cosign sign --yes {name}") == 1
+        assert f"cosign attest --yes --type cyclonedx --predicate {out}/{image}.cdx.json {name}" in calls
+        assert (out / f"{image}.cdx.json").exists()
+    rendered = render(["--values", str(out / "values.yaml")])
+    assert f"image: registry.example/ml/thinwire-service@sha256:{'d' * 64}" in rendered
+    assert f"registry.example/ml/thinwire-worker@sha256:{'d' * 64}" in rendered
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"PYTHON": "python:3.11.13-slim-bookworm"}, "PYTHON is 'python:3.11.13-slim-bookworm', it must be"),
+        ({"PYTHON": ""}, "PYTHON is ''"),
+        ({"tag": "latest"}, "the tag is latest"),
+        ({"dirty": True}, "differs from its commit"),
+    ],
+)
+def test_what_would_not_be_of_one_commit_and_one_base_is_not_built(publish, how, words):
+    done, calls, _ = publish(**how)
+    assert (done.returncode, calls) == (2, [])
+    assert words in done.stderr
+
+
+def test_a_build_without_a_digest_is_not_signed(publish):
+    done, calls, _ = publish(DIGEST="")
+    assert done.returncode == 2
+    assert not [call for call in calls if call.startswith("cosign")]
+
+
+def test_each_action_of_the_pipeline_is_pinned_to_a_commit():
+    pipeline = yaml.safe_load((IMAGES / "publish.yaml").read_text())
+    (job,) = pipeline["jobs"].values()
+    used = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action) for action in used), used
+    assert (pipeline["permissions"], job["permissions"]["id-token"]) == ({"contents": "read"}, "write")
 
 
 def test_a_device_that_torch_has_no_build_for_is_refused(tmp_path):

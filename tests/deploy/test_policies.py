@@ -22,6 +22,7 @@ CLUSTER = ("RayJob", "spec", "rayClusterSpec")
 HEAD, WORKERS = (*CLUSTER, "headGroupSpec"), (*CLUSTER, "workerGroupSpecs", 0)
 WORKER_BOX = (*WORKERS, "template", "spec", "containers", 0)
 RULES = ("NetworkPolicy/thinwire-jobs", "spec", "ingress")
+TOGETHER = ("NetworkPolicy/thinwire-together", "spec", "ingress")
 
 
 def deployment_with_a_job() -> list[Object]:
@@ -85,12 +86,13 @@ PLANTED = [
     ),
     (("NetworkPolicy/thinwire", "spec", "podSelector"), {"matchLabels": {"a": "b"}}, "no policy for the API"),
     (("NetworkPolicy/thinwire", "spec", "policyTypes"), ["Egress"], "lets everything in"),
-    ((*RULES, 0, "from"), [], "open to all"),
-    ((*RULES, 0, "from"), [{"namespaceSelector": {}, "podSelector": {"matchLabels": RAY_POD}}], "not Ray's"),
-    ((*RULES, 1, "ports"), [{"port": 10001}], "port 10001 of Ray"),
-    ((*RULES, 1, "from"), [{"namespaceSelector": {}}], "whole namespaces"),
-    ((*RULES, 1, "ports"), [{"port": 8080}], "others than Prometheus"),
-    ((*RULES, 2, "ports"), [{"port": 1024, "endPort": 65535}], "port 6379 of Ray"),
+    ((*TOGETHER, 0, "from"), [], "open to all"),
+    ((*TOGETHER, 0, "from"), [{"namespaceSelector": {}, "podSelector": {"matchLabels": RAY_POD}}], "not Ray's"),
+    ((*TOGETHER, 0, "from"), [{"podSelector": {"matchLabels": RAY_POD}}], "not Ray's"),
+    ((*RULES, 0, "ports"), [{"port": 10001}], "port 10001 of Ray"),
+    ((*RULES, 0, "from"), [{"namespaceSelector": {}}], "whole namespaces"),
+    ((*RULES, 0, "ports"), [{"port": 8080}], "others than Prometheus"),
+    ((*RULES, 1, "ports"), [{"port": 1024, "endPort": 65535}], "port 6379 of Ray"),
     (("Service", "spec", "publishNotReadyAddresses"), False, "users reach"),
     (("Role", "kind"), "ClusterRole", "beyond a namespace"),
     (("Role", "rules", 0, "verbs"), ["*"], r"a rule with \*"),
@@ -105,7 +107,7 @@ PLANTED = [
         "ray-head has a token",
     ),
     (("Role", "metadata", "namespace"), "thinwire", "jobs run in the namespace of the service"),
-    (("Service", "kind"), "PodDisruptionBudget", "never let the one pod go"),
+    (("Service", "kind"), "PodDisruptionBudget", "would not let the one pod go"),
     (("Deployment", "spec", "strategy", "type"), "RollingUpdate", "while the new one migrates"),
     (("Deployment", "spec", "replicas"), 2, "several replicas with SQLite"),
     ((*BOX, "env", 0), {"name": "THINWIRE_DATABASE_URL", "value": "postgresql://a:b@c/d"}, "password"),

@@ -48,7 +48,8 @@ RAYCLUSTERS: Final = Kind("ray.io", "v1", "rayclusters", "RayCluster")
 WORKLOADS: Final = Kind("kueue.x-k8s.io", "v1beta1", "workloads", "Workload")
 PODS: Final = Kind("", "v1", "pods", "Pod")
 EVENTS: Final = Kind("", "v1", "events", "Event")
-KINDS: Final = (RAYJOBS, RAYCLUSTERS, WORKLOADS, PODS, EVENTS)
+POLICIES: Final = Kind("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+KINDS: Final = (RAYJOBS, RAYCLUSTERS, WORKLOADS, PODS, EVENTS, POLICIES)
 
 
 @dataclass

@@ -407,9 +407,9 @@ def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
         raise LauncherError("no room")
 
     monkeypatch.setattr(service.launcher, "submit", refuse)
-    with caplog.at_level("INFO", "thinwire.service.jobs.reconciler"):
+    reconciler = "thinwire.service.jobs.reconciler"
+    with caplog.at_level("INFO", reconciler):
         job_id = service.submit()
         service.turn(5)
-    assert [record.getMessage().split()[0] for record in caplog.records if job_id in record.getMessage()] == [
-        "submit_failed"
-    ]
+    said = [record.getMessage() for record in caplog.records if record.name == reconciler]
+    assert [message.split()[0] for message in said if job_id in message] == ["submit_failed"]

@@ -203,6 +203,35 @@ def test_a_forged_token_is_one_and_the_same_401_and_the_log_says_why(
     assert served.client.get("/v1/jobs").status_code == 200  # the operator, from the same address
 
 
+def test_a_group_is_of_a_project_and_who_has_one_sees_no_other(tmp_path: Path, real: TestIssuer) -> None:
+    service = at(tmp_path / "home", real, oidc_projects={"leads": "*", "vision-team": "vision", "ml-admins": "vision"})
+    try:
+        assert service.client.post("/v1/projects", json={"name": "vision"}).status_code == 201
+        people = {
+            "vera": (["ml", "vision-team"], "vision"),
+            "otto": (["ml-admins"], "vision"),
+            "lena": (["ml", "vision-team", "leads"], "*"),
+            "anna": (["ml"], "default"),
+        }
+        tokens = {
+            name: real.signed(sub=name, preferred_username=name, groups=groups) for name, (groups, _) in people.items()
+        }
+        for name, (_, project) in people.items():
+            assert ask(service, tokens[name], "/v1/session").json()["project"] == project, name
+        mine = ask(service, tokens["vera"], method="POST", json=spec()).json()["id"]
+        assert ask(service, tokens["anna"], f"/v1/jobs/{mine}").status_code == 404
+        assert ask(service, tokens["lena"], f"/v1/jobs/{mine}").status_code == 200
+        assert ask(service, tokens["otto"], "/v1/audit").json()["lines"][0]["project"] == "vision"
+        assert ask(service, tokens["otto"], "/v1/people").status_code == 403  # they are of the whole service
+        assert ask(service, tokens["anna"], "/v1/jobs?project=vision").status_code == 404
+        operator = real.signed(sub="olga", preferred_username="olga", groups=["ml-admins", "leads"])
+        assert ask(service, operator, "/v1/session").json()["project"] == "*"
+        gone = real.signed(sub="gil", preferred_username="gil", groups=["guests"])
+        assert ask(service, gone, "/v1/session").json()["project"] == "default"
+    finally:
+        service.close()
+
+
 def test_a_new_key_is_read_once_and_one_that_nobody_has_not_again_and_again(tmp_path: Path, real: TestIssuer) -> None:
     service = at(tmp_path / "home", real)
     try:

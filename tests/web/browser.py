@@ -126,6 +126,13 @@ def samples(first: int, last: int, *, workers: int = 2, steps: int = 300, every:
                 "loss": 1.3 + 4.3 * math.exp(-step / 70) + 0.05 * math.sin(step * 2.3),
                 "lr": 2e-3,
                 "step_seconds": took,
+                "seconds_by_part": {
+                    "forward_backward": took * 0.6,
+                    "encode": took * 0.05,
+                    "wire": took * 0.25,
+                    "slowest": took * 0.02,
+                    "decode_update": took * 0.08,
+                },
                 "predicted_step_seconds": 0.40 if warmup else 0.18,
                 "samples_per_second": 32 / took,
                 "payload_bytes": sent,

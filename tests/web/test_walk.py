@@ -56,6 +56,7 @@ def test_a_person_signs_in_submits_watches_resizes_and_cancels(desk: Desk) -> No
     desk.post(job_id, samples=samples(0, 120))
     page.get_by_text("120/300").wait_for()
     page.get_by_role("img", name="Loss, step 0 to 120").wait_for()
+    page.get_by_role("img", name="Seconds of a step by part, step 0 to 120").wait_for()
     assert findings(page) == []
 
     page.get_by_role("button", name="Resize").click()

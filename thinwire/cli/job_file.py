@@ -134,7 +134,7 @@ _KINDS: dict[type, str] = {
 
 
 class _JsonLikeLoader(yaml.SafeLoader):
-    """SafeLoader without dates and yes/no, with floats such as 1e-3, refusing a key given twice."""
+    """SafeLoader without dates and yes/no, with numbers as YAML 1.2 and 1e-3, refusing a key given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
@@ -152,7 +152,7 @@ class _JsonLikeLoader(yaml.SafeLoader):
         return mapping
 
 
-_DROPPED = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"}
+_DROPPED = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"}
 _JsonLikeLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _DROPPED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -165,6 +165,20 @@ _JsonLikeLoader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"),
     list("-+.0123456789"),
 )
+_JsonLikeLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(?:0b[01][01_]*|0o[0-7][0-7_]*|0x[0-9a-fA-F][0-9a-fA-F_]*|[0-9][0-9_]*)$"),
+    list("-+0123456789"),
+)
+
+
+def _whole_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """As YAML 1.2 has it, and the page: 010 is ten, 0o10 eight, and 1:30 no number but text."""
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    return int(text, 0 if text.lstrip("-+")[1:2].isalpha() else 10)
+
+
+_JsonLikeLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
 def _one_line(error: yaml.YAMLError) -> str:

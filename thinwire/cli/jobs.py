@@ -168,25 +168,28 @@ def wait(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--timeout") from None
 
+    ended: dict[str, Job] = {}
+
     def say(job: Job) -> None:
+        ended[job.id] = job
         if not as_json:
             typer.echo(f"{job.id}  {printable(outcome(job))}")
 
+    reason = ""
     with Client() as client:
         named = resolved(client, job_ids)
         try:
-            ended = client.wait([job.id for job in named], timeout_s, poll_s=POLL_S, on_ended=say)
+            client.wait([job.id for job in named], timeout_s, poll_s=POLL_S, on_ended=say)
         except KeyboardInterrupt:
             note("\nNo longer waiting; the jobs go on.")
             raise typer.Exit(exit_codes.INTERRUPTED) from None
         except Unreachable as error:
-            complain(f"not over within --timeout {timeout}: {error}")
-            raise typer.Exit(exit_codes.TIMED_OUT) from None
+            reason = f" ({error})"
     if as_json:
         items = [JobItem.model_validate(job.model_dump(exclude={"spec", "summary"})) for job in ended.values()]
         typer.echo(JobList(jobs=items).model_dump_json(indent=2))
     if left := [job.id for job in named if job.id not in ended]:
-        complain(f"not over within --timeout {timeout}: {', '.join(left)}. They go on")
+        complain(f"not over within --timeout {timeout}: {', '.join(left)}{reason}. They go on")
         raise typer.Exit(exit_codes.TIMED_OUT)
     states = {job.state for job in ended.values()}
     if JobState.FAILED in states:

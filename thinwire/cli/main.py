@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib.metadata import version
@@ -28,9 +29,11 @@ from thinwire.cli.fetch import fetch
 from thinwire.cli.job_file import JobFileError
 from thinwire.cli.job_ids import JobId, JobIds, resolved
 from thinwire.cli.jobs import AsJson, cancel, delete, jobs, label, labels_text, top, wait
+from thinwire.cli.migrate import migrate
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, people, tokens
 from thinwire.cli.plan import plan
+from thinwire.cli.projects import projects, quotas
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.screen import complain, complain_of, console, note, print_columns
@@ -47,10 +50,12 @@ from thinwire.client import (
     NoText,
     NotFound,
     Rejected,
+    TokenEndsSoon,
     Unreachable,
     WrongEnvironment,
     home,
 )
+from thinwire.client.calls import PROJECT_VARIABLE
 from thinwire.contract import logs as log_lines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import Job
@@ -83,11 +88,20 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def every(
+    context: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    project: Annotated[
+        str | None,
+        typer.Option(envvar=PROJECT_VARIABLE, help="Whose jobs: for who has a token for all projects."),
+    ] = None,
 ) -> None:
     """What can be said before any command."""
+    if project and os.environ.get(PROJECT_VARIABLE) != project:
+        before = {PROJECT_VARIABLE: os.environ[PROJECT_VARIABLE]} if PROJECT_VARIABLE in os.environ else {}
+        os.environ[PROJECT_VARIABLE] = project  # where the client looks
+        context.call_on_close(lambda: (os.environ.pop(PROJECT_VARIABLE, None), os.environ.update(before)))
 
 
 class LauncherName(StrEnum):
@@ -234,8 +248,11 @@ app.add_typer(people, name="people")
 app.command()(audit)
 app.command()(login)
 app.command()(logout)
+app.add_typer(projects, name="project")
+app.command()(quotas)
 app.command()(plan)
 app.command("what-if")(what_if)
+app.command()(migrate)
 app.command()(fetch)
 app.command()(dashboard)
 app.command()(picture)
@@ -322,7 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
-        app(args=given, prog_name="thinwire")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(args=given, prog_name="thinwire")
     except (JobFileError, AmbiguousId, NotFound, NoText, Rejected, WrongEnvironment, Unreachable) as error:
         complain(str(error))
         sys.exit(2)
@@ -340,6 +359,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         complain(str(commands.missing_module(error, commands.called_command(given))))
         sys.exit(1)
     sys.exit(0)
+
+
+def _warn(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    complain(f"warning: {message}" if category is TokenEndsSoon else f"{category.__name__}: {message}")
 
 
 def _welcome(settings: Settings, url: str) -> str:

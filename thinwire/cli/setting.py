@@ -28,7 +28,7 @@ def changes_of(settings: Sequence[str]) -> Fields:
     given: set[str] = set()
     for one in settings:
         path, equals, text = one.partition("=")
-        names = path.split(".")
+        names = _names_in(path)
         if not equals or not all(names):
             raise WrongSetting(f"--set {one!r} must be FIELD=VALUE, such as steps=60 or optimizer.lr=1e-3")
         if path in given:
@@ -45,6 +45,18 @@ def changes_of(settings: Sequence[str]) -> Fields:
             raise WrongSetting(f"--set {path} gives a value to what another --set is inside of")
         inside[names[-1]] = text if _takes_text_alone(tuple(names)) else read_value(text, f"--set {path}")
     return found
+
+
+def _names_in(path: str) -> list[str]:
+    """The fields from the outermost on; but the name of a label, which may have dots, is one."""
+    names = path.split(".")
+    document = _schema()
+    nodes: list[Mapping[str, Any]] = [document]
+    for depth, name in enumerate(names):
+        if nodes and all(_holds_texts(node, document) for node in nodes):
+            return [*names[:depth], ".".join(names[depth:])]
+        nodes = [below for node in nodes for below in _below(node, name, document)]
+    return names
 
 
 @cache
@@ -81,6 +93,16 @@ def _below(node: Mapping[str, Any], name: str, document: Mapping[str, Any]) -> I
         elif one.get("type") == "object":
             open_names = [*one.get("patternProperties", {}).values(), one.get("additionalProperties")]
             yield from (found for found in open_names if isinstance(found, Mapping))
+
+
+def _holds_texts(node: Mapping[str, Any], document: Mapping[str, Any]) -> bool:
+    """By names that no schema knows."""
+    values = [
+        value
+        for one in _alternatives(node, document)
+        for value in (one.get("patternProperties", {}).values() if "properties" not in one else [None])
+    ]
+    return bool(values) and all(value is not None and _kinds(value, document) == {"string"} for value in values)
 
 
 def _kinds(node: Mapping[str, Any], document: Mapping[str, Any]) -> set[str]:

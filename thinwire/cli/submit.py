@@ -78,9 +78,10 @@ def submit(
         str | None, typer.Option(help="The job's name. Default: the script's.", rich_help_panel=_OF_SCRIPTS)
     ] = None,
     priority: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=-100, max=100, help="In the queue: the higher starts first. Default: 0.", rich_help_panel=_OF_SCRIPTS
+            help="In the queue: low, normal, high, or a number from -100 to 100. Default: normal, 0.",
+            rich_help_panel=_OF_SCRIPTS,
         ),
     ] = None,
     checkpoint_store: Annotated[
@@ -262,7 +263,7 @@ def script_job(
     arguments: Sequence[str],
     *,
     name: str | None,
-    priority: int | None = None,
+    priority: str | None = None,
     workers: Mapping[str, int],
     store: str | None,
     start: Mapping[str, JsonValue],
@@ -290,7 +291,7 @@ def script_job(
         "recipe": recipe,
     }
     if priority is not None:
-        job["priority"] = priority
+        job["priority"] = int(priority) if priority.removeprefix("-").isdecimal() else priority
     if workers:
         job["workers"] = dict(workers)
     if store is not None:
@@ -331,6 +332,12 @@ def manifest(
         typer.Option(help="Of head and workers. Default: those of the template.", envvar="THINWIRE_KUBERAY_IMAGE"),
     ] = None,
     namespace: Annotated[str, typer.Option(help="Of the RayJob.", envvar="THINWIRE_KUBERAY_NAMESPACE")] = "default",
+    pods: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with what is added to the pods, as kuberay.pods of the chart.", envvar="THINWIRE_KUBERAY_PODS"
+        ),
+    ] = None,
 ) -> None:
     """Print the RayJob that a service with the launcher kuberay makes of a job file. Nothing is started.
 
@@ -352,7 +359,7 @@ def manifest(
         words = script_of_workers(Code(None, sha256, recipe.working_dir, recipe.pip, recipe.env_vars))
     try:
         made = rayjob(
-            read_template(template, image),
+            read_template(template, image, pods),
             Attempt(
                 service_id="SERVICE",
                 submission_id=job_id,

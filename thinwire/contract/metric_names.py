@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
 
-from thinwire.contract.reports import MOST_REPORTED
+from thinwire.contract.reports import MOST_REPORTED, StepPart
 
 PHASES = ("warmup", "compressed", "dense")
 """`dense` is the one phase of an optimizer that never compresses."""
 
 
-STEP_PARTS = ("forward_backward", "encode", "wire", "slowest", "decode_update")
+STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 """Of the wall time of a step, which they add up to. `wire`: the exchange, as far as the step waits for it, also where
 nobody is late. `slowest`: what this worker waits longer than the one that came last."""
 

@@ -117,6 +117,10 @@ class Health(_Report):
         return _finite_or_none(value)
 
 
+StepPart = Literal["forward_backward", "encode", "wire", "slowest", "decode_update"]
+"""Of the wall time of a step, as metric_names.STEP_PARTS says."""
+
+
 class Sample(_Report):
     """One step of the history. Losses in nats per byte; bytes are payload sent by rank 0, counted by the transport.
 
@@ -130,6 +134,11 @@ class Sample(_Report):
     validation_loss: float | None = None
     lr: float = 0.0
     step_seconds: float = 0.0
+    seconds_by_part: dict[StepPart, float] | None = Field(
+        None,
+        description="of step_seconds on rank 0, which they add up to: forward_backward, encode, wire, slowest (longer "
+        "than who came last it has waited), decode_update; None: not known, as on a GPU",
+    )
     predicted_step_seconds: float | None = Field(
         None, description="by the network as it was measured when the run began; None: not predicted"
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from pydantic import JsonValue
 
 from thinwire.contract.metric_names import METRICS, PHASES, Scope
-from thinwire.contract.reports import SCRAPE_PORTS, Event, EventKind, Failure, Health, Sample
+from thinwire.contract.reports import SCRAPE_PORTS, Event, EventKind, Failure, Health, Sample, StepPart
 from thinwire.contract.summary import Summary
 from thinwire.workers.run_place import Place
 from thinwire.workers.telemetry.history import RunFiles
@@ -367,9 +367,9 @@ class Reporter:
         """So many steps lie between two checkpoints; 0: the job saves none by itself."""
         self.metrics.update({"thinwire_checkpoint_interval_steps": steps or None})
 
-    def step_parts(self, seconds: Mapping[str, float]) -> None:
+    def step_parts(self, seconds: Mapping[StepPart, float]) -> None:
         """Of the steps that this worker has committed so far, by part (step_parts.py)."""
-        self.metrics.by_label("thinwire_step_part_seconds_total", seconds)
+        self.metrics.by_label("thinwire_step_part_seconds_total", dict(seconds.items()))
 
     def waits(self, last_share: float | None, mean_s: float | None, slowest: tuple[int, float] | None = None) -> None:
         """Of the recent steps: the share in which this worker came last, and how long it waited; the worker with the

@@ -207,8 +207,8 @@ class StepLog:
         for number, whole in zip(numbers, means.tolist(), strict=True):
             size = self.waits.size
             row, waits, computed = whole[: -2 * size], self._of_ranks(whole[-2 * size : -size]), whole[-size:]
-            self._part(number, waits)
-            sample, means_of = self._timed(self._sample(number), waits, self._of_ranks(computed)), _reported(row, names)
+            sample = self._timed(self._by_part(number, waits), waits, self._of_ranks(computed))
+            means_of = _reported(row, names)
             if self.training.refuses_nan and means_of["loss"] is not None:
                 refuse_non_finite(f"training loss of step {number}", means_of["loss"], group, finite)
             samples.append(sample.model_copy(update=means_of))
@@ -277,12 +277,14 @@ class StepLog:
         """Seconds of each rank in a step, waited or computed; empty where they are not known of all. means: of _row."""
         return [mean * self.waits.size - 1.0 for mean in means] if all(means) else []
 
-    def _part(self, number: int, waits: list[float]) -> None:
-        """Book the parts of a step that this rank has made."""
-        made = self._steps.get(number)
-        if made is not None and made.times is not None:
-            known = waits if made.waits is self.waits else []
-            self._parts.add(made.times, made.sample.step_seconds, self.waits.rank, known)
+    def _by_part(self, number: int, waits: list[float]) -> Sample:
+        """A step's sample, with the seconds of its parts where this rank has made it; these are booked."""
+        made, sample = self._steps.get(number), self._sample(number)
+        if made is None or made.times is None:
+            return sample
+        known = waits if made.waits is self.waits else []
+        parts = self._parts.add(made.times, sample.step_seconds, self.waits.rank, known)
+        return sample.model_copy(update={"seconds_by_part": {part: round(s, 6) for part, s in parts.items()}})
 
     def _timed(self, sample: Sample, waits: list[float], computed: list[float]) -> Sample:
         """With who came last, where something was exchanged and it is known of all ranks."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from thinwire.comm.protocol import Stats
 from thinwire.contract.metric_names import STEP_PARTS
+from thinwire.contract.reports import StepPart
 from thinwire.optim import FlatOptimizer
 
 
@@ -97,17 +98,20 @@ class PartSeconds:
     """Seconds by part of the steps that this worker has committed, since it began."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        self.seconds: dict[StepPart, float] = dict.fromkeys(STEP_PARTS, 0.0)
 
-    def add(self, times: StepTimes, step_s: float, own: int, waits: Sequence[float]) -> None:
-        """One more step of step_s seconds. waits: of each rank in it, where all are known, else empty; own: this one's
-        place. Where they are not known nobody is said to be late."""
+    def add(self, times: StepTimes, step_s: float, own: int, waits: Sequence[float]) -> dict[StepPart, float]:
+        """One more step of step_s seconds: returns its parts. waits: of each rank in it, where all are known, else
+        empty; own: this one's place. Where they are not known nobody is said to be late."""
         slowest_s = min(times.waited_s, waits[own] - min(waits)) if waits else 0.0
-        for part, seconds in (
-            ("forward_backward", step_s - times.inside_s - (times.encode_s - times.encode_inside_s)),
-            ("encode", times.encode_s),
-            ("wire", times.waited_s - slowest_s),
-            ("slowest", slowest_s),
-            ("decode_update", times.inside_s - times.waited_s - times.encode_inside_s),
-        ):
-            self.seconds[part] += max(seconds, 0.0)
+        parts: dict[StepPart, float] = {
+            "forward_backward": step_s - times.inside_s - (times.encode_s - times.encode_inside_s),
+            "encode": times.encode_s,
+            "wire": times.waited_s - slowest_s,
+            "slowest": slowest_s,
+            "decode_update": times.inside_s - times.waited_s - times.encode_inside_s,
+        }
+        parts = {part: max(seconds, 0.0) for part, seconds in parts.items()}
+        for part, seconds in parts.items():
+            self.seconds[part] += seconds
+        return parts

@@ -42,6 +42,49 @@ ca:
 {{- end }}
 {{- end -}}
 
+{{/* Variables by which Python, requests, botocore and pip trust the CAs of caBundle. */}}
+{{- define "thinwire.caEnv" -}}
+{{- range list "SSL_CERT_FILE" "REQUESTS_CA_BUNDLE" "AWS_CA_BUNDLE" "PIP_CERT" }}
+- {name: {{ . }}, value: /etc/thinwire/ca-bundle/ca.crt}
+{{- end }}
+{{- end -}}
+
+{{- define "thinwire.caVolume" -}}
+- name: ca-bundle
+  configMap:
+    name: {{ .configMap | quote }}
+    items: [{key: {{ .key | quote }}, path: ca.crt}]
+{{- end -}}
+
+{{/* kuberay.pods as the launcher reads it. */}}
+{{- define "thinwire.pods" -}}
+{{- $pods := deepCopy .Values.kuberay.pods -}}
+{{- if .Values.caBundle.configMap -}}
+{{- $_ := set $pods "env" (concat (include "thinwire.caEnv" . | fromYamlArray) $pods.env) -}}
+{{- $_ := set $pods "volumes" (concat (include "thinwire.caVolume" .Values.caBundle | fromYamlArray) $pods.volumes) -}}
+{{- $mount := dict "name" "ca-bundle" "mountPath" "/etc/thinwire/ca-bundle" "readOnly" true -}}
+{{- $_ := set $pods "volumeMounts" (concat (list $mount) $pods.volumeMounts) -}}
+{{- end -}}
+{{- if not $pods.priorityClassName -}}
+{{- $_ := unset $pods "priorityClassName" -}}
+{{- end -}}
+{{ toYaml $pods }}
+{{- end -}}
+
+{{/* Rules of egress. */}}
+{{- define "thinwire.dns" -}}
+- to: {{- toYaml .Values.networkPolicy.egress.dns | nindent 4 }}
+  ports:
+    - {protocol: UDP, port: 53}
+    - {protocol: TCP, port: 53}
+{{- end -}}
+
+{{- define "thinwire.apiServer" -}}
+- to: {{- toYaml .Values.networkPolicy.egress.apiServer | nindent 4 }}
+  ports: {{- range .Values.networkPolicy.egress.apiServerPorts }}
+    - {protocol: TCP, port: {{ . }}}{{ end }}
+{{- end -}}
+
 {{- define "thinwire.claim" -}}
 {{ .Values.home.existingClaim | default (printf "%s-home" (include "thinwire.name" .)) }}
 {{- end -}}
@@ -102,6 +145,23 @@ ca:
 {{- if and $v.tls.secret (hasPrefix "http:" $v.publicUrl) -}}
 {{- fail (printf "publicUrl: %s is plain HTTP, and tls.secret makes the service speak TLS: begin it with https://" $v.publicUrl) -}}
 {{- end -}}
+{{- with $v.networkPolicy -}}
+{{- if and .egress.enabled (not .enabled) -}}
+{{- fail "networkPolicy.egress.enabled needs networkPolicy.enabled" -}}
+{{- end -}}
+{{- if and .egress.enabled (eq $v.launcher "kuberay") (not .egress.apiServer) -}}
+{{- fail "networkPolicy.egress.enabled needs networkPolicy.egress.apiServer: the addresses of the API server, as `kubectl get endpoints kubernetes` prints them; service and autoscalers must reach it" -}}
+{{- end -}}
+{{- if and .egress.enabled $v.database.secret.name (not .egress.database) -}}
+{{- fail "networkPolicy.egress.enabled needs networkPolicy.egress.database: where PostgreSQL is; the service must reach it" -}}
+{{- end -}}
+{{- end -}}
+{{- $own := list "tmp" "data" "home" "tls" "template" "ray-token" "token" "ca-bundle" -}}
+{{- range $v.extraVolumes -}}
+{{- if has .name $own -}}
+{{- fail (printf "extraVolumes: %s is a volume of the chart: name another" .name) -}}
+{{- end -}}
+{{- end -}}
 {{- if $v.ingress.enabled -}}
 {{- if or (not $v.ingress.host) (not $v.ingress.tlsSecret) -}}
 {{- fail "ingress.enabled needs ingress.host and ingress.tlsSecret: a token must not travel in clear" -}}
@@ -118,8 +178,12 @@ ca:
 {{- fail (printf "monitoring.tokenSecret: %s is the operator's token, which allows everything; make one of the role viewer for Prometheus" $v.tokenSecret.name) -}}
 {{- end -}}
 {{- end -}}
-{{- range $name, $value := $v.env -}}
-{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_SHARED_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE" "THINWIRE_TLS_CERTIFICATE" "THINWIRE_TLS_KEY" "THINWIRE_TLS_CA") -}}
+{{- $names := keys $v.env -}}
+{{- range $v.extraEnv -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- range $name := $names | sortAlpha -}}
+{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_SHARED_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE" "THINWIRE_KUBERAY_PODS" "THINWIRE_KUBERAY_JOBS_APART" "THINWIRE_PEER_HOST" "POD_IP" "THINWIRE_TLS_CERTIFICATE" "THINWIRE_TLS_KEY" "THINWIRE_TLS_CA") -}}
 {{- fail (printf "env: %s is set by the chart, from a value of its own" $name) -}}
 {{- end -}}
 {{- end -}}

@@ -21,7 +21,7 @@ import urllib3
 import yaml
 from kubernetes.client.rest import ApiException
 
-from thinwire.service.launch.kuberay.manifest import Object
+from thinwire.service.launch.kuberay.pods import Object
 from thinwire.service.launch.protocol import LauncherError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ NEEDED: Final = (
     ("", "events", ("list",)),
 )
 """Group, resource and verbs that the launcher cannot do without, as deploy/chart gives them."""
+POLICIES: Final = ("networking.k8s.io", "networkpolicies", ("create",))
+"""The same, where it keeps jobs apart."""
 
 
 _UNREADABLE: Final = (kubernetes.config.ConfigException, OSError, yaml.YAMLError, TypeError, AttributeError, ValueError)
@@ -98,9 +100,10 @@ class Kube:
 
     # what there is
 
-    def missing(self) -> str | None:
+    def missing(self, *further: tuple[str, str, Sequence[str]]) -> str | None:
         """What keeps the launcher from working here, in a sentence: no KubeRay, or rights that are not given.
 
+        further: beside NEEDED.
         Raises: KubeError where that cannot be found out.
         """
         try:
@@ -113,7 +116,9 @@ class Kube:
                 )
             if error.status not in (401, 403):
                 raise
-        if lacking := [words for group, resource, verbs in NEEDED for words in self._lacks(group, resource, verbs)]:
+        if lacking := [
+            words for group, resource, verbs in (*NEEDED, *further) for words in self._lacks(group, resource, verbs)
+        ]:
             return (
                 f"the service's account may not {', '.join(lacking)} in namespace {self.namespace!r}: give it the Role "
                 "of deploy/chart/templates/rbac.yaml there"
@@ -171,11 +176,10 @@ class Kube:
 
     def create(self, plural: str, body: Object) -> None:
         """Make it. One of this name that is there already is a success. Raises KubeError."""
-        name = body["metadata"]["name"]
+        name, (group, _, version) = body["metadata"]["name"], body["apiVersion"].partition("/")
+        where = group, version, self.namespace, plural
         try:
-            self._call(
-                f"create {plural}/{name}", self._custom.create_namespaced_custom_object, *_ray(plural, self), body
-            )
+            self._call(f"create {plural}/{name}", self._custom.create_namespaced_custom_object, *where, body)
         except KubeError as error:
             # A conflict is a 409 as well: a quota that counts RayJobs was changed meanwhile, and nothing was made.
             if error.reason != "AlreadyExists":

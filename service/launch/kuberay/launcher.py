@@ -23,19 +23,20 @@ from thinwire.contract.reports import WantedWorkers
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_accepted
 from thinwire.service.launch.driver import driver_command, script_of_workers
-from thinwire.service.launch.kuberay.kube import WATCH_SILENT_S, Expired, Kube, KubeError, connect
+from thinwire.service.launch.kuberay.kube import POLICIES, WATCH_SILENT_S, Expired, Kube, KubeError, connect
 from thinwire.service.launch.kuberay.manifest import (
     LABEL_SERVICE,
     QUEUE,
     Attempt,
-    Object,
     Template,
     TemplateRefused,
+    policy,
     rayjob,
     rayjob_name,
     read_template,
     resized,
 )
+from thinwire.service.launch.kuberay.pods import Object
 from thinwire.service.launch.kuberay.states import cluster_of, ended_at, is_over, status_of, why_waiting
 from thinwire.service.launch.protocol import (
     LOG_PART_BYTES,
@@ -68,7 +69,8 @@ class KubeRayLauncher(Launcher):
     """Jobs run in KubeRay.
 
     namespace: of the RayJobs; None: that of the service's pod, or of kubectl's context. template: a RayJob of your own.
-    image: of head and workers, in the place of the template's.
+    image: of head and workers, in the place of the template's. pods: a file with what is added to the pods. apart: each
+    RayJob has a NetworkPolicy that keeps its pods from those of others.
     """
 
     name = "kuberay"
@@ -80,7 +82,11 @@ class KubeRayLauncher(Launcher):
         template: Path | None = None,
         image: str | None = None,
         connect: Callable[[str | None], Kube] = connect,
+        *,
+        pods: Path | None = None,
+        apart: bool = False,
     ) -> None:
+        self._pods_file, self._apart = pods, apart
         self._namespace, self._template_file, self._image, self._connect = namespace, template, image, connect
         self._template: Template | None = None
         self._service_id = ""
@@ -99,12 +105,12 @@ class KubeRayLauncher(Launcher):
         """Read the template, ask for rights and KubeRay, and list what is there. Raises LauncherError."""
         self._service_id = service_id
         try:
-            self._template = read_template(self._template_file, self._image)
+            self._template = read_template(self._template_file, self._image, self._pods_file)
         except TemplateRefused as error:
             raise LauncherError(str(error)) from error
         kube = self._connect(self._namespace)
         try:
-            if (missing := kube.missing()) is not None:
+            if (missing := kube.missing(*(POLICIES,) * self._apart)) is not None:
                 raise LauncherError(missing)
             selector = f"{LABEL_SERVICE}={service_id}"
             jobs, clusters = Watched(kube, "rayjobs", selector), Watched(kube, "rayclusters", selector)
@@ -154,6 +160,8 @@ class KubeRayLauncher(Launcher):
         kube.create("rayjobs", body)
         if (found := kube.get("rayjobs", name)) is not None:
             jobs.put(found)
+            if self._apart:  # behind it, for it goes with it: until then its pods reach nothing of one another
+                kube.create("networkpolicies", policy(found))
         self._unanswered.discard(name)
 
     def manifest(
@@ -168,11 +176,6 @@ class KubeRayLauncher(Launcher):
             wanted = WantedWorkers.model_validate_json(read_plain(folder.workers, MOST_FILE_BYTES))
         except (OSError, ValueError, KeyError) as error:
             raise LauncherError(f"the run folder {run_dir} cannot be read: {error}") from error
-        if spec.workers.per_box > 1:
-            raise LauncherError(
-                f"workers.per_box = {spec.workers.per_box}: a pod is a worker with one CPU and one GPU here; say 1, or "
-                "submit the job to a service whose launcher is local or ray"
-            )
         return rayjob(
             self._template,
             Attempt(
@@ -184,6 +187,7 @@ class KubeRayLauncher(Launcher):
                 least=wanted.min,
                 most=wanted.max,
                 namespace=kube.namespace,
+                apart=self._apart,
             ),
         )
 

@@ -11,7 +11,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from decimal import Decimal
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +21,7 @@ import yaml
 
 from thinwire.contract.labels import of_metadata, on_kubernetes
 from thinwire.contract.spec import JobSpec
-
-Object = dict[str, Any]
+from thinwire.service.launch.kuberay.pods import GPU, Object, Pods, PodsRefused, mapping, read_pods
 
 LABEL_SERVICE: Final = "thinwire/service"
 """Of RayJob and RayCluster: whose they are."""
@@ -30,7 +30,8 @@ SUBMISSION: Final = "thinwire/submission"
 QUEUE: Final = "kueue.x-k8s.io/queue-name"
 PRIORITY: Final = "kueue.x-k8s.io/priority-class"
 ELASTIC: Final = "kueue.x-k8s.io/elastic-job"
-GPU: Final = "nvidia.com/gpu"
+RUN: Final = "thinwire/run"
+"""Of the pods of a RayJob that a NetworkPolicy of its own keeps from those of others: its name."""
 END_OF_RAY_S: Final = 30
 """Beside workers.grace_s: the hand-over's own start, and Ray's end after it."""
 LONGEST_NAME: Final = 47
@@ -60,11 +61,16 @@ class Template:
     rayjob: Object
     image: str | None = None
     """In the place of the images of head and workers."""
+    pods: Pods = field(default_factory=Pods)
+    """Added to head and workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What is filled in. entrypoint: a shell command line, which the cluster shows to its users: no secrets."""
+    """What is filled in. entrypoint: a shell command line, which the cluster shows to its users: no secrets.
+
+    apart: its pods have the label that `policy` keeps them from others by.
+    """
 
     service_id: str
     submission_id: str
@@ -74,6 +80,7 @@ class Attempt:
     least: int
     most: int
     namespace: str = "default"
+    apart: bool = False
 
 
 def rayjob_name(service_id: str, submission_id: str) -> str:
@@ -83,8 +90,8 @@ def rayjob_name(service_id: str, submission_id: str) -> str:
     return f"tw-{slug}-{digest}" if slug else f"tw-{digest}"
 
 
-def read_template(path: Path | None, image: str | None = None) -> Template:
-    """The template in this file; None: the service's own. Raises TemplateRefused."""
+def read_template(path: Path | None, image: str | None = None, pods: Path | None = None) -> Template:
+    """The template in this file; None: the service's own. pods: a file with what is added. Raises TemplateRefused."""
     named = "the service's own template" if path is None else f"the template {path}"
     try:
         text = files(__package__).joinpath("rayjob.yaml").read_text() if path is None else path.read_text("utf-8")
@@ -94,19 +101,22 @@ def read_template(path: Path | None, image: str | None = None) -> Template:
     wrong = _wrong(found)
     if wrong is not None:
         raise TemplateRefused(f"{named}: {wrong}; begin with what `thinwire manifest` prints")
-    return Template(found, image)
+    try:
+        return Template(found, image, Pods() if pods is None else read_pods(pods))
+    except PodsRefused as error:
+        raise TemplateRefused(str(error)) from error
 
 
 def rayjob(template: Template, attempt: Attempt) -> Object:
     """The RayJob of this attempt, as it is created."""
     made = copy.deepcopy(template.rayjob)
-    metadata, spec = _mapping(made, "metadata"), made["spec"]
+    metadata, spec = mapping(made, "metadata"), made["spec"]
     metadata.pop("generateName", None)
     metadata["name"] = rayjob_name(attempt.service_id, attempt.submission_id)
     metadata["namespace"] = attempt.namespace
-    labels = _mapping(metadata, "labels")
+    labels = mapping(metadata, "labels")
     labels |= {LABEL_SERVICE: attempt.service_id, "app.kubernetes.io/managed-by": "thinwire"}
-    annotations = _mapping(metadata, "annotations")
+    annotations = mapping(metadata, "annotations")
     annotations[SUBMISSION] = attempt.submission_id
     _queue(spec, labels, annotations, attempt.spec)
     spec["entrypoint"] = attempt.entrypoint
@@ -115,7 +125,7 @@ def rayjob(template: Template, attempt: Attempt) -> Object:
     cluster = spec["rayClusterSpec"]
     head, group = cluster["headGroupSpec"]["template"]["spec"], cluster["workerGroupSpecs"][0]
     for one in (made, cluster["headGroupSpec"]["template"], group["template"]):
-        _mapping(_mapping(one, "metadata"), "labels").update(_labels_of_job(attempt.metadata))
+        mapping(mapping(one, "metadata"), "labels").update(_labels_of_job(attempt.metadata))
     least = attempt.least
     if _is_fixed(made):  # Kueue counts its pods once, when it admits it, and takes no autoscaler
         least = attempt.most
@@ -125,10 +135,36 @@ def rayjob(template: Template, attempt: Attempt) -> Object:
     pod = group["template"]["spec"]
     pod["terminationGracePeriodSeconds"] = round(attempt.spec.workers.grace_s) + END_OF_RAY_S
     _device(group, attempt.spec.workers.device)
+    _box(group, attempt.spec.workers.per_box)
+    template.pods.add(cluster, attempt.spec)
+    if attempt.apart:
+        for one in (cluster["headGroupSpec"]["template"], group["template"]):
+            one["metadata"]["labels"][RUN] = metadata["name"]
     _give_no_token(cluster)
     if template.image is not None:
         head["containers"][0]["image"] = pod["containers"][0]["image"] = template.image
     return made
+
+
+def policy(made: Object) -> Object:
+    """The NetworkPolicy that lets the pods of this RayJob, as the API server has it, be reached by one another.
+
+    A policy cannot say "of the same job", so each job has one. It goes with its RayJob.
+    """
+    name, pods = made["metadata"]["name"], {"podSelector": {"matchLabels": {RUN: made["metadata"]["name"]}}}
+    owner = {"apiVersion": made["apiVersion"], "kind": made["kind"], "name": name, "uid": made["metadata"]["uid"]}
+    labels = {key: made["metadata"]["labels"][key] for key in (LABEL_SERVICE, "app.kubernetes.io/managed-by")}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": name,
+            "namespace": made["metadata"]["namespace"],
+            "labels": labels,
+            "ownerReferences": [owner],
+        },
+        "spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [copy.deepcopy(pods)]}]},
+    }
 
 
 def resized(cluster: Object, least: int, most: int) -> list[Object] | None:
@@ -200,13 +236,24 @@ def _device(group: Object, device: str) -> None:
     """One GPU a worker, none, or what the template has."""
     if device == "auto":
         return
-    resources = _mapping(group["template"]["spec"]["containers"][0], "resources")
+    resources = mapping(group["template"]["spec"]["containers"][0], "resources")
     for kind in ("requests", "limits"):
-        amounts = _mapping(resources, kind)
+        amounts = mapping(resources, kind)
         amounts.pop(GPU, None)
         if device == "gpu":
             amounts[GPU] = "1"
     group["rayStartParams"].pop("num-gpus", None)
+
+
+def _box(group: Object, processes: int) -> None:
+    """So many processes in a pod, each with what the template has for one: then a pod is a box, NVLink inside."""
+    if processes == 1:
+        return
+    group["rayStartParams"]["num-cpus"] = str(processes)
+    for amounts in (group["template"]["spec"]["containers"][0].get("resources") or {}).values():
+        for name, amount in (amounts or {}).items():
+            number, unit = re.fullmatch(r"([0-9.]+)(.*)", str(amount)).groups()  # type: ignore[union-attr] # _wrong looked
+            amounts[name] = f"{(Decimal(number) * processes).normalize():f}{unit}"
 
 
 def _give_no_token(cluster: Object) -> None:
@@ -220,7 +267,7 @@ def _give_no_token(cluster: Object) -> None:
         pod["automountServiceAccountToken"] = False
     if not cluster.get("enableInTreeAutoscaling"):
         return
-    mounts = _list(_mapping(cluster, "autoscalerOptions"), "volumeMounts")
+    mounts = _list(mapping(cluster, "autoscalerOptions"), "volumeMounts")
     if not any(mount.get("mountPath", "").rstrip("/") == TOKEN_FOLDER for mount in mounts):
         mounts.append({"name": TOKEN_VOLUME, "mountPath": TOKEN_FOLDER, "readOnly": True})
         _list(head, "volumes").append({"name": TOKEN_VOLUME, "projected": {"sources": copy.deepcopy(_TOKEN)}})
@@ -233,14 +280,6 @@ def _list(parent: Object, name: str) -> list[Any]:
     return found
 
 
-def _mapping(parent: Object, name: str) -> Object:
-    """The mapping in this field, made where there is none; a field with nothing behind its colon is null."""
-    if parent.get(name) is None:
-        parent[name] = {}
-    found: Object = parent[name]
-    return found
-
-
 def _wrong(found: Any) -> str | None:
     """What of a template cannot be relied on, in a sentence."""
     if not isinstance(found, dict) or found.get("kind") != "RayJob" or found.get("apiVersion") != "ray.io/v1":
@@ -248,7 +287,7 @@ def _wrong(found: Any) -> str | None:
     spec = found.get("spec")
     if not isinstance(spec, dict) or not isinstance(spec.get("rayClusterSpec"), dict):
         return "spec.rayClusterSpec is missing"
-    if (what := _no_mapping(found, "metadata", "labels", "annotations")) is not None:
+    if (what := _nomapping(found, "metadata", "labels", "annotations")) is not None:
         return what
     if spec.get("submissionMode") != "HTTPMode":
         return f"spec.submissionMode is {spec.get('submissionMode')!r}, and must be HTTPMode"
@@ -268,18 +307,25 @@ def _wrong(found: Any) -> str | None:
         if not isinstance(group.get("rayStartParams"), dict):
             return f"spec.rayClusterSpec.{name}.rayStartParams is missing; it may be {{}}"
     container = groups[0]["template"]["spec"]["containers"][0]
-    if (what := _no_mapping(container, "resources", "requests", "limits")) is not None:
+    if (what := _nomapping(container, "resources", "requests", "limits")) is not None:
         return f"spec.rayClusterSpec.workerGroupSpecs[0].template.spec.containers[0].{what}"
+    for kind, amounts in (container.get("resources") or {}).items():
+        for name, amount in (amounts or {}).items() if kind in ("requests", "limits") else ():
+            if not re.fullmatch(r"(\d+\.?\d*|\.\d+)([a-zA-Z]{0,2}|[eE][-+]?\d+)", str(amount)):
+                return (
+                    "spec.rayClusterSpec.workerGroupSpecs[0].template.spec.containers[0].resources."
+                    f"{kind}.{name} is {amount!r}, and must be a quantity such as 4 or 16Gi"
+                )
     if str(cluster["headGroupSpec"]["rayStartParams"].get("num-cpus")) != "0":
         return 'spec.rayClusterSpec.headGroupSpec.rayStartParams.num-cpus must be "0": no worker runs on the head'
     if groups[0]["rayStartParams"].get("num-cpus") != "1":
-        return 'spec.rayClusterSpec.workerGroupSpecs[0].rayStartParams.num-cpus must be "1": a pod is one worker'
+        return 'spec.rayClusterSpec.workerGroupSpecs[0].rayStartParams.num-cpus must be "1": of one process of a job'
     if not isinstance(groups[0].get("groupName"), str):
         return "spec.rayClusterSpec.workerGroupSpecs[0].groupName is missing"
     return None
 
 
-def _no_mapping(parent: Object, name: str, *inner: str) -> str | None:
+def _nomapping(parent: Object, name: str, *inner: str) -> str | None:
     """Which of these fields has something else than a mapping, or nothing, in it."""
     found = parent.get(name)
     if found is not None and not isinstance(found, dict):

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from thinwire.service.launch.kuberay.manifest import QUEUE, Object
+from thinwire.service.launch.kuberay.manifest import QUEUE
+from thinwire.service.launch.kuberay.pods import Object
 from thinwire.service.launch.protocol import OF_RAY, LaunchState, LaunchStatus
 
 _NO_FURTHER: Final = {

@@ -1,14 +1,14 @@
 """People come by an issuer of OpenID Connect: who they are, their sessions, and lines of the audit that say which.
 
 Revision ID: 0013
-Revises: 0011
+Revises: 0012
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0013"
-down_revision = "0011"
+down_revision = "0012"
 branch_labels = None
 depends_on = None
 

@@ -3,13 +3,15 @@ import { getLarge, jobPath, query } from "./api.js";
 
 export const COLUMNS = ["step", "time", "loss", "validation_loss", "step_seconds", "predicted_step_seconds", "waited_seconds", "samples_per_second",
   "payload_bytes", "payload_bytes_total", "compression_ratio", "world_size"];
+/** What a step's time goes into, and its words. */
+export const STEP_PARTS = { forward_backward: "forward and backward", encode: "encode", wire: "exchange", slowest: "wait for the slowest", decode_update: "decode and update" };
 const NO_EVENTS = "none"; // no event is of this kind: an answer with samples alone
 export const BEYOND_ALL_STEPS = 1_000_000_000;
 
 export class Samples {
   constructor(jobId) {
     this.jobId = jobId;
-    this.columns = Object.fromEntries(COLUMNS.map((name) => [name, []]));
+    this.columns = Object.fromEntries([...COLUMNS, ...Object.keys(STEP_PARTS)].map((name) => [name, []]));
     this.phase = [];
     /** [step, {name: number}] of each step at which the optimizer's health was taken. */
     this.health = [];
@@ -48,7 +50,7 @@ export class Samples {
   cut(step) {
     let keep = this.length;
     while (keep > 0 && this.columns.step[keep - 1] > step) keep -= 1;
-    for (const name of COLUMNS) this.columns[name].length = keep;
+    for (const column of Object.values(this.columns)) column.length = keep;
     this.phase.length = keep;
     this.health = this.health.filter(([at]) => at <= step);
     for (const [name, pairs] of this.reported) this.reported.set(name, pairs.filter(([at]) => at <= step));
@@ -56,6 +58,7 @@ export class Samples {
 
   take(sample) {
     for (const name of COLUMNS) this.columns[name].push(sample[name] ?? null);
+    for (const part of Object.keys(STEP_PARTS)) this.columns[part].push(sample.seconds_by_part?.[part] ?? null);
     this.phase.push(sample.phase);
     if (sample.health) this.health.push([sample.step, sample.health]);
     for (const [name, value] of Object.entries(sample.reported ?? {})) {

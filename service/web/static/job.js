@@ -3,7 +3,7 @@ import { ApiError, call, get, getLarge, jobPath, Poller, query } from "./api.js"
 import { Chart } from "./charts.js";
 import { announce, ask, fill, h, newId, plain, put, say, table } from "./dom.js";
 import { agoText, bytesText, EFFECTS, labelsText, limitsText, lossText, numberText, OVER, ratioText, secondsText, standingText, stepsText, timeText, workersText } from "./format.js";
-import { BEYOND_ALL_STEPS, Samples } from "./history.js";
+import { BEYOND_ALL_STEPS, STEP_PARTS, Samples } from "./history.js";
 import { badge } from "./jobs.js";
 import { LogView } from "./logs.js";
 
@@ -167,6 +167,7 @@ class JobView {
     this.loss = chart("Loss", [{ name: "training", colour: "c1" }, { name: "validation", colour: "c2", points: true }], { y: { text: (value) => value.toPrecision(4) } });
     this.speed = chart("Throughput", [{ name: "samples/s", colour: "c1" }], { y: { text: numberText, fromZero: true } });
     this.times = chart("Seconds of a step", [{ name: "measured", colour: "c1" }, { name: "predicted", colour: "c2", dash: [6, 4] }, { name: "waited for the slowest", colour: "c3" }], { y: { text: secondsText, fromZero: true } });
+    this.byPart = chart("Seconds of a step by part", Object.values(STEP_PARTS).map((name, at) => ({ name, colour: `c${at + 1}` })), { y: { text: secondsText, fromZero: true }, note: "of rank 0" });
     this.size = chart("Workers", [{ name: "train together", colour: "c1", stepped: true }], { y: { text: (value) => (Number.isInteger(value) ? String(value) : ""), fromZero: true } });
     this.ratio = chart("Compression", [{ name: "fp32 all-reduce over sent", colour: "c1" }], { y: { text: ratioText, fromZero: true } });
     this.bytes = chart("Bytes a worker has sent", [{ name: "sent", colour: "c1" }, { name: "fp32 would have", colour: "c3", dash: [6, 4] }, { name: "bf16 would have", colour: "c2", dash: [6, 4] }], { y: { text: bytesText, fromZero: true } });
@@ -227,6 +228,7 @@ class JobView {
     this.loss.set([x, columns.loss, columns.validation_loss]);
     this.speed.set([x, positive(columns.samples_per_second)]);
     this.times.set([x, positive(columns.step_seconds), columns.predicted_step_seconds, columns.waited_seconds]);
+    this.byPart.set([x, ...Object.keys(STEP_PARTS).map((part) => columns[part])]);
     this.size.set([x, columns.world_size]);
     this.ratio.set([x, columns.compression_ratio]);
     if (bytes) this.bytes.set([x, bytes.sent, samples.parameters() ? bytes.fp32 : x.map(() => null), samples.parameters() ? bytes.bf16 : x.map(() => null)]);

@@ -219,20 +219,25 @@ os._exit(0)
 
 
 @pytest.mark.law
-@pytest.mark.slow  # of eight runs with both cores busy one ended with a rank that had lost nobody
+@pytest.mark.slow
 def test_ctrl_c_in_one_process_takes_its_box_out_at_once_and_the_other_box_goes_on(tmp_path):
-    """It lives on, so that no connection of its box is closed: its word is all that the others of the box have."""
+    """It lives on, so that no connection of its box is closed: its word is all that the others of the box have.
+
+    Its thread may have served by then all that the other box wants of it, and so may its neighbour's: then the step
+    stands there, on both ranks, as one does whose peers die behind it.
+    """
     ranks = start(SETUP + INTERRUPTED, 4, tmp_path, timeout_s=100)
     assert [rank.wait(timeout=200) for rank in ranks] == [0] * 4
     of_rank = [json.loads(said(tmp_path, rank, "found")) for rank in range(4)]
+    stood = "lost" not in of_rank[0]
     for rank, found in enumerate(of_rank):
-        assert found.get("lost", "nobody").startswith("KeyboardInterrupt: " if rank == 3 else "PeerLost: "), (
-            rank,
-            found,
-        )
-        assert found["steps"] == 5
         assert found["seconds"] < 50, "it waited for a time-out"
         assert ("out" in found) == (rank in (2, 3)), (rank, found)
+        if stood and rank in (0, 1):
+            assert ("lost" not in found, found["steps"], found["then"]) == (True, 6, 9), (rank, found)
+            continue
+        assert found["lost"].startswith("KeyboardInterrupt: " if rank == 3 else "PeerLost: "), (rank, found)
+        assert found["steps"] == 5
         assert found.get("then", 8) == 8
         assert found.get("as before", True)
     assert "KeyboardInterrupt in OneBitAdam.step() 6" in of_rank[2]["lost"]

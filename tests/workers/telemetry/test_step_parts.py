@@ -68,6 +68,9 @@ def test_the_parts_of_each_rank_add_up_to_its_steps_and_the_late_one_is_waited_f
         )
         assert all(one.parts[part] > 0 for part in ("forward_backward", "encode", "decode_update")), one.parts
     assert reporters[0].parts["wire"] > 0
+    for part in STEP_PARTS:
+        told = [(sample.seconds_by_part or {})[part] for sample in reporters[0].samples if sample.step]
+        assert sum(told) == pytest.approx(reporters[0].parts[part], abs=1e-6 * len(told)), part
     for rank, one in enumerate(reporters):
         assert one.parts["slowest"] == pytest.approx(0.0 if rank == LATE else 20 * LATE_S, abs=5 * LATE_S), one.parts
     assert {one.slowest[0] for one in reporters} == {LATE}
@@ -88,7 +91,7 @@ TIMES = StepTimes(inside_s=3.0, waited_s=2.0, encode_s=0.5, encode_inside_s=0.25
 )
 def test_what_all_wait_is_the_wire_and_the_rest_is_for_the_last(waits, wire_s, slowest_s):
     parts = PartSeconds()
-    parts.add(TIMES, 10.0, 0, waits)
+    assert parts.add(TIMES, 10.0, 0, waits) == parts.seconds
     assert parts.seconds == {
         "forward_backward": 6.75,
         "encode": 0.5,

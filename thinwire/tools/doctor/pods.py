@@ -18,7 +18,8 @@ from typing import Final, TypeVar
 
 from thinwire.contract.spec import JobSpec, read_spec
 from thinwire.service.launch.kuberay.kube import Kube, KubeError
-from thinwire.service.launch.kuberay.manifest import Attempt, Object, TemplateRefused, rayjob, read_template
+from thinwire.service.launch.kuberay.manifest import Attempt, TemplateRefused, rayjob, read_template
+from thinwire.service.launch.kuberay.pods import Object
 from thinwire.service.launch.kuberay.states import cluster_of, is_over, status_of, why_waiting
 from thinwire.service.launch.protocol import LauncherError, LaunchState
 from thinwire.tools.doctor.clusters import POLL_S, NotExamined, Order, read
