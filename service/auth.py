@@ -42,7 +42,9 @@ from thinwire.service.web.cookies import cookie_of, refuse_foreign
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs", "/"})
+SIGN_ON_PATHS = ("/v1/sign-on", "/v1/sign-on-begin", "/v1/sign-on-end")
+"""Who signs on has no token yet. The last two are where a browser leaves for the issuer, and comes back."""
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs", "/", *SIGN_ON_PATHS})
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods of requests that change nothing."""
 DOCS_FILES = "/docs/files"
@@ -56,12 +58,14 @@ class Person:
     """Who has a token that is no job's: a human being, or a program of theirs.
 
     project: whose things they see and change; None: those of all. expires_at: unix seconds, of the token; None: never.
+    issuer: of OpenID Connect, from which the token or the session comes; None for one of the service's own tokens.
     """
 
     name: str
     role: Role
     project: str | None = None
     expires_at: float | None = None
+    issuer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,10 @@ class Guard:
             raise Unauthorized("the Authorization header must be 'Bearer <token>'")
         caller = await _asked(self._find, token, address)
         if caller is None:
-            raise Unauthorized("this token is not known: it is wrong, or of another service or home folder")
+            raise Unauthorized(
+                "this token is not known: it is wrong, or of another service or home folder; one of an issuer may have "
+                "expired"
+            )
         return caller
 
     async def _of_session(self, cookie: str, address: str) -> Caller:
@@ -263,8 +270,8 @@ def _need(role: Role, request: Request) -> None:
         )
     if not caller.person.role.allows(role):
         raise Forbidden(
-            f"the token {caller.person.name!r} has the role {caller.person.role}, and this takes the role {role}: ask "
-            "the operator for another token"
+            f"{'the token ' if caller.person.issuer is None else ''}{caller.person.name!r} has the role "
+            f"{caller.person.role}, and this takes the role {role}: ask the operator for another one"
         )
 
 

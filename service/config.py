@@ -17,9 +17,21 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from thinwire.contract.files import data_folder
 from thinwire.contract.logs import LogFormat
 from thinwire.contract.packages import MOST_BYTES
+from thinwire.contract.people import OfProject, Role
 from thinwire.contract.reports import LEASE_S
 
 IPNetwork = IPv4Network | IPv6Network
+
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def is_private(url: str) -> bool:
+    """Can nobody on the way read along? With https, or with http on this machine."""
+    parts = urlsplit(url)
+    return parts.hostname is not None and (
+        parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK)
+    )
 
 
 class Settings(BaseSettings):
@@ -132,22 +144,50 @@ class Settings(BaseSettings):
     grafana_url: str | None = Field(
         None, description="a Grafana with the service's dashboards, which the page links to"
     )
+    oidc_issuer: str | None = Field(
+        None, max_length=500, description="of OpenID Connect, as it calls itself: whose tokens and sign-on are taken"
+    )
+    oidc_client_id: str | None = Field(None, min_length=1, description="of the page at the issuer")
+    oidc_client_secret_file: Path | None = Field(None, description="its secret; none: it is a public client")
+    oidc_cli_client_id: str | None = Field(
+        None, description="of `thinwire login` at the issuer, a public client; default: that of the page if it is one"
+    )
+    oidc_audience: str | None = Field(
+        None, min_length=1, description="of access tokens for the service as an API; default: ID tokens alone"
+    )
+    oidc_scopes: str = Field("openid profile email", pattern=r"^openid( [\x21\x23-\x5b\x5d-\x7e]+)*$")
+    oidc_name_claim: str = Field("preferred_username", min_length=1, description="what people are called by")
+    oidc_groups_claim: str = Field("groups", min_length=1, description="a list or a text; a path as realm_access.roles")
+    oidc_roles: dict[str, Role] = Field(
+        {}, description='what groups may do, as JSON: {"ml": "user"}; who is in none of them may nothing'
+    )
+    oidc_projects: dict[str, OfProject] = Field(
+        {},
+        description='whose jobs groups see and change, as JSON: {"vision-team": "vision"}; the first that somebody is '
+        "in; default: the project default, for operators all",
+    )
+    oidc_name: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,39}$",
+        description="behind the @ of people's names; default: the issuer's host",
+    )
+    oidc_page_url: str | None = Field(
+        None,
+        description="the page as browsers reach it, with the path that a proxy puts before it; default: public_url",
+    )
+    oidc_ca: Path | None = Field(None, description="the CA of the issuer's certificate; default: those of the machine")
+    oidc_leeway_s: float = Field(30.0, ge=0.0, le=300.0, description="by which the issuer's clock may differ")
+    oidc_session_hours: float = Field(
+        8.0, gt=0.0, le=8760.0, description="who has signed on by the issuer is signed in to the page for so long"
+    )
     trusted_proxies: tuple[IPNetwork, ...] = Field(
         (), description="networks of proxies that say by X-Forwarded-For who asks, and from which nobody else can ask"
     )
     worker_lease_s: float = Field(LEASE_S, gt=0.0, description="a silent worker stops being a scrape target after it")
 
     @field_validator(
-        *(
-            "home",
-            "packages_folder",
-            "ray_token_file",
-            "kuberay_template",
-            "kuberay_pods",
-            "tls_certificate",
-            "tls_key",
-            "tls_ca",
-        )
+        *("home", "packages_folder", "ray_token_file", "kuberay_template", "kuberay_pods"),
+        *("tls_certificate", "tls_key", "tls_ca", "oidc_client_secret_file", "oidc_ca"),
     )
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
@@ -163,7 +203,7 @@ class Settings(BaseSettings):
             raise ValueError("is blank: name a database, or leave it out for SQLite in the home")
         return re.sub(r"\Apostgres(ql)?://", "postgresql+psycopg://", bare)
 
-    @field_validator("ray_address", "public_url", "otlp_endpoint", "grafana_url")
+    @field_validator("ray_address", "public_url", "otlp_endpoint", "grafana_url", "oidc_page_url")
     @classmethod
     def _http(cls, url: str | None) -> str | None:
         parts = urlsplit(url or "http://a")
@@ -214,6 +254,27 @@ class Settings(BaseSettings):
                 "in clear to a port that does not take them; begin it with https://"
             )
         return self
+
+    @model_validator(mode="after")
+    def _sign_on_is_whole(self) -> Settings:
+        if self.oidc_issuer is None:
+            if named := sorted(name for name in self.model_fields_set if name.startswith("oidc_")):
+                raise ValueError(f"THINWIRE_{named[0].upper()} is set, and THINWIRE_OIDC_ISSUER is not")
+            return self
+        parts = urlsplit(self.oidc_issuer)
+        if not is_private(self.oidc_issuer) or parts.query or parts.fragment or parts.username:
+            raise ValueError(
+                f"THINWIRE_OIDC_ISSUER is {self.oidc_issuer}: it must be an address with https (or http on loopback), "
+                "without user, query or fragment"
+            )
+        if self.oidc_client_id is None and self.oidc_audience is None:
+            raise ValueError("THINWIRE_OIDC_CLIENT_ID is missing: what this service is called at the issuer")
+        return self
+
+    @property
+    def issuer_label(self) -> str:
+        """What stands behind the @ in the name of somebody whom the issuer knows by a plain name."""
+        return self.oidc_name or urlsplit(self.oidc_issuer or "").hostname or ""
 
     @property
     def database(self) -> str:

@@ -4,7 +4,7 @@
       +- Unauthorized         401  no token, or a wrong one
       +- Forbidden            403  the token is known, and does not allow this
       +- NotFound             404
-      |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound, TokenNotFound
+      |    +- JobNotFound, FileNotKept, PackageNotFound, CheckpointNotFound, TokenNotFound, PersonNotFound
       +- Conflict             409
       |    +- JobOver, JobNotOver, JobNeeded, IdempotencyKeyReused, StaleAttempt, TokenExists, TokenFromElsewhere
       |    +- QuotaReached      a person who has as much here as one may
@@ -231,6 +231,15 @@ class TokenNotFound(NotFound):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"there is no token {name!r}; GET /v1/tokens lists them")
+
+
+class PersonNotFound(NotFound):
+    """Nobody of this name has come by the issuer."""
+
+    code = "person_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"nobody called {name!r} has come by the issuer; GET /v1/people lists them")
 
 
 class ProjectNotFound(NotFound):

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -46,6 +46,7 @@ from thinwire.service.packages import router as packages_router
 from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import DELETE, Audit, Audited
+from thinwire.service.people.oidc_people import IssuerPeople, SignOnMissing
 from thinwire.service.people.projects import Projects
 from thinwire.service.people.quotas import Quotas
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
@@ -56,6 +57,10 @@ from thinwire.service.tracing import Traced
 from thinwire.service.web import router as web_router
 from thinwire.service.web.headers import BrowserHeaders
 from thinwire.service.web.sessions import Sessions
+from thinwire.service.web.sign_on import sign_on
+
+if TYPE_CHECKING:  # it needs the extra `oidc`
+    from thinwire.service.people.oidc import Oidc
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +98,20 @@ class ControlPlane:
         self.db = Database(settings.database)
         self.audit = Audit(self.db, keep_days=settings.audit_days, clock=clock)
         self.tokens = Tokens(self.db, keep_days=settings.audit_days, clock=clock)
-        self.callers = Callers(self.db, self.operator_token, self.tokens, grace_s=settings.job_grace_s)
-        self.sessions = Sessions(self.db, self.callers, lifetime_s=settings.session_hours * 3600.0, clock=clock)
+        self.people = IssuerPeople(
+            self.db, settings.oidc_issuer, settings.oidc_roles, settings.oidc_projects, clock=clock
+        )
+        self.oidc = _oidc(settings, self.people, service_url, clock) if settings.oidc_issuer is not None else None
+        self.callers = Callers(
+            self.db,
+            self.operator_token,
+            self.tokens,
+            grace_s=settings.job_grace_s,
+            issued=None if self.oidc is None else self.oidc.person,
+        )
+        self.sessions = Sessions(
+            self.db, self.callers, self.people, lifetime_s=settings.session_hours * 3600.0, clock=clock
+        )
         self.grafana_url = settings.grafana_url
         self.ownership = Ownership(self.db, settings.home, peer_url, settings.owner_lease_s)
         self.on_lost: Callable[[], None] = lambda: None
@@ -242,6 +259,8 @@ class ControlPlane:
             self.db.close()
             if self.traces is not None:
                 self.traces.close()
+            if self.oidc is not None:
+                self.oidc.close()
 
     def _excuse(self) -> None:
         """An orderly end takes the runs with it, where the cluster is the service's own.
@@ -266,6 +285,7 @@ class ControlPlane:
         self.packages.prune()
         self.tokens.prune()
         self.sessions.prune()
+        self.people.prune()
         self.audit.prune()
 
     def service_id(self) -> str:
@@ -298,6 +318,22 @@ class ControlPlane:
         return f"launcher: {reason}" if reason is not None else None
 
 
+def _oidc(settings: Settings, people: IssuerPeople, service_url: str, clock: Callable[[], float]) -> Oidc:
+    """Sign-on by the issuer that the settings name. Raises: SignOnMissing, WrongCa."""
+    try:
+        from thinwire.service.people.oidc import Oidc
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("joserfc", "cryptography"):
+            raise
+        raise SignOnMissing(
+            f"THINWIRE_OIDC_ISSUER is set, and {error.name} is not installed, which checks the signatures of its "
+            "tokens: pip install 'thinwire[oidc]'"
+        ) from error
+    if not settings.oidc_roles:
+        logger.warning("sign_on_lets_nobody_in issuer=%s: THINWIRE_OIDC_ROLES is empty", settings.oidc_issuer)
+    return Oidc(settings, people, settings.oidc_page_url or settings.public_url or service_url, clock=clock)
+
+
 def create_app(
     settings: Settings,
     launcher: Launcher,
@@ -311,7 +347,7 @@ def create_app(
 
     service_url: how workers reach the service; default: settings.public_url, else the host and port of the settings.
     peer_url: how other services of the same database reach it; default: service_url. clock: unix seconds.
-    Raises: tokens.TokenFileError, db.DatabaseUnusable, OSError.
+    Raises: tokens.TokenFileError, db.DatabaseUnusable, SignOnMissing, WrongCa, OSError.
     """
     url = service_url or settings.public_url or f"http://{settings.host}:{settings.port}"
     plane = ControlPlane(settings, launcher, url.rstrip("/"), peer_url or url.rstrip("/"), clock)
@@ -347,6 +383,7 @@ def create_app(
     app.include_router(people_router.members)
     app.include_router(_own)
     app.include_router(web_router.sessions)
+    app.include_router(sign_on)
     app.include_router(web_router.pages)
     app.mount(WEB_FILES, web_router.files())
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))

@@ -27,12 +27,13 @@ import uvicorn
 from thinwire.contract.files import private_folder, unusable_home, write_private
 from thinwire.contract.tls import WrongCa
 from thinwire.contract.traces import TracesMissing
-from thinwire.service.config import Settings
+from thinwire.service.config import LOOPBACK, Settings
 from thinwire.service.connections import ACCEPTED_AT_ONCE, MOST, Bounds, bounded, within_tls
 from thinwire.service.db import DatabaseUnusable
 from thinwire.service.launch.fake import FakeLauncher, Timeline
 from thinwire.service.launch.protocol import Launcher
 from thinwire.service.main import ControlPlane, DatabaseOwned, create_app
+from thinwire.service.people.oidc_people import SignOnMissing
 from thinwire.service.people.tokens import TokenFileError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CERTIFICATE_TICKS = 100
 """Between two looks whether the certificate was renewed, in tenths of a second."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OPEN_REQUESTS_S = 3
 """How long requests that are under way at the end may still take; all else ends after them."""
 
@@ -70,7 +70,7 @@ def serve(
                 app = create_app(settings, launcher, service_url=url, peer_url=peer)
                 plane: ControlPlane = app.state.plane
                 plane.own()
-            except (DatabaseUnusable, DatabaseOwned, WrongCa, TracesMissing) as error:
+            except (DatabaseUnusable, DatabaseOwned, WrongCa, TracesMissing, SignOnMissing) as error:
                 raise ServeRefused(str(error)) from error
             except TokenFileError as error:
                 raise ServeRefused(f"the home folder {settings.home} cannot be used: {error}") from error

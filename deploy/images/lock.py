@@ -25,7 +25,7 @@ LINE = "# Written by deploy/images/lock.py: what the images have, and so what th
 TOOLS = ("cyclonedx-bom", "setuptools>=77")
 """What makes an image and stays outside of it: OWASP's own tool, which writes what is in it as CycloneDX, and what
 builds the wheel of thinwire."""
-EXTRAS = {"service": ("service", "postgresql", "kubernetes"), "worker": ("worker", "s3")}
+EXTRAS = {"service": ("service", "postgresql", "kubernetes", "oidc"), "worker": ("worker", "s3")}
 CPU_HASHES = {"2.13.0": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"}
 """Of torch for CPUs, by version: the sha256 that PyTorch's own index names for CPython 3.11 on Linux on x86-64. PyPI,
 which the other hashes are of, does not have that build."""

@@ -59,6 +59,7 @@ class AuditRow(Base):
     project: Mapped[str | None] = mapped_column(String(63), default=None)
     address: Mapped[str | None] = mapped_column(String(64), default=None)
     status: Mapped[int]
+    issuer: Mapped[str | None] = mapped_column(String(500), default=None)
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class Change:
     status: int
     job_id: str | None = None
     about: str | None = None
+    issuer: str | None = None
     project: str | None = None
     written: bool = field(default=False, init=False)
 
@@ -92,6 +94,7 @@ class Change:
                 project=self.project,
                 address=self.address,
                 status=self.status,
+                issuer=self.issuer,
             )
         )
         session.flush()
@@ -100,9 +103,9 @@ class Change:
     def log(self) -> None:
         """The same line in the log."""
         logger.info(
-            "audit who=%s role=%s what=%s job_id=%s about=%s address=%s status=%d",
+            "audit who=%s role=%s what=%s job_id=%s about=%s address=%s status=%d issuer=%s",
             *(self.who, self.role or "-", self.what, self.job_id or "-", self.about or "-", self.address or "-"),
-            self.status,
+            *(self.status, self.issuer or "-"),
         )
 
 
@@ -140,8 +143,9 @@ class Audited:
             return
         address = _plain((scope.get("client") or (None,))[0], 64)  # a trusted proxy may name anything
         what = _plain(scope["method"], 64) or "-"  # until its route names it
-        change = Change(caller.person.name, caller.person.role, what, address, self._clock(), 500)
-        change.project = caller.person.project
+        person = caller.person
+        change = Change(person.name, person.role, what, address, self._clock(), 500, issuer=person.issuer)
+        change.project = person.project
         scope["state"]["change"] = change
         answered = False
 
@@ -192,6 +196,10 @@ class Audit:
     def by_service(self, what: str) -> Change:
         """A change that the service makes by itself, such as of retention."""
         return Change(SERVICE, None, what, None, self._clock(), 200)
+
+    def sign_in(self, who: str, role: Role | None, issuer: str, address: str, status: int) -> Change:
+        """The sign-on of somebody whom an issuer has sent, which no token of theirs asks for."""
+        return Change(who, role, "sign_in", _plain(address, 64), self._clock(), status, issuer=issuer)
 
     def lines(
         self, limit: int, before: int | None, who: str | None, job_id: str | None, project: str | None
@@ -275,6 +283,7 @@ def _views(rows: Iterable[AuditRow]) -> Iterable[AuditLine]:
             number=row.id,
             time=datetime.fromtimestamp(row.time, UTC),
             who=row.who,
+            issuer=row.issuer,
             role=Role(row.role) if row.role is not None else None,
             what=row.what,
             project=row.project,

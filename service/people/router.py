@@ -10,8 +10,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from thinwire.contract.people import (
     AuditList,
+    IssuerName,
+    IssuerPersonList,
     MadeToken,
     NewToken,
+    PersonName,
     RotatedToken,
     TokenChange,
     TokenItem,
@@ -24,6 +27,7 @@ from thinwire.service.cursors import LONGEST
 from thinwire.service.db import Database
 from thinwire.service.errors import (
     BodyTooLarge,
+    PersonNotFound,
     ProjectExists,
     ProjectInUse,
     ProjectNotFound,
@@ -35,6 +39,7 @@ from thinwire.service.errors import (
     documented,
 )
 from thinwire.service.people.audit import Audit, Change, change_of
+from thinwire.service.people.oidc_people import IssuerPeople
 from thinwire.service.people.projects import Projects
 from thinwire.service.people.quotas import Quotas
 from thinwire.service.people.tokens import OperatorToken, Tokens
@@ -57,6 +62,8 @@ AllTokens = Annotated[Tokens, of_plane("tokens")]
 Asked = Annotated[Change, Depends(change_of)]
 AllProjects = Annotated[Projects, of_plane("projects")]
 Named = Annotated[TokenName, Path(description="of the token")]
+AllPeople = Annotated[IssuerPeople, of_plane("people")]
+Somebody = Annotated[IssuerName, Path()]
 OneProject = Annotated[ProjectName, Path(description="of the project")]
 After = Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")]
 
@@ -123,13 +130,47 @@ def rotate_token(request: Request, change: Asked) -> RotatedToken:
         ) from error
 
 
+@people.get("/people")
+def list_people(
+    everybody: AllPeople,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    after: Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")] = None,
+) -> IssuerPersonList:
+    """Who has come by the issuer of OpenID Connect, by name: role, when, blocked or not."""
+    return everybody.list(limit, after)
+
+
+@people.put("/people/{name}/block", status_code=204)
+def block_person(name: Somebody, everybody: AllPeople, change: Asked) -> None:
+    """Refuse this person of the issuer from now on, in all their sessions and with any token. Their jobs go on.
+
+    Also one who has not come yet. Asking again is fine.
+    """
+    everybody.block(name, change)
+
+
+@people.delete("/people/{name}/block", status_code=204, responses=documented(PersonNotFound))
+def unblock_person(name: Somebody, everybody: AllPeople, change: Asked) -> None:
+    """Take this person again. Asking again is fine."""
+    everybody.unblock(name, change)
+
+
+@people.delete("/people/{name}", status_code=204, responses=documented(PersonNotFound))
+def release_person(name: Somebody, everybody: AllPeople, change: Asked) -> None:
+    """Forget which of the issuer's subjects has this name: the next who comes with it has it, and their sessions end.
+
+    For somebody who has another account now, or another issuer; what is kept under the name is theirs then.
+    """
+    everybody.release(name, change)
+
+
 @people.get("/audit")
 def read_audit(
     audit: Annotated[Audit, of_plane("audit")],
     project: InProject,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=1, le=LARGEST_NUMBER, description="`next` of an earlier answer")] = None,
-    who: Annotated[TokenName | None, Query(description="only what this one has asked for")] = None,
+    who: Annotated[PersonName | None, Query(description="only what this one has asked for")] = None,
     job_id: Annotated[
         str | None, Query(pattern=r"^[\x21-\x7e]{1,80}$", description="only what was asked of this job")
     ] = None,

@@ -261,7 +261,9 @@ def _day(seconds: float) -> str:
 class Callers:
     """Who sends a token. Methods may be called from any thread.
 
-    grace_s: how long after its end a job's token is taken. elapsed: seconds of a clock that does not go back.
+    grace_s: how long after its end a job's token is taken. issued: whose token an issuer has signed, asked with its
+    text, from where it came, and a session of the database; None where there is no issuer. elapsed: seconds of a
+    clock that does not go back.
     """
 
     def __init__(
@@ -271,9 +273,11 @@ class Callers:
         tokens: Tokens,
         *,
         grace_s: float,
+        issued: Callable[[str, str, Session], Person | None] | None = None,
         elapsed: Callable[[], float] = time.monotonic,
     ) -> None:
         self._db, self._home, self._tokens, self._grace_s, self._elapsed = db, home, tokens, grace_s, elapsed
+        self._issued = issued
         self._guesses = Rates(burst=GUESSES, rate=GUESSES_PER_S)
         self._wrong = _Remembered(WRONG_S)
         self.look_ups = 0
@@ -288,6 +292,8 @@ class Callers:
         self._home.look()
         if hmac.compare_digest(digest, self._home.hash):
             return Caller(person=Person(OPERATOR, Role.OPERATOR))
+        if self._issued is not None and token.count(".") == 2:  # ours have no dot
+            return self.known(digest, address, partial(self._of_issuer, self._issued, token, address))
         # The prefix saves a look-up. One job's token in 16 million begins so, too: then all are looked at.
         is_persons, may_hold_later = token.startswith(PREFIX), len(token) == TICKET_CHARACTERS
         return self.known(digest, address, partial(self._found, is_persons=is_persons), remember=not may_hold_later)
@@ -312,8 +318,8 @@ class Callers:
                 why = error.message
             if why or remember:
                 self._wrong.put(digest, why, now)
-            if not why and (wait_s := self._guesses.take(address, 1.0, now)) > 0.0:
-                raise TooManyWrongTokens(address, ceil(wait_s))
+            if not why:
+                self.guessed(address)
         if why:
             raise Unauthorized(why)
         return None
@@ -324,6 +330,22 @@ class Callers:
         if hmac.compare_digest(digest, self._home.hash):
             return Person(OPERATOR, Role.OPERATOR)
         return self._tokens.person(session, digest)
+
+    def _of_issuer(
+        self,
+        issued: Callable[[str, str, Session], Person | None],
+        token: str,
+        address: str,
+        session: Session,
+        digest: str,
+    ) -> Caller | None:
+        person = issued(token, address, session)
+        return None if person is None else Caller(person=person)
+
+    def guessed(self, address: str) -> None:
+        """Something wrong came from this address that is no token, and cost as much. Raises TooManyWrongTokens."""
+        if (wait_s := self._guesses.take(address, 1.0, self._elapsed())) > 0.0:
+            raise TooManyWrongTokens(address, ceil(wait_s))
 
     def _found(self, session: Session, digest: str, *, is_persons: bool) -> Caller | None:
         if is_persons and (person := self._tokens.person(session, digest)) is not None:

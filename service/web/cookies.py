@@ -17,25 +17,28 @@ from thinwire.service.errors import Forbidden
 COOKIE: Final = "thinwire_session"
 
 
-def cookie_name(headers: Headers) -> str:
+def cookie_name(headers: Headers, name: str = COOKIE) -> str:
     """Of the service that is asked. A browser keeps cookies by host: services on two ports would share one."""
     _, _, port = headers.get("host", "").rpartition(":")
-    return f"{COOKIE}_{port}" if port.isdecimal() and len(port) <= 5 else COOKIE
+    return f"{name}_{port}" if port.isdecimal() and len(port) <= 5 else name
 
 
-def cookie_of(headers: Headers) -> str | None:
-    """What the session's cookie holds; None where there is none."""
-    return cookie_parser("; ".join(headers.getlist("cookie"))).get(cookie_name(headers)) or None
+def cookie_of(headers: Headers, name: str = COOKIE) -> str | None:
+    """What the session's cookie holds, or the one of this name; None where there is none."""
+    return cookie_parser("; ".join(headers.getlist("cookie"))).get(cookie_name(headers, name)) or None
 
 
-def set_cookie(value: str, age_s: float, headers: Headers, scheme: str) -> str:
+def set_cookie(
+    value: str, age_s: float, headers: Headers, scheme: str, name: str = COOKIE, same_site: str = "Strict"
+) -> str:
     """The header Set-Cookie. age_s: how long the browser is to keep it, 0: not at all. headers, scheme: of the request.
+    same_site: Lax for one that has to come along when an issuer sends the browser back.
 
     It names no path: then the browser takes that of the request, up to its last slash, which is the API's below
     whatever prefix a proxy has put before it. So the cookie goes to the API and nowhere else.
     """
     secure = "; Secure" if scheme == "https" or headers.get("origin", "").startswith("https://") else ""
-    return f"{cookie_name(headers)}={value}; Max-Age={int(age_s)}; HttpOnly; SameSite=Strict{secure}"
+    return f"{cookie_name(headers, name)}={value}; Max-Age={int(age_s)}; HttpOnly; SameSite={same_site}{secure}"
 
 
 def refuse_foreign(headers: Headers) -> None:

@@ -43,7 +43,11 @@ def sign_in(request: Request, response: Response, all_sessions: AllSessions, cha
     token = request.headers.get("authorization", "").partition(" ")[2].strip()
     if not token:
         raise Forbidden("a session begins with a token: send it as Authorization: Bearer")
-    cookie, _ = all_sessions.begin(token, change)
+    if request.state.caller.person.issuer is not None:
+        raise Forbidden(
+            "a session begins with a token of this service; with an issuer's account, sign on at the issuer"
+        )
+    cookie = all_sessions.begin(token, change)
     _set(response, request, cookie, all_sessions.lifetime_s)
     return _signed_in(request, cookie)
 

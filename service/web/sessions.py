@@ -2,22 +2,24 @@
 
 The cookie holds 256 random bits, and the database their SHA-256 beside that of the token. A session is worth what its
 token is: at each request the token is looked up again, so one that is revoked, has expired or was rotated ends its
-sessions at once.
+sessions at once. A session of somebody whom an issuer has sent has the groups that the issuer named then, and is worth
+what these are worth now: who is blocked is out at once, and so is who has lost a group's role by the settings.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
-from sqlalchemy import Index, String, delete, select
+from sqlalchemy import Index, String, Text, delete, select
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from thinwire.service.auth import Caller, token_hash
+from thinwire.service.auth import Caller, Person, token_hash
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import Unauthorized
 from thinwire.service.people.audit import PAUSE_S, Change
+from thinwire.service.people.oidc_people import IssuerPeople, groups_kept, kept_groups, owner_of
 from thinwire.service.people.tokens import Callers
 
 MOST_OF_TOKEN: Final = 50
@@ -25,7 +27,7 @@ MOST_OF_TOKEN: Final = 50
 
 
 class SessionRow(Base):
-    """One session. Times are unix seconds."""
+    """One session. Times are unix seconds. token_hash: of a token, or of whom the issuer has sent: then `person`."""
 
     __tablename__ = "sessions"
     __table_args__ = (Index("sessions_of_token", "token_hash", "created_at"),)
@@ -34,13 +36,24 @@ class SessionRow(Base):
     token_hash: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[float]
     expires_at: Mapped[float] = mapped_column(index=True)
+    person: Mapped[str | None] = mapped_column(String(63), default=None)
+    person_groups: Mapped[str | None] = mapped_column(Text, default=None)
 
 
 class Sessions:
     """Of all people. Methods may be called from any thread. lifetime_s: of a session. clock: unix seconds."""
 
-    def __init__(self, db: Database, callers: Callers, *, lifetime_s: float, clock: Callable[[], float]) -> None:
-        self._db, self._callers, self._lifetime_s, self._clock = db, callers, lifetime_s, clock
+    def __init__(
+        self,
+        db: Database,
+        callers: Callers,
+        people: IssuerPeople,
+        *,
+        lifetime_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._db, self._callers, self._people = db, callers, people
+        self._lifetime_s, self._clock = lifetime_s, clock
         self._due = float("-inf")
 
     @property
@@ -48,20 +61,31 @@ class Sessions:
         """Of a session."""
         return self._lifetime_s
 
-    def begin(self, token: str, change: Change) -> tuple[str, float]:
-        """A session of who has this token, which is known to be right: what its cookie holds, and when it ends."""
-        cookie, now, digest = secrets.token_urlsafe(32), self._clock(), token_hash(token)
+    def begin(self, token: str, change: Change) -> str:
+        """A session of who has this token, which is known to be right: what its cookie holds."""
+        return self._begin(SessionRow(token_hash=token_hash(token)), self._lifetime_s, change)
+
+    def begin_of(
+        self, person: Person, subject: str, groups: Collection[str], lifetime_s: float, change: Change
+    ) -> tuple[str, float]:
+        """The same of somebody whom the issuer has sent, with these groups: the cookie, and how long it holds."""
         row = SessionRow(
-            id_hash=token_hash(cookie), token_hash=digest, created_at=now, expires_at=now + self._lifetime_s
+            token_hash=owner_of(str(person.issuer), subject), person=person.name, person_groups=kept_groups(groups)
         )
+        lifetime_s = min(lifetime_s, self._lifetime_s)
+        return self._begin(row, lifetime_s, change), lifetime_s
+
+    def _begin(self, row: SessionRow, lifetime_s: float, change: Change) -> str:
+        cookie, now = secrets.token_urlsafe(32), self._clock()
+        row.id_hash, row.created_at, row.expires_at = token_hash(cookie), now, now + lifetime_s
         with self._db.write() as session:
-            others = select(SessionRow.id_hash).where(SessionRow.token_hash == digest)
+            others = select(SessionRow.id_hash).where(SessionRow.token_hash == row.token_hash)
             beyond = session.scalars(others.order_by(SessionRow.created_at.desc()).offset(MOST_OF_TOKEN - 1)).all()
             if beyond:
                 session.execute(delete(SessionRow).where(SessionRow.id_hash.in_(beyond)))
             session.add(row)
             change.write(session)
-        return cookie, row.expires_at
+        return cookie
 
     def end(self, cookie: str, change: Change) -> None:
         """From now on this cookie is worth nothing; ending it again changes nothing."""
@@ -87,7 +111,10 @@ class Sessions:
         if row is None:
             return None
         if row.expires_at <= self._clock():
-            raise Unauthorized("this session has run out: sign in again with your token")
+            raise Unauthorized("this session has run out: sign in again")
+        if row.person is not None:
+            groups = groups_kept(row.person_groups or "[]")
+            return Caller(person=self._people.of_session(session, row.person, row.token_hash, groups))
         person = self._callers.person(session, row.token_hash)
         if person is None:
             raise Unauthorized("the token of this session is no longer taken: sign in with another one")

@@ -26,6 +26,10 @@ OF_OPERATORS = {
     ("DELETE", "/v1/projects/{name}"),
     ("POST", "/v1/tokens/operator/rotate"),
     ("GET", "/v1/audit"),
+    ("GET", "/v1/people"),
+    ("PUT", "/v1/people/{name}/block"),
+    ("DELETE", "/v1/people/{name}/block"),
+    ("DELETE", "/v1/people/{name}"),
 }
 OF_THE_JOB = {
     ("PUT", "/v1/jobs/{job_id}/workers/{rank}"),

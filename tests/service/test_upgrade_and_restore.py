@@ -39,6 +39,7 @@ LATER: dict[str, tuple[list[str], list[str]]] = {
     "0010": ([], ["sessions"]),
     "0011": ([], []),
     "0012": (["project"], ["projects"]),
+    "0013": ([], ["issuer_people"]),
 }
 """The columns of `jobs` and the tables that came with each version."""
 
@@ -48,6 +49,9 @@ def take_back(database: Database, version: str) -> None:
     with database.unfenced() as session:
         for later, (columns, tables) in reversed(LATER.items()):
             if later > version:
+                if later == "0013":
+                    for table, name in (("sessions", "person"), ("sessions", "person_groups"), ("audit", "issuer")):
+                        session.execute(text(f"ALTER TABLE {table} DROP COLUMN {name}"))
                 if "projects" in tables:
                     session.execute(text("DROP INDEX jobs_of_project"))
                     session.execute(text("DROP INDEX jobs_of_person"))

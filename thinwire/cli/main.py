@@ -31,12 +31,13 @@ from thinwire.cli.job_ids import JobId, JobIds, resolved
 from thinwire.cli.jobs import AsJson, cancel, delete, jobs, label, labels_text, top, wait
 from thinwire.cli.migrate import migrate
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
-from thinwire.cli.people import audit, tokens
+from thinwire.cli.people import audit, people, tokens
 from thinwire.cli.plan import plan
 from thinwire.cli.projects import projects, quotas
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.screen import complain, complain_of, console, note, print_columns
+from thinwire.cli.sign_on import login, logout
 from thinwire.cli.submit import manifest, submit
 from thinwire.cli.summary import SummaryError, picture, shown_summary, summary_rows, summary_table
 from thinwire.cli.up import down, up
@@ -245,8 +246,11 @@ def watch_command(job_id: JobId) -> None:
 app.command()(logs)
 app.command()(events)
 app.add_typer(tokens, name="token")
-app.add_typer(projects, name="project")
+app.add_typer(people, name="people")
 app.command()(audit)
+app.command()(login)
+app.command()(logout)
+app.add_typer(projects, name="project")
 app.command()(quotas)
 app.command()(plan)
 app.command("what-if")(what_if)

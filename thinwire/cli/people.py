@@ -1,4 +1,4 @@
-"""The commands `thinwire token` and `thinwire audit`: who may use the service, and who has changed what."""
+"""The commands `thinwire token`, `thinwire people`, `thinwire audit`: who may use the service, who has changed what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from thinwire.cli.quantities import duration_s, time_text
 from thinwire.cli.screen import complain, complain_of, note, print_columns
 from thinwire.client import Client, Rejected
-from thinwire.contract.people import AuditLine, AuditList, NewToken, Role, TokenItem, TokenList
+from thinwire.contract.people import AuditLine, AuditList, IssuerPersonList, NewToken, Role, TokenItem, TokenList
 from thinwire.contract.projects import EVERY
 
 tokens = typer.Typer(
@@ -18,6 +18,12 @@ tokens = typer.Typer(
     help="Tokens for people and programs: make, list, revoke; and rotate the operator's own. For operators.",
 )
 
+people = typer.Typer(
+    no_args_is_help=True,
+    help="People who come by an issuer of OpenID Connect: list, block, take again, release a name. For operators.",
+)
+
+Somebody = Annotated[str, typer.Argument(help="As `thinwire people list` shows it: anna@login.example.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON as the REST API gives it, for programs.")]
 
 
@@ -139,6 +145,56 @@ def rotate() -> None:
         "The operator's token is the one above, and in the file 'token' of the service's home. The one before is "
         "refused from now on. Nothing happens to people's tokens and to jobs."
     )
+
+
+@people.command("list")
+def list_people(as_json: AsJson = False) -> None:
+    """List who has come by the issuer: role, first and last time, blocked or not."""
+    with Client() as client:
+        found = client.people()
+    if as_json:
+        typer.echo(IssuerPersonList(people=found).model_dump_json(indent=2))
+        return
+    if not found:
+        note("Nobody has come by an issuer.")
+        return
+    rows = [("NAME", "ROLE", "FIRST", "LAST", "STATE", "SUBJECT")]
+    rows += [
+        (
+            one.name,
+            str(one.role or "-"),
+            time_text(one.first_at),
+            time_text(one.last_at) if one.last_at else "-",
+            f"blocked {time_text(one.blocked_at)} by {one.blocked_by}" if one.blocked_at else "taken",
+            one.subject or "-",
+        )
+        for one in found
+    ]
+    print_columns(rows)
+
+
+@people.command("block")
+def block(name: Somebody) -> None:
+    """Refuse somebody from now on, in all sessions and with any token. Their jobs go on."""
+    with Client() as client:
+        client.block_person(name)
+    note(f"{name} is refused from now on, whatever the issuer says of them. Jobs of theirs go on.")
+
+
+@people.command("unblock")
+def unblock(name: Somebody) -> None:
+    """Take somebody again who was blocked."""
+    with Client() as client:
+        client.unblock_person(name)
+    note(f"{name} is taken again.")
+
+
+@people.command("release")
+def release(name: Somebody) -> None:
+    """Let a name be that of the next who comes with it: for another account of the same person."""
+    with Client() as client:
+        client.release_person(name)
+    note(f"{name} is nobody's now: the next whom the issuer calls so has the name, and what is kept under it.")
 
 
 def audit(

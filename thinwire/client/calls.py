@@ -32,10 +32,13 @@ from thinwire.contract.packages import Package, PackageList
 from thinwire.contract.people import (
     AuditLine,
     AuditList,
+    IssuerPerson,
+    IssuerPersonList,
     MadeToken,
     NewToken,
     RotatedToken,
     SignedIn,
+    SignOn,
     TokenItem,
     TokenList,
 )
@@ -54,7 +57,7 @@ _LONGEST_ID = 80
 _UPLOAD_TIMEOUT_S = 120.0
 """Between two parts of a package, and until the service has looked at it."""
 _TARGETS = TypeAdapter(list[TargetGroup])
-_List = TypeVar("_List", PackageList, TokenList, ProjectList)
+_List = TypeVar("_List", PackageList, TokenList, IssuerPersonList, ProjectList)
 _One = TypeVar("_One")
 _States = JobState | str | Iterable[JobState | str]
 
@@ -482,6 +485,31 @@ def rotate_token() -> Steps[str]:
     """Another operator's token in the place of the one in the service's home."""
     made = yield from answered(RotatedToken, Ask("POST", "/v1/tokens/operator/rotate"))
     return made.token
+
+
+def sign_on_offered() -> Steps[SignOn]:
+    """By which issuer of OpenID Connect people may sign on, if by any. It takes no token."""
+    return (yield from answered(SignOn, Ask("GET", "/v1/sign-on", is_open=True)))
+
+
+def people() -> Steps[list[IssuerPerson]]:
+    """Who has come by the issuer, by name."""
+    return (yield from _all_pages(IssuerPersonList, "/v1/people", lambda page: page.people))
+
+
+def block_person(name: str) -> Steps[None]:
+    """Refuse somebody of the issuer from now on, whether they have come yet or not."""
+    yield Ask("PUT", f"/v1/people/{quoted(name)}/block")
+
+
+def unblock_person(name: str) -> Steps[None]:
+    """Take them again. Raises NotFound."""
+    yield Ask("DELETE", f"/v1/people/{quoted(name)}/block")
+
+
+def release_person(name: str) -> Steps[None]:
+    """Let the name be that of the next who comes with it. Raises NotFound."""
+    yield Ask("DELETE", f"/v1/people/{quoted(name)}")
 
 
 def audit(limit: int | None = 100, *, who: str | None = None, job_id: str | None = None) -> Steps[list[AuditLine]]:

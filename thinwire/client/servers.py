@@ -1,7 +1,8 @@
 """Where the service listens, and with which token it is asked.
 
-THINWIRE_URL and THINWIRE_TOKEN say it, else server.json and token in THINWIRE_HOME. A client looks again before every
-request, so a control plane that was started again, on another port, is found without more ado.
+THINWIRE_URL and THINWIRE_TOKEN say it, or THINWIRE_URL and a sign-on for that address (`sign_on`), else server.json and
+token in THINWIRE_HOME. A client looks again before every request, so a control plane that was started again, on another
+port, is found without more ado.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 from pydantic import ValidationError
 
+from thinwire.client import sign_on
 from thinwire.client.errors import Unreachable, WrongEnvironment
 from thinwire.contract.files import unusable_home
 from thinwire.contract.redaction import redacted_json
@@ -38,7 +40,9 @@ class Server:
 
 
 def find_server() -> Server:
-    """The server that THINWIRE_URL names, else the one of THINWIRE_HOME. Raises Unreachable, WrongEnvironment."""
+    """The server that THINWIRE_URL names, else the one of THINWIRE_HOME. Raises Unreachable, WrongEnvironment,
+    SignOnError.
+    """
     url = os.environ.get("THINWIRE_URL", "").strip()
     if not url:
         return server_of(home())
@@ -48,12 +52,14 @@ def find_server() -> Server:
         httpx.URL(url)
     except httpx.InvalidURL as error:
         raise WrongEnvironment(f"THINWIRE_URL is {url!r}, which is no URL: {error}") from error
-    token = os.environ.get("THINWIRE_TOKEN", "").strip()
+    token = os.environ.get("THINWIRE_TOKEN", "").strip() or sign_on.token_for(url) or ""
     # The token of the home is a secret of this machine's server: it is not sent to another one.
     if not token and httpx.URL(url).host in _LOOPBACK_HOSTS:
         token = _read(home() / "token")
     if not token:
-        raise WrongEnvironment(f"THINWIRE_URL is {url}, and no token is known for it: set THINWIRE_TOKEN")
+        raise WrongEnvironment(
+            f"THINWIRE_URL is {url}, and no token is known for it: set THINWIRE_TOKEN, or `thinwire login`"
+        )
     return Server(url, token)
 
 

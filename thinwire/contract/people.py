@@ -40,6 +40,20 @@ OfProject = ProjectName | Annotated[Literal["*"], WithJsonSchema({"type": "strin
 TokenName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="whose it is, in lower case")]
 
 
+_PART = r"[a-z0-9][a-z0-9._-]*"
+PersonName = Annotated[
+    str,
+    Field(
+        max_length=63,
+        pattern=rf"^{_PART}(@{_PART})?$",
+        description="the name of a token, or with an @ of somebody whom an issuer knows",
+    ),
+]
+IssuerName = Annotated[
+    str, Field(max_length=63, pattern=rf"^{_PART}@{_PART}$", description="somebody whom an issuer knows")
+]
+
+
 class NewToken(BaseModel):
     """POST /v1/tokens: a token for a person or a program."""
 
@@ -94,6 +108,45 @@ class TokenList(BaseModel):
     )
 
 
+class SignOn(BaseModel):
+    """GET /v1/sign-on: which issuer people may sign on with, and what a program of theirs needs to do so."""
+
+    issuer: str | None = Field(None, description="of OpenID Connect; null: only tokens of this service are taken")
+    name: str | None = Field(None, description="what it is called here")
+    client_id: str | None = Field(
+        None, description="of programs on people's own machines; null: there is none for them"
+    )
+    scopes: str | None = Field(None, description="to ask for")
+    authorization_endpoint: str | None = Field(None, description="of the issuer; null: it has not answered yet")
+    token_endpoint: str | None = None
+    device_authorization_endpoint: str | None = Field(None, description="null: it gives devices no codes (RFC 8628)")
+    revocation_endpoint: str | None = Field(None, description="where a refresh token is given back (RFC 7009)")
+    page_url: str | None = Field(None, description="where people's browsers find the page")
+    trouble: bool = Field(False, description="the issuer did not answer the last time it was asked")
+
+
+class IssuerPerson(BaseModel):
+    """Somebody who has come by the issuer, or who was blocked before they did."""
+
+    name: str
+    issuer: str
+    subject: str | None = Field(None, description="who they are to the issuer; null: nobody has come with this name")
+    role: Role | None = Field(None, description="when they came last")
+    first_at: datetime = Field(description="when they came first, or were blocked")
+    last_at: datetime | None = Field(None, description="to about ten minutes")
+    blocked_at: datetime | None = None
+    blocked_by: str | None = None
+
+
+class IssuerPersonList(BaseModel):
+    """GET /v1/people, by name."""
+
+    people: list[IssuerPerson]
+    next: str | None = Field(
+        None, description="ask again with after=<this> for those that follow; null: there are none"
+    )
+
+
 class SignedIn(BaseModel):
     """GET /v1/session: who asks, and what the page shows around their jobs."""
 
@@ -117,7 +170,10 @@ class AuditLine(BaseModel):
 
     number: int = Field(description="in the order in which they were written")
     time: datetime
-    who: str = Field(description="the name of the token; 'service' for what the service did by itself")
+    who: str = Field(
+        description="the name of the token or of the issuer's person; 'service' for what the service did by itself"
+    )
+    issuer: str | None = Field(None, description="of OpenID Connect, whom the service has the person's name from")
     role: Role | None = Field(None, description="of the token at that time; null: the service itself")
     what: str = Field(description="the operation: submit, change, cancel, delete, create_token, ...")
     project: str | None = Field(None, description="whose it is; null: of none, or an earlier version did not note it")

@@ -19,9 +19,9 @@ class WrongCa(Exception):
     """The file cannot be used; the message says why and what to do."""
 
 
-def read_ca(path: Path) -> str:
-    """The certificates in a PEM file. Raises WrongCa."""
-    what = f"THINWIRE_TLS_CA is {path}, which must be a file with the certificate of the CA, as PEM"
+def read_ca(path: Path, name: str = "THINWIRE_TLS_CA") -> str:
+    """The certificates in a PEM file. name: of the setting that names it. Raises WrongCa."""
+    what = f"{name} is {path}, which must be a file with the certificate of the CA, as PEM"
     try:
         text = path.read_text(encoding="ascii")
         trusting(text)

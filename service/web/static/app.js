@@ -1,5 +1,5 @@
 // The frame: who is signed in, which view the address names, and whether what is shown is of now.
-import { ApiError, call, get, SignedOut, Unreachable, watcher } from "./api.js";
+import { ApiError, call, get, query, SignedOut, Unreachable, watcher } from "./api.js";
 import { fill, h, put, say } from "./dom.js";
 import { clockText, timeText } from "./format.js";
 
@@ -9,6 +9,15 @@ const VIEWS = {
   compare: () => import("./compare.js"),
   submit: () => import("./submit.js"),
   people: () => import("./people.js"),
+};
+/** Why a sign-on by an issuer has come to nothing: the words of the address that the service sends the browser back to. */
+const SIGN_ON = {
+  gone: "does not answer now, or not as it should: try again, or sign in with a token.",
+  refused: "has refused the sign-on.",
+  state: "has sent back another sign-on than the one that this browser began: try again, and allow cookies for this address.",
+  token: "has sent a proof that this service does not take: its log says why.",
+  person: "knows you, and you may do nothing here: you are in no group that has a role, or were blocked. Ask the operator.",
+  none: "signs nobody on for this page: use a token.",
 };
 const content = document.getElementById("content");
 const stale = document.getElementById("stale");
@@ -144,13 +153,23 @@ function failed(error) {
   heading(error?.status === 404 ? "Not found" : "This cannot be shown", h("p", { role: "alert" }, what), h("p", {}, h("a", { href: "#/" }, "All jobs")));
 }
 
+/** What has become of a sign-on by an issuer, where the service has just sent the browser back from one. Said once. */
+function signedOn() {
+  const [view, search] = location.hash.split("?", 2);
+  const found = new URLSearchParams(search ?? "").get("sign-on");
+  if (found !== null) history.replaceState(null, "", view);
+  return found;
+}
+
 function signIn(why) {
-  turn += 1; // a view that is still being loaded is not shown
+  const mine = ++turn; // a view that is still being loaded is not shown
   stop();
   const error = h("p", { class: "problem", role: "alert", id: "sign-in-problem" }, why ?? null);
   const token = h("input", { id: "token", type: "password", autocomplete: "current-password", required: true, spellcheck: "false", "aria-describedby": "token-help sign-in-problem" });
+  const issuer = h("div");
   const form = h("form", { class: "sign-in", on: { submit: begin } },
     h("h1", {}, "Sign in"),
+    issuer,
     h("label", { for: "token" }, "Your token"),
     token,
     h("p", { id: "token-help", class: "help" }, "The operator makes one for you with ", h("code", {}, "thinwire token create"),
@@ -161,6 +180,20 @@ function signIn(why) {
   document.title = "Sign in - Thinwire";
   turned = false;
   token.focus();
+  offer();
+
+  async function offer() {
+    const failed = signedOn();
+    const view = location.hash.replace(/^#\/?/, "").split("?", 1)[0];
+    let found;
+    try { found = await get("v1/sign-on"); } catch { return; } // the form says what becomes of a token
+    if (mine !== turn || !found.issuer || !found.page_url) return;
+    fill(issuer,
+      h("a", { href: `v1/sign-on-begin${query({ view })}`, class: "button main", }, `Sign on with ${found.name}`),
+      failed === null && found.trouble ? h("p", { class: "help" }, `${found.name} did not answer the last time. A token of this service always signs in.`) : null,
+      new URL(found.page_url).host === location.host ? null : h("p", { class: "help" }, `It sends browsers back to ${found.page_url}: open the page there.`));
+    if (Object.hasOwn(SIGN_ON, failed ?? "")) say(error, `${found.name} ${SIGN_ON[failed]}`);
+  }
 
   async function begin(event) {
     event.preventDefault();
@@ -220,6 +253,7 @@ async function enter() {
     }
   }
   frame();
+  if (me !== null && signedOn() !== null) windows.postMessage("in");
   show();
 }
 

@@ -29,22 +29,41 @@ export function view(place, route, { failed }) {
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Projects" }, h("table", {}, h("caption", { class: "visually-hidden" }, "Projects"), head("Project", ...RESOURCES.map((one) => one.replace("_", " "))), used)),
     h("h2", {}, "Who has changed what"),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Audit" }, h("table", {}, h("caption", { class: "visually-hidden" }, "Audit, newest first"), head("Time", "Who", "What", "Of", "From", "Answer"), lines)), older);
+  const came = h("tbody"), comers = h("section", { hidden: true },
+    h("h2", {}, "Signed on by an issuer"),
+    h("p", { class: "help" }, "Who has come by the issuer, with the role that their groups gave them then. Who is blocked is refused at once, whatever token they have."),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "People of the issuer" }, h("table", {}, h("caption", { class: "visually-hidden" }, "People of the issuer"), head("Name", "Role", "First", "Last", "Blocked", ""), came)));
+  place.querySelectorAll("h2")[1].before(comers);
   let shownOlder = false, next = null;
 
-  async function load(signal) {
-    const tokens = [];
+  /** A list that comes page after page. */
+  async function all(name, signal) {
+    const found = [];
     for (let after = null; ;) {
-      const part = await get(`v1/tokens${query({ after })}`, { signal });
-      tokens.push(...part.tokens);
+      const part = await get(`v1/${name}${query({ after })}`, { signal });
+      found.push(...part[name]);
       after = part.next ?? null;
-      if (after === null) break;
+      if (after === null) return found;
     }
+  }
+
+  async function load(signal) {
+    const tokens = await all("tokens", signal);
     const shown = JSON.stringify(tokens);
     if (shown !== rows.shown) {
       rows.shown = shown;
       fill(rows, tokens.map((one) => h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, one.role), h("td", {}, one.project === "*" ? "all" : one.project), h("td", {}, `${timeText(one.created_at)} by ${one.created_by}`), h("td", {}, one.last_used_at ? timeText(one.last_used_at) : "never"),
         h("td", {}, one.revoked_at ? `revoked ${timeText(one.revoked_at)}` : one.expires_at ? timeText(one.expires_at) : "never"),
         h("td", {}, one.valid ? h("button", { type: "button", class: "danger", "aria-label": `Revoke ${one.name}`, on: { click: () => revoke(one.name) } }, "Revoke") : ""))));
+    }
+    const people = await all("people", signal), seen = JSON.stringify(people);
+    comers.hidden = people.length === 0;
+    if (seen !== came.shown) {
+      came.shown = seen;
+      fill(came, people.map((one) => h("tr", {}, h("th", { scope: "row", title: `${one.issuer} ${one.subject ?? ""}` }, one.name), h("td", {}, one.role ?? "-"), h("td", {}, timeText(one.first_at)), h("td", {}, one.last_at ? timeText(one.last_at) : "never"),
+        h("td", {}, one.blocked_at ? `${timeText(one.blocked_at)} by ${one.blocked_by}` : ""),
+        h("td", {}, one.blocked_at ? h("button", { type: "button", "aria-label": `Unblock ${one.name}`, on: { click: () => unblock(one.name) } }, "Unblock")
+          : h("button", { type: "button", class: "danger", "aria-label": `Block ${one.name}`, on: { click: () => block(one.name) } }, "Block")))));
     }
     const { quotas } = await get(`v1/quotas`, { signal });
     fill(used, quotas.filter((one) => one.person === null).map((one) => h("tr", {}, h("th", { scope: "row" }, one.project), RESOURCES.map((name) =>
@@ -100,6 +119,23 @@ export function view(place, route, { failed }) {
     await changed(async () => {
       await call("DELETE", `v1/tokens/${encodeURIComponent(who)}`);
       announce(`the token of ${who} is revoked`);
+      poller.now();
+    });
+  }
+
+  async function block(who) {
+    if (!(await ask(`Block ${who}?`, h("p", {}, "They are refused at once, in all their sessions. Their jobs go on."), "Block", { danger: true }))) return;
+    await changed(async () => {
+      await call("PUT", `v1/people/${encodeURIComponent(who)}/block`);
+      announce(`${who} is blocked`);
+      poller.now();
+    });
+  }
+
+  async function unblock(who) {
+    await changed(async () => {
+      await call("DELETE", `v1/people/${encodeURIComponent(who)}/block`);
+      announce(`${who} is no longer blocked`);
       poller.now();
     });
   }
