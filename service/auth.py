@@ -11,22 +11,33 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from fastapi.security import HTTPBearer
 from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract import logs
 from thinwire.contract.jobs import JobState
-from thinwire.contract.people import Role
-from thinwire.service.errors import Forbidden, JobOver, ServiceError, Unauthorized, Unavailable, error_response
+from thinwire.contract.people import EXPIRES_HEADER, SOON_S, Role
+from thinwire.contract.projects import ProjectName
+from thinwire.service.errors import (
+    Forbidden,
+    JobOver,
+    ProjectNotFound,
+    ServiceError,
+    Unauthorized,
+    Unavailable,
+    error_response,
+)
 from thinwire.service.web.cookies import cookie_of, refuse_foreign
 
 logger = logging.getLogger(__name__)
@@ -42,10 +53,15 @@ WEB_FILES = "/web"
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """Who has a token that is no job's: a human being, or a program of theirs."""
+    """Who has a token that is no job's: a human being, or a program of theirs.
+
+    project: whose things they see and change; None: those of all. expires_at: unix seconds, of the token; None: never.
+    """
 
     name: str
     role: Role
+    project: str | None = None
+    expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +96,13 @@ class Guard:
     An answer that goes on for ever asks `request.state.ask_again` at times: it gives the caller anew, or raises.
 
     find: the caller who has this token or ticket, asked from this address, or None. find_session: the same of what a
-    session's cookie holds. Both may block. The cookie counts only where there is no Authorization header.
+    session's cookie holds. Both may block. clock: unix seconds. The cookie counts only where there is no Authorization
+    header.
     """
 
-    def __init__(self, app: ASGIApp, find: Find, find_session: Find) -> None:
+    def __init__(self, app: ASGIApp, find: Find, find_session: Find, clock: Callable[[], float] = time.time) -> None:
         self.app = app
+        self._clock = clock
         self._find, self._find_session = find, find_session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +127,7 @@ class Guard:
             return
         scope.setdefault("state", {}).update(caller=caller, ask_again=ask)
         logs.bind(**({"job_id": caller.job_id} if caller.person is None else {"person": caller.person.name}))
-        await self.app(scope, receive, send)
+        await self.app(scope, receive, _warning(caller, send, self._clock()))
 
     async def _caller(self, header: str, address: str) -> Caller:
         scheme, _, token = header.partition(" ")
@@ -145,9 +163,66 @@ async def _asked(find: Find, secret: str, address: str) -> Caller | None:
 _documented = HTTPBearer(auto_error=False, description="a person's token, or a job's own for its reports")
 
 
+def _warning(caller: Caller, send: Send, now: float) -> Send:
+    """It tells in the head of an answer that the caller's token ends soon."""
+    ends = None if caller.person is None else caller.person.expires_at
+    if ends is None or ends - now > SOON_S:
+        return send
+    said = datetime.fromtimestamp(ends, UTC).isoformat().encode()
+
+    async def with_end(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (EXPIRES_HEADER.lower().encode(), said)]}
+        await send(message)
+
+    return with_end
+
+
+async def in_project(
+    request: Request,
+    project: Annotated[
+        ProjectName | None, Query(description="whose; by default that of the token, or all where it is for all")
+    ] = None,
+) -> str | None:
+    """Dependency: whose things the caller may see and change here; None: those of all projects.
+
+    A route that names no job has to ask for it, and to hold to it: one that does not is refused to whoever has a
+    project, so that a route which somebody forgets tells nothing. Raises ProjectNotFound.
+    """
+    found: Person | None = request.state.caller.person
+    own = None if found is None else found.project
+    if project is None or project == own:
+        return own
+    if own is not None:
+        raise ProjectNotFound(project)
+    await run_in_threadpool(request.app.state.plane.projects.refuse_unknown, project)
+    return project
+
+
+InProject = Annotated[str | None, Depends(in_project)]
+
+
+async def _within(request: Request) -> None:
+    """Let nobody leave their project. Raises: JobNotFound for another one's job, Forbidden."""
+    found: Person | None = request.state.caller.person
+    if found is None or found.project is None:
+        return
+    job_id = request.path_params.get("job_id")
+    if job_id is not None:
+        await run_in_threadpool(request.app.state.plane.projects.refuse_foreign, job_id, found.project)
+    elif in_project not in [one.call for one in request.scope["route"].dependant.dependencies]:
+        raise Forbidden(
+            f"this is about all projects, and the token {found.name!r} is for the project {found.project}: it takes "
+            "one that is for all of them"
+        )
+
+
 async def person(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
-    """Dependency: a person who may do this: to read takes the role viewer, all else the role user. Raises Forbidden."""
+    """Dependency: a person who may do this: to read takes the role viewer, all else the role user; of their project
+    alone. Raises: Forbidden, JobNotFound.
+    """
     _need(_of_request(request), request)
+    await _within(request)
 
 
 async def anybody(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
@@ -156,16 +231,18 @@ async def anybody(request: Request, _: Annotated[object, Depends(_documented)]) 
 
 
 async def operator(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
-    """Dependency: only an operator, to read too. Raises Forbidden."""
+    """Dependency: only an operator, to read too; of their project alone. Raises: Forbidden, JobNotFound."""
     _need(Role.OPERATOR, request)
+    await _within(request)
 
 
 async def job_or_person(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
-    """Dependency: the job named by the path, or a person as for `person`. Raises Forbidden, JobOver."""
+    """Dependency: the job named by the path, or a person as for `person`. Raises: Forbidden, JobNotFound, JobOver."""
     caller: Caller = request.state.caller
     _refuse_ticket(caller)
     if caller.person is not None:
         _need(_of_request(request), request)
+        await _within(request)
     elif caller.job_id != job_id:
         raise Forbidden(f"this is the token of job {caller.job_id}, which does not allow reports of another job")
     elif caller.over is not None:

@@ -44,6 +44,7 @@ from starlette.routing import compile_path
 
 from thinwire.contract import logs
 from thinwire.contract.jobs import ErrorBody, JobState, Problem
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.service.problems import describe_problems
 from thinwire.service.web.headers import HEADERS
@@ -232,6 +233,15 @@ class TokenNotFound(NotFound):
         super().__init__(f"there is no token {name!r}; GET /v1/tokens lists them")
 
 
+class ProjectNotFound(NotFound):
+    """No such project, or not the caller's."""
+
+    code = "project_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no project {name!r} here, or you are not of it: GET /v1/projects lists yours")
+
+
 class JobNotFound(NotFound):
     """There is no job of this id."""
 
@@ -314,9 +324,34 @@ class IdempotencyKeyReused(Conflict):
 
 
 class QuotaReached(Conflict):
-    """The person has as many jobs, or as many bytes here, as one person may."""
+    """The person, or the project, has as much of something as it may."""
 
     code = "quota_reached"
+
+
+class ProjectExists(Conflict):
+    """The name is taken."""
+
+    code = "project_exists"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is a project {name!r} already: PATCH /v1/projects/{name} changes it")
+
+
+class ProjectInUse(Conflict):
+    """Something is of the project, or it is the one that is always there."""
+
+    code = "project_in_use"
+
+    def __init__(self, name: str, jobs: int, tokens: int, *, packages: bool) -> None:
+        words = f"project {name!r} is that of all who name none, and stays"
+        if name != DEFAULT:
+            has = f"{jobs} jobs, {tokens} tokens and {'some' if packages else 'no'} packages"
+            words = (
+                f"project {name!r} has {has}: delete its jobs, revoke its tokens or move them; its packages go by "
+                "themselves, some time after the last job that names them"
+            )
+        super().__init__(words)
 
 
 class TokenExists(Conflict):

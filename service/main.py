@@ -25,7 +25,7 @@ from thinwire.contract.streams import MODELS
 from thinwire.contract.tls import read_ca
 from thinwire.contract.traces import ENDPOINT, Traces
 from thinwire.service import errors
-from thinwire.service.auth import DOCS_FILES, WEB_FILES, Guard, person
+from thinwire.service.auth import DOCS_FILES, WEB_FILES, Guard, InProject, person
 from thinwire.service.bodies import Bodies
 from thinwire.service.config import IPNetwork, Settings
 from thinwire.service.db import Database
@@ -46,6 +46,8 @@ from thinwire.service.packages import router as packages_router
 from thinwire.service.packages.store import Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import DELETE, Audit, Audited
+from thinwire.service.people.projects import Projects
+from thinwire.service.people.quotas import Quotas
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
 from thinwire.service.request_ids import RequestIds
 from thinwire.service.requests import SCHEMAS
@@ -114,6 +116,7 @@ class ControlPlane:
         if settings.otlp_endpoint is not None:
             told[ENDPOINT] = settings.otlp_endpoint
             self.traces = Traces(settings.otlp_endpoint, "thinwire-service", self.metrics.count_spans)
+        self.projects = Projects(self.db, has_packages=lambda project: self.packages.has_some(project), clock=clock)
         folders = RunFolders(settings.runs, ServiceAt(service_url, ca), told, self.traces)
         self.packages = Packages(
             settings.packages,
@@ -123,6 +126,7 @@ class ControlPlane:
             keep_days=settings.package_keep_days,
             named=self._named_packages,
             confirm_owner=self.ownership.confirm,
+            limits=self.projects.settings,
             clock=clock,
         )
         self.reconciler = Reconciler(
@@ -166,12 +170,15 @@ class ControlPlane:
             job_bytes=settings.job_max_bytes,
             person_bytes=settings.person_max_bytes,
         )
+        self.quotas = Quotas(self.db, self.packages.bytes_of, lambda: self.reconciler.admission.room)
         self.metrics.watch(
             self.jobs.count_by_state,
             launcher.name,
             self.launcher_reason,
             self.starter.age_s,
-            JobMetrics(self.db, clock),
+            lambda project: JobMetrics(self.db, clock, project),
+            self.tokens.ending,
+            lambda project: self.quotas.of(project, None).quotas,
             settings.home,
         )
 
@@ -337,6 +344,7 @@ def create_app(
     app.include_router(jobs_router.claims)
     app.include_router(packages_router.packages)
     app.include_router(people_router.people)
+    app.include_router(people_router.members)
     app.include_router(_own)
     app.include_router(web_router.sessions)
     app.include_router(web_router.pages)
@@ -347,7 +355,7 @@ def create_app(
     app.add_middleware(Bodies, charge=plane.reports.charge)
     app.add_middleware(Audited, db=plane.db, clock=clock, rates=plane.changes)
     app.add_middleware(HandsOn, standby=plane.standby, ownership=plane.ownership, charge=plane.reports.charge)
-    app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of)
+    app.add_middleware(Guard, find=plane.callers.of, find_session=plane.sessions.of, clock=clock)
     app.add_middleware(RequestMetrics, metrics=plane.metrics)
     app.add_middleware(BrowserHeaders)
     app.add_middleware(Paced)
@@ -420,15 +428,22 @@ def readyz(request: Request) -> dict[str, str]:
 
 _METRICS_DOC: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {}}, "description": "Prometheus text format"},
-    **errors.documented(errors.Unauthorized, errors.Forbidden, errors.TooManyWrongTokens, errors.Unavailable),
+    **errors.documented(
+        errors.Unauthorized,
+        errors.Forbidden,
+        errors.ProjectNotFound,
+        errors.InvalidRequest,
+        errors.TooManyWrongTokens,
+        errors.Unavailable,
+    ),
 }
 
 
 @_own.get("/metrics", dependencies=[Depends(person)], response_class=Response, responses=_METRICS_DOC)
-def metrics(request: Request) -> Response:
-    """The service's own metrics."""
+def metrics(request: Request, project: InProject) -> Response:
+    """The service's own metrics. Of jobs and tokens, those of the project or of all."""
     plane: ControlPlane = request.app.state.plane
-    return Response(plane.metrics.text(), media_type=CONTENT_TYPE)
+    return Response(plane.metrics.text(project), media_type=CONTENT_TYPE)
 
 
 def _version() -> str:

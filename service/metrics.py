@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,6 +20,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.jobs import JobState
+from thinwire.contract.projects import Quota
 from thinwire.service.db import Database
 from thinwire.service.jobs.repository import JobRepository, JobRow
 from thinwire.service.jobs.views import Reading, planned_steps
@@ -31,7 +33,22 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
-class ServiceMetrics(Collector):
+class _Now(Collector):
+    """What `make` gives, made anew at each scrape."""
+
+    def __init__(self, make: Callable[[], Iterator[Metric]]) -> None:
+        self._make = make
+
+    def collect(self) -> Iterator[Metric]:
+        """The current values."""
+        return self._make()
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registering must not ask the database."""
+        return []
+
+
+class ServiceMetrics:
     """What GET /metrics shows: what is counted here, and after `watch` what is asked anew at each scrape."""
 
     def __init__(self) -> None:
@@ -78,29 +95,31 @@ class ServiceMetrics(Collector):
 
     def watch(
         self,
-        count_by_state: Callable[[], Mapping[JobState, int]],
+        count_by_state: Callable[[str | None], Mapping[JobState, int]],
         launcher_name: str,
         launcher_reason: Callable[[], str | None],
         launcher_age_s: Callable[[], float | None],
-        of_each_job: Collector,
+        of_each_job: Callable[[str | None], Collector],
+        ending_tokens: Callable[[str | None], Sequence[tuple[str, str, float]]],
+        quotas: Callable[[str | None], Sequence[Quota]],
         home: Path | None = None,
     ) -> None:
-        """Show the jobs by state, each that is not over, and the launcher with its age; of the home, its disk."""
+        """Show the jobs by state, each that is not over, and the launcher with its age; of the home, its disk; tokens
+        that end; what projects use. All but the launcher and the disk is asked for one project, or None for all.
+        """
         self._home = home
         self._count_by_state, self._launcher_name = count_by_state, launcher_name
         self._launcher_reason, self._launcher_age_s = launcher_reason, launcher_age_s
-        self.registry.register(self)
-        self.registry.register(of_each_job)
+        self._of_each_job, self._ending_tokens, self._quotas = of_each_job, ending_tokens, quotas
 
-    def text(self) -> bytes:
-        """The exposition, in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def text(self, project: str | None = None) -> bytes:
+        """The exposition, in Prometheus' text format; of jobs, tokens and projects those of one project, or of all."""
+        asked = CollectorRegistry()
+        for collector in (self.registry, _Now(partial(self._now, project)), self._of_each_job(project)):
+            asked.register(collector)
+        return generate_latest(asked)
 
-    def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask the database."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
+    def _now(self, project: str | None) -> Iterator[Metric]:
         """The current values. A database that does not answer leaves the jobs out; the other metrics stay."""
         launcher = self._launcher_name
         ready = 0.0 if self._launcher_reason() else 1.0
@@ -112,14 +131,32 @@ class ServiceMetrics(Collector):
         yield _gauge("disk_free_bytes", "Free on the disk of the home", free)
         yield _gauge("disk_bytes", "Size of the disk of the home", whole)
         jobs = GaugeMetricFamily("thinwire_service_jobs", "Jobs by state", labels=("state",))
+        ends = GaugeMetricFamily(
+            "thinwire_service_token_expires_at_seconds",
+            "When a person's token ends by itself, unix time",
+            labels=("token", "project"),
+        )
+        used, limits = (
+            GaugeMetricFamily(f"thinwire_service_quota_{name}", text, labels=("project", "resource"))
+            for name, text in (
+                ("used", "What a project uses of each resource"),
+                ("limit", "The most that it may; absent without one"),
+            )
+        )
         answers = 1.0
         try:
-            for state, count in self._count_by_state().items():
+            for state, count in self._count_by_state(project).items():
                 jobs.add_metric((state.value,), count)
+            for token, whose, end in self._ending_tokens(project):
+                ends.add_metric((token, whose), end)
+            for quota in self._quotas(project):
+                for family, values in ((used, quota.used), (limits, quota.limits)):
+                    for resource, value in values.model_dump(exclude_none=True).items():
+                        family.add_metric((quota.project, resource), value)
         except OperationalError:
             logger.exception("database_error where=metrics")
             answers = 0.0
-        yield jobs
+        yield from (jobs, ends, used, limits)
         yield _gauge("database_ready", "1 when the database answers, else 0", answers)
 
     def _disk(self) -> tuple[float | None, float | None]:
@@ -187,10 +224,10 @@ SERIES_OF_JOB = len(HELP)
 
 
 class JobMetrics(Collector):
-    """Asked anew at each scrape. clock: unix seconds."""
+    """Asked anew at each scrape. clock: unix seconds. project: of its jobs alone; None: of all."""
 
-    def __init__(self, db: Database, clock: Callable[[], float]) -> None:
-        self._db, self._clock = db, clock
+    def __init__(self, db: Database, clock: Callable[[], float], project: str | None = None) -> None:
+        self._db, self._clock, self._project = db, clock, project
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask the database."""
@@ -198,20 +235,20 @@ class JobMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One series of each number that a job has; nothing while the database does not answer."""
-        labels = {"info": ("job_id", "name", "state")}
+        labels = {"info": ("job_id", "name", "state", "project")}
         families = {
             name: GaugeMetricFamily(f"thinwire_service_job_{name}", text, labels=labels.get(name, ("job_id",)))
             for name, text in HELP.items()
         }
         try:
             with self._db.read() as session:
-                rows = JobRepository(session).unfinished()
+                rows = JobRepository(session).unfinished(self._project)
         except OperationalError:
             logger.exception("database_error where=job_metrics")
             return
         now = self._clock()
         for row in rows:
-            families["info"].add_metric((row.id, row.name, row.state), 1.0)
+            families["info"].add_metric((row.id, row.name, row.state, row.project), 1.0)
             for name, value in _numbers(row, now).items():
                 families[name].add_metric((row.id,), value)
         yield from families.values()

@@ -51,7 +51,11 @@ def describe_problems(errors: Sequence[Mapping[str, Any]], body: Schema, documen
 
 def problems_of_spec(error: ValidationError) -> list[Problem]:
     """The same of a job that was read outside of a route, by `read_spec` or `read_accepted`."""
-    schema = _spec()
+    return problems_of(error, _spec())
+
+
+def problems_of(error: ValidationError, schema: Schema) -> list[Problem]:
+    """The same of what was read outside of a route. schema: its JSON schema."""
     return describe_problems([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], schema, schema)
 
 

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, params
+from fastapi.dependencies.utils import get_flat_params
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -21,6 +22,7 @@ from thinwire.service.errors import (
     Busy,
     Forbidden,
     InvalidRequest,
+    ProjectNotFound,
     TooManyWrongTokens,
     TooMuch,
     Unauthorized,
@@ -32,7 +34,9 @@ from thinwire.service.errors import (
 Model = TypeVar("Model", bound=BaseModel)
 SCHEMAS: Final = "#/components/schemas/"
 """Where the document of the API has its models."""
-ALWAYS: Final = documented(Unauthorized, Forbidden, InvalidRequest, TooMuch, TooManyWrongTokens, Unavailable, Busy)
+ALWAYS: Final = documented(
+    Unauthorized, Forbidden, ProjectNotFound, InvalidRequest, TooMuch, TooManyWrongTokens, Unavailable, Busy
+)
 """What every route with a token may answer, for OpenAPI."""
 PLAIN_BYTES: Final = "application/octet-stream"
 _BYTES: Final[dict[str, Any]] = {PLAIN_BYTES: {"schema": {"type": "string", "format": "binary"}}}
@@ -58,7 +62,8 @@ async def known_query(request: Request) -> None:
     given = [*request.path_params.items(), *request.query_params.multi_items()]
     if nul := [name for name, value in given if "\0" in f"{name}{value}"]:
         raise InvalidRequest.at(nul[0][:200].replace("\0", "\\0"), None, "must be text without the character NUL")
-    known = {field.alias: field.field_info.annotation for field in request.scope["route"].dependant.query_params}
+    fields = get_flat_params(request.scope["route"].dependant)  # its dependencies' too
+    known = {field.alias: field.field_info.annotation for field in fields if isinstance(field.field_info, params.Query)}
     problems = []
     for name, times in Counter(name for name, _ in request.query_params.multi_items()).items():
         if name not in known:

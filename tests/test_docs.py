@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from thinwire.boxes import FOLDER_VARIABLE
 from thinwire.cli.commands import installed_commands
 from thinwire.cli.main import app
+from thinwire.client.calls import PROJECT_VARIABLE
 from thinwire.contract.metric_names import METRICS
 from thinwire.service.config import Settings
 from thinwire.service.metrics import HELP, ServiceMetrics
@@ -106,7 +107,7 @@ def test_every_command_target_and_variable_that_is_named_exists(document):
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE):
         assert target in targets, f"{document.name}: make {target}"
     variables = {f"THINWIRE_{name.upper()}" for name in Settings.model_fields} | {"THINWIRE_URL", "THINWIRE_TOKEN"}
-    variables |= {WIRE_INTERFACE_VARIABLE, FOLDER_VARIABLE}
+    variables |= {WIRE_INTERFACE_VARIABLE, FOLDER_VARIABLE, PROJECT_VARIABLE}
     units = "".join(unit.read_text() for unit in (ROOT / "deploy/systemd").glob("*.service"))
     variables |= set(re.findall(r"\$\{(THINWIRE_[A-Z_]+)\}", units))  # of their environment files
     assert set(re.findall(r"THINWIRE_[A-Z_]+", text)) <= variables
@@ -181,7 +182,15 @@ def test_the_table_of_metrics_is_the_declaration_of_the_metrics():
 
 def test_the_table_has_the_metrics_of_the_service():
     metrics = ServiceMetrics()
-    metrics.watch(dict, "local", lambda: None, lambda: 0.0, CollectorRegistry())
+    metrics.watch(
+        lambda project: {},
+        "local",
+        lambda: None,
+        lambda: 0.0,
+        lambda project: CollectorRegistry(),
+        lambda project: (),
+        lambda project: (),
+    )
     exported = re.findall(r"^# (?:HELP|TYPE) (\w+)", metrics.text().decode(), flags=re.MULTILINE)
     of_each_job = {f"thinwire_service_job_{name}" for name in HELP}
     names = {name for name in exported if not name.endswith("_created")} | of_each_job

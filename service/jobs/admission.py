@@ -8,11 +8,14 @@ at once.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Starts
@@ -21,7 +24,7 @@ from thinwire.contract.reports import Sample
 from thinwire.contract.spec import LARGEST_STEP
 from thinwire.service.db import Database
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Waits, grant
+from thinwire.service.jobs.queue import MOST_HOLDERS, PATIENCE_S, Claim, Grants, Served, Share, Waits, grant
 from thinwire.service.jobs.repository import JobRepository, JobRow, transition_all
 from thinwire.service.jobs.views import sample_view
 from thinwire.service.jobs.worker_numbers import (
@@ -32,6 +35,7 @@ from thinwire.service.jobs.worker_numbers import (
     write_wanted,
 )
 from thinwire.service.launch.protocol import Launcher, LauncherError
+from thinwire.service.people.project_rows import ProjectRow, settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ UNSURE_S, UNSURE = 60.0, 0.1
 for everybody who waits, in every turn."""
 LONGEST_S = 1e8
 """Three years: nobody waits for longer, and a clock that is told may say no more."""
+ENDLESS = Room(cpus=10**9, gpus=10**9)
+"""A cluster in which nobody waits for a place."""
 NEW = (JobState.SUBMITTING.value, JobState.QUEUED.value)
 """States of a job that is to be handed to the launcher."""
 
@@ -71,16 +77,13 @@ class Admission:
         if self._unknown is not None:
             return [row for row in rows if row.state not in NEW or row.granted is not None], self._unknown
         if self.room is None:
-            no_places = {"granted": None, "queue": None}
-            had = {row: no_places for row in rows if row.granted is not None or row.queue is not None}
-            left = self._write(had, []) if had else set()
-            return [row for row in rows if row.id not in left], None
+            return self._without_queue(rows), None
         now = self._clock()
         with self._db.read() as session:
             claims, found = _grants(session, self.room, rows, now)
         by_id, claimed = {row.id: row for row in rows}, {claim.id for claim in claims}
         waiting = {one.claim.id: (place, one) for place, one in enumerate(found.waiting, 1)}
-        holders = _holders(found, by_id) if waiting else []
+        holders = _Held(found, by_id)
         notes: dict[JobRow, dict[str, Any]] = {}
         moves: list[tuple[JobRow, JobState, str | None]] = []
         for row in rows:
@@ -101,7 +104,7 @@ class Admission:
             elif (one := waiting[row.id][1]).never and self._launcher.own_cluster:  # it has what it has
                 moves.append((row, JobState.FAILED, self._too_large(row)))
             else:
-                queue = _queue(one, waiting[row.id][0], len(waiting), holders, self.room, now)
+                queue = _queue(one, waiting[row.id][0], len(waiting), holders, self.room, now, row.project)
                 queue["starts_at"] = _estimate(queue["starts_at"], (row.queue or {}).get("starts_at"), now)
                 if queue != row.queue:
                     notes[row] = {"queue": queue, "reason": _words(queue, self._too_large(row) if one.never else None)}
@@ -111,24 +114,55 @@ class Admission:
         lost: set[str] = set()
         for first in range(0, len(changed), A_TRANSACTION):
             some = set(changed[first : first + A_TRANSACTION])
-            lost |= self._write({row: notes[row] for row in some & notes.keys()}, [m for m in moves if m[0] in some])
+            written = {row: notes[row] for row in some & notes.keys()}
+            started = {row.project for row, new in written.items() if row.granted is None and new.get("granted")}
+            served = {name: found.served[name] for name in started & found.served.keys()}
+            lost |= self._write(written, [m for m in moves if m[0] in some], served)
         out = waiting.keys() | lost | {row.id for row in rows if row.id not in claimed}
         return [row for row in rows if row.id not in out or row.state not in NEW], None
+
+    def _without_queue(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """Those that the launcher may be given, or asked about: all but those that are held."""
+        no_places = {"granted": None, "queue": None}
+        held = self._held(rows)
+        words = {row: f"{why}: it starts when one of them is over" for row, why in held.items()}
+        notes: dict[JobRow, dict[str, Any]] = {
+            row: no_places for row in rows if row.granted is not None or row.queue is not None
+        }
+        notes |= {row: {**notes.get(row, {}), "reason": why} for row, why in words.items() if row.reason != why}
+        moves: list[tuple[JobRow, JobState, str | None]] = [
+            (row, JobState.QUEUED, why) for row, why in words.items() if row.state != JobState.QUEUED.value
+        ]
+        left = self._write(notes, moves) if notes or moves else set()
+        return [row for row in rows if row.id not in left and row not in held]
+
+    def _held(self, rows: Sequence[JobRow]) -> dict[JobRow, str]:
+        """Without a queue: which jobs may not start, for their projects or people have as many as may run; and why."""
+        with self._db.read() as session:
+            said = shares(session)
+            if all(one.running is None and one.running_of_one is None for one in said.values()):
+                return {}
+            _, found = _grants(session, ENDLESS, rows, self._clock())
+        why = {one.claim.id: one.held for one in found.waiting if one.held is not None}
+        return {row: reason for row in rows if (reason := why.get(row.id)) is not None}
 
     def would(self, row: JobRow) -> tuple[Starts, str | None, dict[str, Any] | None]:
         """Would this job, which there is not yet, start now? Else why not, and what its row would say of the queue."""
         if self._unknown is not None:
             return "unknown", self._unknown, None
         if self.room is None:
-            return "handed_over", None, None
+            with self._db.read() as session:
+                rows = [*JobRepository(session).unfinished(), row]
+            held = self._held(rows).get(row)
+            return ("handed_over", None, None) if held is None else ("queued", held, None)
         now = self._clock()
         with self._db.read() as session:
             rows = [*JobRepository(session).unfinished(), row]
             _, found = _grants(session, self.room, rows, now)
         for place, one in enumerate(found.waiting, 1):
             if one.claim.id == row.id:
-                holders = _holders(found, {row.id: row for row in rows})
-                queue = _queue(one, place, len(found.waiting), holders, self.room, now)
+                holders = _Held(found, {row.id: row for row in rows})
+                queue = _queue(one, place, len(found.waiting), holders, self.room, now, row.project)
                 return "queued", _words(queue, self._too_large(row) if one.never else None), queue
         return "now", None, None
 
@@ -139,9 +173,14 @@ class Admission:
         path, value, allowed = never_fits(workers, self.room) or ("workers.min", wanted.min, "less")
         return f"{path} = {value} must be {allowed}"
 
-    def _write(self, notes: dict[JobRow, dict[str, Any]], moves: list[tuple[JobRow, JobState, str | None]]) -> set[str]:
-        """Write what has changed of rows, and bring some to other states. The ids of those that have moved meanwhile:
-        nothing is written of them.
+    def _write(
+        self,
+        notes: dict[JobRow, dict[str, Any]],
+        moves: list[tuple[JobRow, JobState, str | None]],
+        served: Mapping[str, Served] = MappingProxyType({}),
+    ) -> set[str]:
+        """Write what has changed of rows and of projects, and bring some jobs to other states. The ids of those that
+        have moved meanwhile: nothing is written of them.
         """
         with self._db.write() as session:
             jobs = JobRepository(session)
@@ -151,6 +190,9 @@ class Admission:
             for row, values in notes.items():
                 if row.id not in left:
                     jobs.note([row.id], **values)
+            for name, last in served.items():
+                turns = {"served_at": last.at, "turn": last.turn, "next_turn": last.next_turn}
+                session.execute(update(ProjectRow).where(ProjectRow.name == name).values(**turns))
             unmoved = [move for move in moves if move[0].id not in left]
             transition_all(session, [(now[row.id], state, reason) for row, state, reason in unmoved], self._clock())
         for row, values in notes.items():
@@ -181,7 +223,17 @@ def _grants(session: Session, room: Room, rows: Sequence[JobRow], now: float) ->
     ends = _ends(jobs, holding, now) if waits else {}
     claims = [claim for row in rows if (claim := _claim(row, room, living.get(row.id, 0))) is not None]
     claims = [replace(claim, over_at=ends.get(claim.id)) for claim in claims]
-    return claims, grant(room, claims, now)
+    return claims, grant(room, claims, now, shares(session))
+
+
+def shares(session: Session) -> dict[str, Share]:
+    """What is said of each project, as the queue goes by it."""
+    found: dict[str, Share] = {}
+    for row in session.scalars(select(ProjectRow)):
+        said = settings_of(row)
+        running, of_one = said.limits.running_jobs, said.person_limits.running_jobs
+        found[row.name] = Share(said.weight, Served(row.served_at, row.turn, row.next_turn), running, of_one)
+    return found
 
 
 RECALLED = "recalled"
@@ -214,6 +266,8 @@ def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
         least=wanted.min,
         most=wanted.max,
         priority=int(row.spec.get("priority", 0)),
+        project=row.project,
+        person=row.submitted_by,
         arrival=row.arrival,
         created_at=row.created_at,
         gpus=uses_gpus(workers.model_copy(update={"min": wanted.min, "max": wanted.max}), room.gpus),
@@ -227,16 +281,32 @@ def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
     )
 
 
-def _holders(found: Grants, rows: dict[str, JobRow]) -> list[dict[str, Any]]:
-    """A contract.jobs.Holder each."""
-    largest = sorted(found.places.items(), key=lambda held: (-held[1], held[0]))[:MOST_HOLDERS]
-    return [
-        {"job": job, "workers": places, "min": min(places, wanted_workers(rows[job]).min)} for job, places in largest
-    ]
+class _Held:
+    """Who has places, of each project. largest: a contract.jobs.Holder each. places: of all its jobs."""
+
+    def __init__(self, found: Grants, rows: Mapping[str, JobRow]) -> None:
+        self.largest: dict[str, list[dict[str, Any]]] = {}
+        self.places: Counter[str] = Counter()
+        for job, places in sorted(found.places.items(), key=lambda held: (-held[1], held[0])):
+            row = rows[job]
+            self.places[row.project] += places
+            shown = self.largest.setdefault(row.project, [])
+            if len(shown) < MOST_HOLDERS:
+                shown.append({"job": job, "workers": places, "min": min(places, wanted_workers(row).min)})
 
 
-def _queue(one: Waits, position: int, of: int, holders: list[dict[str, Any]], room: Room, now: float) -> dict[str, Any]:
-    """What is kept of one who waits: a contract.jobs.Queued, with its time in unix seconds."""
+def _queue(
+    one: Waits,
+    position: int,
+    of: int,
+    holders: _Held,
+    room: Room,
+    now: float,
+    project: str,
+) -> dict[str, Any]:
+    """What is kept of one who waits: a contract.jobs.Queued, with its time in unix seconds. No job of another project
+    is named.
+    """
     return {
         "position": position,
         "of": of,
@@ -244,9 +314,11 @@ def _queue(one: Waits, position: int, of: int, holders: list[dict[str, Any]], ro
         "needs": one.claim.least,
         "free": one.free,
         "total": one.total,
-        "holders": holders,
+        "holders": holders.largest.get(project, []),
+        "other_projects": holders.places.total() - holders.places[project],
         "others": room.others_gpus if one.claim.gpus else room.others_cpus,
         "starts_at": one.starts_at,
+        "held": one.held,
     }
 
 
@@ -255,7 +327,10 @@ def _words(queue: dict[str, Any], never: str | None) -> str:
     where = f"position {queue['position']} of {queue['of']} in the queue"
     if never is not None:
         return f"{where}: {never}"
+    if queue["held"] is not None:
+        return f"{where}: {queue['held']}; it starts when one of them is over"
     held = [f"{one['job']} has {one['workers']}" for one in queue["holders"]]
+    held += [f"other projects have {queue['other_projects']}"] if queue["other_projects"] else []
     held += [f"others than this service have {queue['others']}"] if queue["others"] else []
     free = f"it needs {queue['needs']} places at once, and {queue['free']} of {queue['total']} are free"
     when = "when it starts is not known"

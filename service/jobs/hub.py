@@ -40,10 +40,10 @@ Made = TypeVar("Made")
 
 
 class Reader:
-    """One stream. job_id: None for all jobs."""
+    """One stream. job_id: None for all jobs, or those of `project` alone where one is given."""
 
-    def __init__(self, job_id: str | None) -> None:
-        self.job_id = job_id
+    def __init__(self, job_id: str | None, project: str | None = None) -> None:
+        self.job_id, self.project = job_id, project
         self._waiting: deque[Message] = deque()
         self._bytes = 0
         self._told = asyncio.Event()
@@ -130,11 +130,11 @@ class Hub:
             return ask(session)
 
     @asynccontextmanager
-    async def joined(self, job_id: str | None) -> AsyncIterator[Reader]:
+    async def joined(self, job_id: str | None, project: str | None = None) -> AsyncIterator[Reader]:
         """A reader that is given all which is told from now on. Raises Unavailable; sqlalchemy's errors."""
         if self.ended is not None:
             raise Unavailable(self.ended)
-        reader = Reader(job_id)
+        reader = Reader(job_id, project)
         async with self._joining:
             if self._task is None:
                 self._loop = asyncio.get_running_loop()
@@ -162,11 +162,14 @@ class Hub:
             readers, position = list(self._readers), self._position
             jobs = frozenset(reader.job_id for reader in readers if reader.job_id is not None)
             everything = any(reader.job_id is None for reader in readers)
+            of_projects = any(reader.project is not None for reader in readers)
             try:
                 self.looks += 1
                 for reader in readers:
                     reader.seen.set()
-                found = await self.read(partial(told.look, after=position, jobs=jobs, everything=everything))
+                found = await self.read(
+                    partial(told.look, after=position, jobs=jobs, everything=everything, projects=of_projects)
+                )
             except SQLAlchemyError as error:  # tried again; nobody misses anything by it
                 if not failed:
                     logger.warning("streams_wait error=%s", error)
@@ -204,7 +207,8 @@ class Hub:
                     reader.give(last)
             if message.event != SAMPLE:
                 for reader in of_all:
-                    reader.give(message)
+                    if reader.project is None or reader.project == found.projects.get(message.job_id):
+                        reader.give(message)
         for job_id in found.gone:
             last = told.end(job_id, found.upto, None, "the job was deleted")
             for reader in of_job.get(job_id, ()):

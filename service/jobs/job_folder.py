@@ -196,6 +196,11 @@ class RunFolders:
         parent = self.of(job_id).read_trace() if self._traces is not None else None
         return submitted(self._traces, parent, accepted_at, attempt, job_id)
 
+    def job_of(self, path: Path) -> str | None:
+        """Whose folder this path is in, links followed; None where it is in none."""
+        real, root = Path(os.path.realpath(path)), Path(os.path.realpath(self.root))
+        return real.relative_to(root).parts[0] if root in real.parents else None
+
     def job_ids(self) -> set[str]:
         """Of whom there is a folder, or what is left of one. Raises OSError."""
         names = os.listdir(self.root) if self.root.is_dir() else []

@@ -43,7 +43,7 @@ class Filter:
 
     states: one of them. labels: all of them. name: exactly, or with a `*` at its end what it begins with. person: who
     has submitted it. text: somewhere in its id, in the person's name or in a label, `key=value`, in capitals or not.
-    since, until: created at that unix time or later, and before it.
+    since, until: created at that unix time or later, and before it. project: of this one.
     """
 
     states: Sequence[JobState] = ()
@@ -53,15 +53,16 @@ class Filter:
     text: str | None = None
     since: float | None = None
     until: float | None = None
+    project: str | None = None
 
 
-def place_of(session: Session, before: str) -> tuple[float, str]:
+def place_of(session: Session, before: str, project: str | None) -> tuple[float, str]:
     """The key of the last job of a page. before: the cursor that it gave, or the id of a job, as lists gave it once.
 
-    Raises InvalidRequest.
+    project: who asks sees no jobs but of this one. Raises InvalidRequest.
     """
     row = session.get(JobRow, before)
-    if row is not None:
+    if row is not None and project in (None, row.project):
         return row.created_at, row.id
     at, job_id = key_of(JOBS, before, (float, str), "before")
     return float(at), str(job_id)
@@ -97,7 +98,7 @@ def _keys(wanted: Filter, before: tuple[float, str] | None) -> Select[float, str
         query = query.where(LabelRow.key == key, LabelRow.value == value)
         for other, its_value in others:
             query = query.where(_has(job_id, other, its_value))
-        if wanted.states or wanted.name is not None or wanted.person is not None or wanted.text is not None:
+        if _conditions(wanted):
             query = query.join(JobRow, JobRow.id == job_id)
     else:
         at, job_id = JobRow.created_at, JobRow.id
@@ -115,6 +116,8 @@ def _keys(wanted: Filter, before: tuple[float, str] | None) -> Select[float, str
 def _conditions(wanted: Filter) -> list[ColumnElement[bool]]:
     """What a job's own columns have to be."""
     found: list[ColumnElement[bool]] = []
+    if wanted.project is not None:
+        found.append(JobRow.project == wanted.project)  # in whose index the list is walked
     if wanted.states:
         # Of jobs that are not over there are few: the index of states finds them. Of the others there are many, and
         # that index would have to be sorted.

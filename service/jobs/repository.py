@@ -29,6 +29,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from thinwire.contract.jobs import TERMINAL, JobState
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.redaction import redacted, redacted_json
 from thinwire.contract.reports import EventKind
 from thinwire.service.db import NUMBERED, Base
@@ -48,8 +49,9 @@ def json_bytes(column: Any) -> ColumnElement[int]:
     return func.length(cast(column, Text))
 
 
-def stored_key(who: str, key: str) -> str:
-    """What is stored of somebody's Idempotency-Key: two people may have chosen the same."""
+def stored_key(who: str, key: str, project: str = DEFAULT) -> str:
+    """What is stored of somebody's Idempotency-Key: two people may have chosen the same, or one in two projects."""
+    who = who if project == DEFAULT else f"{project}/{who}"
     return hashlib.sha256(f"{who}\0{key}".encode()).hexdigest()
 
 
@@ -58,9 +60,10 @@ class JobRow(Base):
 
     __tablename__ = "jobs"
     __table_args__ = (
-        Index("jobs_of_person", "submitted_by", "kept_bytes"),
+        Index("jobs_of_person", "submitted_by", "project", "kept_bytes"),
         # By which lists are read: all that they are filtered by stands in it, so that no row is read for nothing.
         Index("jobs_listed", "created_at", "id", "state", "submitted_by", "name"),
+        Index("jobs_of_project", "project", "created_at", "id", "state", "submitted_by", "name"),
     )
 
     id: Mapped[str] = mapped_column(String(80), primary_key=True)
@@ -96,6 +99,7 @@ class JobRow(Base):
     """Where it stands in the queue, as admission.py writes it; None where it does not wait there."""
     submitted_by: Mapped[str | None] = mapped_column(String(63), default=None)
     """The name of the token; None where a version before names submitted it."""
+    project: Mapped[str] = mapped_column(String(63), default=DEFAULT, server_default=DEFAULT)
     kept_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     """Of its samples, events and logs, about."""
     arrival: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
@@ -202,13 +206,15 @@ class JobRepository:
         query = select(JobRow).where(JobRow.id.in_(job_ids)).order_by(JobRow.id).with_for_update()
         return {row.id: row for row in self.session.scalars(query)}
 
-    def by_idempotency_key(self, who: str, key: str) -> JobRow | None:
-        """The job that they have made with this key, or that was made with it when nobody had a name."""
+    def by_idempotency_key(self, who: str, key: str, project: str) -> JobRow | None:
+        """The job of this project that they have made with this key, or that was made with it when nobody had
+        a name.
+        """
         theirs = (JobRow.submitted_by == who) | JobRow.submitted_by.is_(None)
         stored = JobRow.idempotency_key.in_(
-            (stored_key(who, key), key)
+            (stored_key(who, key, project), key)
         )  # the key itself: by a version before `stored_key`
-        return self.session.scalar(select(JobRow).where(theirs, stored).limit(1))
+        return self.session.scalar(select(JobRow).where(theirs, stored, JobRow.project == project).limit(1))
 
     def packages(self) -> set[str]:
         """The hashes of the packages that jobs name."""
@@ -297,16 +303,20 @@ class JobRepository:
         oldest = select(JobRow.id).where(over).order_by(JobRow.finished_at, JobRow.id)
         return self.session.scalars(oldest.limit(min(due, limit))).all()
 
-    def unfinished(self) -> Sequence[JobRow]:
-        """Every job that is not over, oldest first."""
+    def unfinished(self, project: str | None = None) -> Sequence[JobRow]:
+        """Every job that is not over, of one project or of all, oldest first."""
         # By the states that it may have: for those that it may not have, no index helps.
         open_states = [state.value for state in JobState if not state.terminal]
         query = select(JobRow).where(JobRow.state.in_(open_states)).order_by(JobRow.created_at)
+        if project is not None:
+            query = query.where(JobRow.project == project)
         return self.session.scalars(query).all()
 
-    def count_by_state(self) -> dict[str, int]:
-        """How many jobs each state has; a state without jobs is left out."""
+    def count_by_state(self, project: str | None = None) -> dict[str, int]:
+        """How many jobs each state has, of one project or of all; a state without jobs is left out."""
         query = select(JobRow.state, func.count()).group_by(JobRow.state)
+        if project is not None:
+            query = query.where(JobRow.project == project)
         return {row[0]: row[1] for row in self.session.execute(query)}
 
     def note(self, job_ids: Sequence[str], in_states: Collection[JobState] | None = None, **values: Any) -> None:
@@ -443,9 +453,11 @@ class JobRepository:
         """End the leases that have run out."""
         self.session.execute(delete(LeaseRow).where(LeaseRow.expires_at <= now))
 
-    def live_leases(self, now: float) -> Sequence[LeaseRow]:
-        """Every lease that has not run out, by job and rank."""
+    def live_leases(self, now: float, project: str | None = None) -> Sequence[LeaseRow]:
+        """Every lease that has not run out, by job and rank; of jobs of this project alone where one is given."""
         query = select(LeaseRow).where(LeaseRow.expires_at > now).order_by(LeaseRow.job_id, LeaseRow.rank)
+        if project is not None:
+            query = query.join(JobRow, JobRow.id == LeaseRow.job_id).where(JobRow.project == project)
         return self.session.scalars(query).all()
 
     def count_live_leases(self, job_ids: Sequence[str], now: float) -> dict[str, int]:

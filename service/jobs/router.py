@@ -24,10 +24,11 @@ from thinwire.contract.jobs import (
     TargetGroup,
 )
 from thinwire.contract.labels import MOST_LABELS, label_of
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.remote_run import Claim, Claimed, KeptFile, LogKept, RunNow
 from thinwire.contract.reports import Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, AnySpec
-from thinwire.service.auth import job_or_person, person, ticket_holder
+from thinwire.service.auth import InProject, job_or_person, person, ticket_holder
 from thinwire.service.cursors import LONGEST
 from thinwire.service.errors import (
     BodyTooLarge,
@@ -137,9 +138,19 @@ def _json(found: BaseModel) -> Response:
     dependencies=[Depends(json_body), Depends(_one_key)],
     responses=documented(IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType),
 )
-def submit(spec: AnySpec, jobs: Jobs, change: Asked, response: Response, idempotency_key: IdempotencyKey = None) -> Job:
-    """Accept a training job. It is written down before the answer, and started soon after."""
-    job = jobs.submit(spec, idempotency_key, change)
+def submit(
+    spec: AnySpec,
+    jobs: Jobs,
+    change: Asked,
+    project: InProject,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> Job:
+    """Accept a training job. It is written down before the answer, and started soon after.
+
+    It is of the project that is asked for, else of the token's, or `default` where that is for all.
+    """
+    job = jobs.submit(spec, idempotency_key, change, project or DEFAULT)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return job
 
@@ -149,13 +160,13 @@ def submit(spec: AnySpec, jobs: Jobs, change: Asked, response: Response, idempot
     dependencies=[Depends(json_body)],
     responses=documented(QuotaReached, BodyTooLarge, UnsupportedMediaType),
 )
-def validate(spec: AnySpec, jobs: Jobs, request: Request) -> Draft:
+def validate(spec: AnySpec, jobs: Jobs, request: Request, project: InProject) -> Draft:
     """Say what would become of a submission, and make no job: the spec with its defaults, and whether it would start.
 
     What a submission would be refused for, this is refused for, in the same words. It takes the role that a submission
     takes, since it says whether files of the service's machine are there.
     """
-    return jobs.validate(spec, request.state.caller.person.name)
+    return jobs.validate(spec, request.state.caller.person.name, project or DEFAULT)
 
 
 @operators.post(
@@ -174,7 +185,8 @@ def clone(
 ) -> Job:
     """Submit a job's spec again, with changes: a JSON merge patch of it, where null stands for a default.
 
-    The labels are those that the job has now. Of somebody else's job a secret value is not taken along: name it anew.
+    The labels are those that the job has now, and the project is the same. Of somebody else's job a secret value is not
+    taken along: name it anew.
     """
     job = jobs.clone(job_id, changes, idempotency_key, change)
     response.headers["Location"] = f"/v1/jobs/{job.id}"
@@ -184,6 +196,7 @@ def clone(
 @operators.get("/jobs", dependencies=LARGE)
 def list_jobs(
     jobs: Jobs,
+    project: InProject,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     state: Annotated[list[JobState] | None, Query(max_length=20, description="one of these states")] = None,
     label: Annotated[
@@ -222,6 +235,7 @@ def list_jobs(
         text=text,
         since=None if created_after is None else created_after.timestamp(),
         until=None if created_before is None else created_before.timestamp(),
+        project=project,
     )
     return jobs.list(limit, wanted, before)
 
@@ -346,9 +360,9 @@ def checkpoint_file(job_id: str, folder: str, file: str, jobs: Jobs) -> Streamin
 
 
 @operators.get("/metrics/targets", tags=["metrics"])
-def targets(reports: Reports) -> list[TargetGroup]:
+def targets(reports: Reports, project: InProject) -> list[TargetGroup]:
     """The workers that can be scraped now, for Prometheus `http_sd_configs`."""
-    return reports.targets()
+    return reports.targets(project)
 
 
 @workers.put(

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 from thinwire.contract.jobs import CheckpointList, Draft, History, Job, JobChange, JobList, JobState, Logs, Problem
 from thinwire.contract.jobs import Starts as StartsWhen
 from thinwire.contract.places import Room
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.redaction import HIDDEN, hidden_in, redacted
 from thinwire.contract.script import ScriptRecipe
 from thinwire.contract.spec import ScriptSpec, TrainSpec
@@ -60,6 +61,7 @@ from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resiz
 from thinwire.service.launch.protocol import Launcher, LauncherError, LogChunk, NoLog, read_part
 from thinwire.service.packages.store import Packages
 from thinwire.service.people.audit import Change, deleted_jobs
+from thinwire.service.people.quotas import refuse_beyond, refuse_growth
 
 logger = logging.getLogger(__name__)
 
@@ -134,26 +136,28 @@ class JobService:
         self._undeletable: set[str] = set()
         self._starts = Starts(db, folders, own_cluster=launcher.own_cluster, shared=shared_folders)
 
-    def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None, change: Change) -> Job:
-        """Accept a job: its row, then its run folder. The same key and spec of the same person again give the same job.
+    def submit(self, spec: TrainSpec | ScriptSpec, idempotency_key: str | None, change: Change, project: str) -> Job:
+        """Accept a job of a project: its row, then its run folder. The same key and spec of the same person again give
+        the same job.
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
-        a start that is not there, more workers than the cluster can ever have), QuotaReached.
+        a start that is not there, more workers than the cluster can ever have), QuotaReached, ProjectNotFound.
         """
+        change.project = project
         _refuse_hidden(spec)
         # Of what was written: a default that a later version adds or changes leaves a request the same request. Labels
         # say nothing of the run.
         digest = hashlib.sha256(spec.model_dump_json(exclude_unset=True, exclude=LABELS).encode()).hexdigest()
-        earlier = self._earlier(change.who, idempotency_key, digest, spec)
+        earlier = self._earlier(change, idempotency_key, digest, spec)
         if earlier is not None:
             change.job_id, change.about = earlier.id, "repeated"
             return earlier
-        given, spec = spec, self._checked(spec)
+        given, spec = spec, self._checked(spec, project)
         token = new_token()
         with self._folders.lock:
             row = self._insert(spec, digest, idempotency_key, token, change)
             while row is None:  # the id is taken, or another request with this key was faster
-                earlier = self._earlier(change.who, idempotency_key, digest, given)
+                earlier = self._earlier(change, idempotency_key, digest, given)
                 if earlier is not None:
                     change.job_id, change.about = earlier.id, "repeated"
                     return earlier
@@ -170,17 +174,17 @@ class JobService:
         self._wake()
         return self._view(row, workers=0)
 
-    def validate(self, spec: TrainSpec | ScriptSpec, who: str) -> Draft:
-        """The job that would be made for this person, and whether it would start now. Nothing is written.
+    def validate(self, spec: TrainSpec | ScriptSpec, who: str, project: str) -> Draft:
+        """The job that would be made for this person in a project, and whether it would start now. Nothing is written.
 
         Raises what `submit` raises for a job that it would refuse.
         """
         _refuse_hidden(spec)
-        spec = self._checked(spec)
-        row = self._row(spec, "", None, "", who)
+        spec = self._checked(spec, project)
+        row = self._row(spec, "", None, "", who, project)
         row.arrival = LAST_ARRIVAL
         with self._db.read() as session:
-            self._refuse_too_much(session, who)
+            self._refuse_too_much(session, row)
         starts, reason, queue = self._would(row)
         return Draft(spec=shown_spec(row), starts=starts, reason=reason, queue=queued(queue))
 
@@ -194,7 +198,8 @@ class JobService:
         with self._db.read() as session:
             row = JobRepository(session).found(job_id)
         change.about = f"of {job_id}"
-        return self.submit(cloned(row, changes, mine=row.submitted_by == change.who), idempotency_key, change)
+        mine = row.submitted_by == change.who
+        return self.submit(cloned(row, changes, mine=mine), idempotency_key, change, row.project)
 
     def list(self, limit: int, wanted: Filter, before: str | None = None) -> JobList:
         """The newest of the jobs that are wanted; with `before`, `next` of an earlier list, those that follow.
@@ -203,7 +208,7 @@ class JobService:
         """
         now = self._clock()
         with self._db.read() as session:
-            place = None if before is None else place_of(session, before)
+            place = None if before is None else place_of(session, before, wanted.project)
             rows, more = newest(session, limit, MOST_JOB_BYTES, wanted, place)
             workers = JobRepository(session).count_live_leases([row.id for row in rows], now)
             items = [
@@ -227,9 +232,11 @@ class JobService:
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
             if wanted.workers is not None:
+                refuse_growth(session, row, wanted.workers, self._room())
                 resize(session, row, wanted.workers, self._clock(), self._room())
             if wanted.labels is not None:
                 relabel(session, row, wanted.labels)
+            change.project = row.project
             change.write(session, job_id, _said(wanted))
         if wanted.workers is None:
             return self.get(job_id)
@@ -250,6 +257,7 @@ class JobService:
                 raise JobOver(job_id, state, "it has finished and cannot be cancelled")
             if not state.terminal and state is not JobState.CANCELLING:
                 transition(session, row, JobState.CANCELLING, self._clock())
+                change.project = row.project
                 change.write(session, job_id)
         self._wake()
         return self.get(job_id)
@@ -277,6 +285,7 @@ class JobService:
         with self._db.write() as session:
             row = JobRepository(session).lock(job_id)
             JobRepository(session).remove(row)
+            change.project = row.project
             change.write(session, job_id)
         logger.info("job_deleted job_id=%s state=%s", job_id, state)
 
@@ -417,10 +426,10 @@ class JobService:
             JobRepository(session).found(job_id)
         return open_checkpoint(self._folders.of(job_id).checkpoints, folder, file)
 
-    def count_by_state(self) -> dict[JobState, int]:
-        """How many jobs each state has."""
+    def count_by_state(self, project: str | None = None) -> dict[JobState, int]:
+        """How many jobs each state has, of one project or of all."""
         with self._db.read() as session:
-            counts = JobRepository(session).count_by_state()
+            counts = JobRepository(session).count_by_state(project)
         return {state: counts.get(state.value, 0) for state in JobState}
 
     def excuse_running_attempts(self) -> None:
@@ -440,19 +449,19 @@ class JobService:
             except OSError:
                 logger.exception("service_url_not_written job_id=%s", job_id)
 
-    def _checked(self, spec: TrainSpec | ScriptSpec) -> TrainSpec | ScriptSpec:
+    def _checked(self, spec: TrainSpec | ScriptSpec, project: str) -> TrainSpec | ScriptSpec:
         """The job, which says where its start lies. Raises InvalidRequest, Unavailable where it could not run here."""
         if isinstance(spec, ScriptSpec):
-            self._check_package(spec.recipe)
+            self._check_package(spec.recipe, project)
         self._check_places(spec)
         refuse_never(spec.workers, self._room())
-        return self._starts.found(spec)
+        return self._starts.found(spec, project)
 
-    def _check_package(self, recipe: ScriptRecipe) -> None:
+    def _check_package(self, recipe: ScriptRecipe, project: str) -> None:
         """Refuse a package that is not there, or lacks the script; keep one that is. Raises InvalidRequest."""
         if recipe.package is None:
             return
-        if not self._packages.use(recipe.package):
+        if not self._packages.use(recipe.package, project):
             words = (
                 f"the service keeps no package of this hash: PUT /v1/packages/{recipe.package} with the zip of the "
                 "script's folder, or let `thinwire submit` do it, and submit again"
@@ -476,11 +485,11 @@ class JobService:
         elif isinstance(spec, TrainSpec):
             check_data(spec)
 
-    def _earlier(self, who: str, key: str | None, digest: str, spec: TrainSpec | ScriptSpec) -> Job | None:
-        if key is None:
+    def _earlier(self, change: Change, key: str | None, digest: str, spec: TrainSpec | ScriptSpec) -> Job | None:
+        if key is None or change.project is None:
             return None
         with self._db.read() as session:
-            row = JobRepository(session).by_idempotency_key(who, key)
+            row = JobRepository(session).by_idempotency_key(change.who, key, change.project)
         if row is None:
             return None
         if row.spec_digest != digest and row.spec != spec.model_dump(mode="json", exclude=LABELS):
@@ -491,10 +500,10 @@ class JobService:
         self, spec: TrainSpec | ScriptSpec, digest: str, key: str | None, token: str, change: Change
     ) -> JobRow | None:
         """The new row, committed with its first event; None where its id or its key has been taken meanwhile."""
-        row = self._row(spec, digest, key, token, change.who)
+        row = self._row(spec, digest, key, token, change.who, change.project or DEFAULT)
         try:
             with self._db.write() as session:
-                self._refuse_too_much(session, change.who)
+                self._refuse_too_much(session, row)
                 row.arrival = JobRepository(session).next_arrival()
                 JobRepository(session).add(row)
                 put_labels(session, row, row.labels)
@@ -505,7 +514,9 @@ class JobService:
             return None
         return row
 
-    def _row(self, spec: TrainSpec | ScriptSpec, digest: str, key: str | None, token: str, who: str) -> JobRow:
+    def _row(
+        self, spec: TrainSpec | ScriptSpec, digest: str, key: str | None, token: str, who: str, project: str
+    ) -> JobRow:
         """The row of a new job, with an id that may be taken."""
         return JobRow(
             id=f"{spec.name}-{self._new_suffix()}",
@@ -513,18 +524,21 @@ class JobService:
             labels=dict(spec.labels),
             spec=spec.model_dump(mode="json", exclude=LABELS),
             spec_digest=digest,
-            idempotency_key=None if key is None else stored_key(who, key),
+            idempotency_key=None if key is None else stored_key(who, key, project),
             token_hash=token_hash(token),
             state=JobState.SUBMITTING.value,
             attempt=1,
             max_attempts=1 + spec.workers.max_restarts,
             created_at=self._clock(),
             submitted_by=who,
+            project=project,
         )
 
-    def _refuse_too_much(self, session: Session, who: str) -> None:
-        """Raises QuotaReached."""
-        too_much = JobRepository(session).too_much_of(who, self._person_jobs, MOST_SPEC_BYTES, self._person_bytes)
+    def _refuse_too_much(self, session: Session, row: JobRow) -> None:
+        """Refuse a job that its person or its project may not have. Raises: QuotaReached, ProjectNotFound."""
+        who, jobs = str(row.submitted_by), JobRepository(session)
+        refuse_beyond(session, row, self._room())  # it holds the project: of two at once one waits for the other
+        too_much = jobs.too_much_of(who, self._person_jobs, MOST_SPEC_BYTES, self._person_bytes)
         if too_much is not None:
             raise QuotaReached(f"{who} has {too_much}: cancel or delete some, and submit this one again")
 

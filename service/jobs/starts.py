@@ -48,18 +48,19 @@ class Starts:
     def __init__(self, db: Database, folders: RunFolders, *, own_cluster: bool, shared: Sequence[Path]) -> None:
         self._db, self._folders, self._own_cluster, self._shared = db, folders, own_cluster, shared
 
-    def found(self, spec: TrainSpec | ScriptSpec) -> TrainSpec | ScriptSpec:
-        """The same job, which says where the checkpoints lie. Raises: InvalidRequest, Unavailable."""
+    def found(self, spec: TrainSpec | ScriptSpec, project: str) -> TrainSpec | ScriptSpec:
+        """The same job, of this project, which says where the checkpoints lie. Raises: InvalidRequest, Unavailable."""
         start = spec.start
         if start is None:
             return spec
         if start.job is not None and start.checkpoints is None:
-            start, whole = self._of_job(start, start.job)
+            start, whole = self._of_job(start, start.job, project)
             _check_whole(spec, start, whole, "start.job")
         else:
             path, place = start.place
             assert place is not None  # or the spec would have been refused
             self._refuse_unreachable(path, place, place)
+            self._refuse_foreign(path, place, project)
             if self._own_cluster and is_local(place):
                 if start.weights is not None:
                     _refuse_unreadable(path, place)
@@ -67,12 +68,21 @@ class Starts:
                     _check_whole(spec, start, _listed(path_of(place)), path)
         return spec.model_copy(update={"start": start})
 
-    def _of_job(self, start: Start, job_id: str) -> tuple[Start, list[Saved]]:
+    def _refuse_foreign(self, path: str, place: str, project: str) -> None:
+        """Nobody begins by a path with what a job of another project has saved here. Raises: InvalidRequest."""
+        job_id = self._folders.job_of(path_of(place)) if is_local(place) else None
+        if job_id is not None:
+            with self._db.read() as session:
+                row = JobRepository(session).get(job_id)
+            if row is not None and row.project != project:
+                raise InvalidRequest.at(path, place, "must be the place of a job here: `thinwire jobs` lists them")
+
+    def _of_job(self, start: Start, job_id: str, project: str) -> tuple[Start, list[Saved]]:
         """The start with the place of that job's checkpoints, and what is there as far as the service knows."""
         with self._db.read() as session:
             jobs = JobRepository(session)
             row = jobs.get(job_id)
-            if row is None:
+            if row is None or row.project != project:
                 raise InvalidRequest.at("start.job", job_id, "must be the ID of a job here: `thinwire jobs` lists them")
             store = row.spec.get("checkpoint", {}).get("store")
             events, _ = jobs.events(

@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from thinwire.contract.jobs import JobState, Logs
 from thinwire.contract.streams import END, HEARTBEAT_S, LOG, MODELS, RETRY_MS
-from thinwire.service.auth import Caller, person
+from thinwire.service.auth import Caller, InProject, person
 from thinwire.service.errors import InvalidRequest, JobNotFound, LogGone, ServiceError, TooMuch, documented
 from thinwire.service.jobs import told
 from thinwire.service.jobs.hub import Hub
@@ -79,13 +79,14 @@ class Stream:
         self._request, self.stack = request, stack
 
     async def is_allowed(self) -> bool:
-        """Does its token still hold?"""
+        """Does its token still hold, and for the same project?"""
+        before: Caller = self._request.state.caller
         try:
-            await self._request.state.ask_again()
+            now: Caller = await self._request.state.ask_again()
         except ServiceError as error:
             logger.info("stream_not_allowed path=%s reason=%s", self._request.url.path, error)
             return error.status == 503  # it cannot be asked now: that is no reason
-        return True
+        return (now.person and now.person.project) == (before.person and before.person.project)
 
 
 async def one_stream(request: Request) -> AsyncIterator[Stream]:
@@ -162,9 +163,10 @@ async def events_of_job(
 
 @streams.get("/events", response_class=Response, responses=answers("state", "event", "gap"))
 async def events(
-    request: Request, hub: TheHub, stream: OneStream, after: After = None, follow: Follow = True
+    request: Request, hub: TheHub, stream: OneStream, project: InProject, after: After = None, follow: Follow = True
 ) -> Response:
-    """What happens to all jobs, from now or from an id on: their states and events, all of them and each once.
+    """What happens to all jobs of the project, or of all projects, from now or from an id on: their states and events,
+    all of them and each once.
 
     Where jobs that were told of after this id have been deleted since, it begins with a `gap`.
     """
@@ -172,12 +174,13 @@ async def events(
     known, gone = await hub.read(told.numbers)
     start = known if asked is None else int(asked)
     _refuse_unknown(name, start, known)
-    first = await hub.read(partial(told.page, after=start))
+    ask = partial(told.page, project=project)
+    first = await hub.read(partial(ask, after=start))
     begin = b""
     if start < gone:
-        words = "jobs of which something was told since have been deleted, and their events with them: list the jobs"
+        words = "jobs have been deleted since, and what was told of them with them: list the jobs"
         begin = told.gap(start, words)
-    return _response(request, _told(hub, stream, None, told.page, start, first, begin, follow=follow))
+    return _response(request, _told(hub, stream, None, ask, start, first, begin, follow=follow, project=project))
 
 
 @streams.get(
@@ -280,6 +283,7 @@ async def _told(
     begin: bytes = b"",
     *,
     follow: bool,
+    project: str | None = None,
 ) -> AsyncIterator[bytes]:
     """The stream: what was told before, then what the hub gives. cursor: up to where it has been read."""
     yield format_sse_event(retry=RETRY_MS, id=str(cursor)) + begin
@@ -294,7 +298,7 @@ async def _told(
             if (new and new[-1].event == END) or not (page.more or follow):
                 return
             if not page.more and reader is None:
-                reader = await stream.stack.enter_async_context(hub.joined(job_id))
+                reader = await stream.stack.enter_async_context(hub.joined(job_id, project))
             elif not page.more and reader is not None:
                 while not reader.lost:
                     new = [message for message in await reader.take(HEARTBEAT_S) if message.number > cursor]

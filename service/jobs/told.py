@@ -70,9 +70,12 @@ class JobPage(Page):
 
 @dataclass(frozen=True, slots=True)
 class Look(Page):
-    """The same of many jobs. gone: those that have been deleted."""
+    """The same of many jobs. gone: those that have been deleted. projects: of the jobs of the messages, as far as they
+    were asked for; of a job that was deleted since it has none.
+    """
 
     gone: frozenset[str]
+    projects: Mapping[str, str]
 
 
 def numbers(session: Session) -> tuple[int, int]:
@@ -106,18 +109,20 @@ def _last_number(session: Session, job_id: str) -> int:
     return int(last or session.scalar(select(func.max(EventRow.id)).where(EventRow.job_id == job_id)) or 0)
 
 
-def page(session: Session, after: int) -> Page:
-    """States and events of all jobs after a number."""
+def page(session: Session, after: int, project: str | None) -> Page:
+    """States and events of all jobs after a number, or of those of one project."""
     upto, _ = numbers(session)
-    events, more = _events(session, after, upto, None)
+    events, more = _events(session, after, upto, None, project)
     return Page(events, events[-1].number if more else upto, more)
 
 
-def look(session: Session, after: int, jobs: Collection[str], *, everything: bool) -> Look:
-    """States and events after a number, of these jobs or of all, and the newest samples of these."""
+def look(session: Session, after: int, jobs: Collection[str], *, everything: bool, projects: bool) -> Look:
+    """States and events after a number, of these jobs or of all, and the newest samples of these. projects: whose the
+    jobs are is wanted too.
+    """
     upto, _ = numbers(session)
     if upto == after:
-        return Look([], upto, more=False, gone=frozenset())
+        return Look([], upto, more=False, gone=frozenset(), projects={})
     events, more = _events(session, after, upto, None if everything or len(jobs) > MOST_NAMED else sorted(jobs))
     upto = events[-1].number if more else upto
     rows: list[Any] = []
@@ -126,7 +131,12 @@ def look(session: Session, after: int, jobs: Collection[str], *, everything: boo
         some = JobRow.id.in_(named[first : first + IN_PART])
         rows += session.execute(select(JobRow.id, JobRow.newest_sample).where(some)).all()
     gone = frozenset(jobs) - {row.id for row in rows}
-    return Look(_in_order(events, _samples(rows, after, upto)), upto, more, gone)
+    whose: dict[str, str] = {}
+    told_of = sorted({one.job_id for one in events}) if projects else []
+    for first in range(0, len(told_of), IN_PART):
+        some = JobRow.id.in_(told_of[first : first + IN_PART])
+        whose |= {row.id: row.project for row in session.execute(select(JobRow.id, JobRow.project).where(some))}
+    return Look(_in_order(events, _samples(rows, after, upto)), upto, more, gone, whose)
 
 
 def end(job_id: str, number: int, state: JobState | None, reason: str | None) -> Message:
@@ -140,12 +150,16 @@ def gap(after: int, reason: str) -> bytes:
     return wire(GAP, str(after), {"after": after, "reason": reason})
 
 
-def _events(session: Session, after: int, upto: int, jobs: Sequence[str] | None) -> tuple[list[Message], bool]:
-    """The first of those between two numbers, of some jobs or of all, and whether there are more."""
+def _events(
+    session: Session, after: int, upto: int, jobs: Sequence[str] | None, project: str | None = None
+) -> tuple[list[Message], bool]:
+    """The first of those between two numbers, of some jobs, of a project or of all, and whether there are more."""
     query = select(EventRow, json_bytes(EventRow.fields) + EVENT_BYTES)
     query = query.where(EventRow.id > after, EventRow.id <= upto).order_by(EventRow.id)
     if jobs is not None:
         query = query.where(EventRow.job_id.in_(jobs))
+    if project is not None:
+        query = query.join(JobRow, JobRow.id == EventRow.job_id).where(JobRow.project == project)
     return first_rows(session, query, MOST_ROWS, MOST_BYTES, _event)
 
 

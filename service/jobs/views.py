@@ -55,6 +55,7 @@ def job_item(row: JobRow, workers: int, run_dir: Path, dashboard_url: str | None
     return JobItem(
         id=row.id,
         name=row.name,
+        project=row.project,
         labels=row.labels,
         state=state,
         reason=row.reason and redacted(row.reason),  # of an earlier version too

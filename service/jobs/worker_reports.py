@@ -18,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ from thinwire.service.jobs.views import job_json
 from thinwire.service.jobs.worker_numbers import limits_now, newest_membership
 from thinwire.service.launch.driver import ticket_of
 from thinwire.service.packages.store import PackageGone, Packages
+from thinwire.service.people.quotas import kept_limits, kept_of
 
 logger = logging.getLogger(__name__)
 
@@ -181,20 +183,20 @@ class WorkerReports:
             if progress:
                 session.flush()
                 jobs.note([job_id], **progress)
-        self._kept.add(row.submitted_by, added)
+        self._count(row, added)
         if full is not None:
             raise JobFull(
                 f"no more samples and events of job {job_id} are kept here: {full}. Its run folder has them, and it "
                 "goes on"
             )
 
-    def targets(self) -> list[TargetGroup]:
-        """The workers that can be scraped now, as Prometheus HTTP service discovery wants it.
+    def targets(self, project: str | None) -> list[TargetGroup]:
+        """The workers that can be scraped now, as Prometheus HTTP service discovery wants it; of one project, or all.
 
         Of each job at most MOST_SCRAPED: the one that leads, and the first of the others.
         """
         with self._db.read() as session:
-            leases = self._scraped(JobRepository(session).live_leases(self._clock()))
+            leases = self._scraped(JobRepository(session).live_leases(self._clock(), project))
         # Labels that begin with __meta_ are dropped after relabelling, so they never clash with the metrics' own.
         return [
             TargetGroup(
@@ -302,7 +304,7 @@ class WorkerReports:
         if added:
             with self._db.write() as session:
                 JobRepository(session).keep_more(job_id, added)
-            self._kept.add(row.submitted_by, added)
+            self._count(row, added)
         return LogKept(next_offset=size, full=size >= LONGEST_LOG_BYTES or added >= room)
 
     def charge(self, who: str, size: int) -> None:
@@ -346,7 +348,18 @@ class WorkerReports:
         if of_person <= 0:
             most = f"at most {self._person_bytes} bytes of all jobs of {row.submitted_by} (THINWIRE_PERSON_MAX_BYTES)"
             return 0, f"{most}; `thinwire delete` those that are not needed"
-        return min(of_job, of_person), None
+        left = min(of_job, of_person)
+        for whose, who, limit in kept_limits(jobs.session, row):
+            size = self._kept.room(_key(row, who), limit, partial(_kept_of, jobs, row, who))
+            if size <= 0:
+                return 0, f"at most {limit} bytes of {whose} (kept_bytes); `thinwire delete` jobs that are not needed"
+            left = min(left, size)
+        return left, None
+
+    def _count(self, row: JobRow, size: int) -> None:
+        """So many bytes more are kept of the job, and committed."""
+        for key in (row.submitted_by, _key(row, None), _key(row, row.submitted_by)):
+            self._kept.add(key, size)
 
     def _scraped(self, leases: Sequence[LeaseRow]) -> list[LeaseRow]:
         of_job: dict[str, list[LeaseRow]] = {}
@@ -360,6 +373,16 @@ class WorkerReports:
             own.sort(key=lambda lease: (lease.rank != leads.get(job), lease.rank))
             found += sorted(own[:MOST_SCRAPED], key=lambda lease: lease.rank)
         return found
+
+
+def _kept_of(jobs: JobRepository, row: JobRow, who: str | None, _: str) -> int:
+    """What such a sum is."""
+    return kept_of(jobs.session, row.project, who)
+
+
+def _key(row: JobRow, who: str | None) -> str:
+    """Of a sum over its project, or over this person's jobs there; no name of a person has a slash."""
+    return f"{row.project}/{who or ''}"
 
 
 def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from thinwire.contract.packages import Package, PackageList
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.script import SHA256
-from thinwire.service.auth import person
+from thinwire.service.auth import InProject, person
 from thinwire.service.cursors import LONGEST
 from thinwire.service.errors import (
     BodyTooLarge,
@@ -18,6 +19,7 @@ from thinwire.service.errors import (
     InsufficientStorage,
     InvalidRequest,
     PackageNotFound,
+    QuotaReached,
     UnsupportedMediaType,
     documented,
 )
@@ -42,17 +44,18 @@ Sha256 = Annotated[str, Path(pattern=SHA256, description="of the zip, 64 hexadec
 @packages.get("", dependencies=[Depends(known_query), Depends(large_answer)])
 def list_packages(
     store: Store,
+    project: InProject,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
     after: Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")] = None,
 ) -> PackageList:
-    """The packages that the service keeps, in order of their hashes."""
-    return store.list(limit, after)
+    """The packages that the service keeps, of the project or of all, in order of their hashes."""
+    return store.list(limit, after, project)
 
 
 @packages.get("/{sha256}", responses=documented(PackageNotFound))
-def package(sha256: Sha256, store: Store) -> Package:
-    """Whether the service keeps this package."""
-    found = store.find(sha256)
+def package(sha256: Sha256, store: Store, project: InProject) -> Package:
+    """Whether the service keeps this package, of the project or of any."""
+    found = store.find(sha256, project)
     if found is None:
         raise PackageNotFound(sha256)
     return found
@@ -64,27 +67,31 @@ def package(sha256: Sha256, store: Store) -> Package:
     status_code=201,
     dependencies=[Depends(zip_bytes)],
     responses={
-        **documented(BodyTooSlow, BodyTooLarge, UnsupportedMediaType, InsufficientStorage),
+        **documented(BodyTooSlow, BodyTooLarge, QuotaReached, UnsupportedMediaType, InsufficientStorage),
         200: {"model": Package, "description": "The service had it already"},
     },
     openapi_extra=TAKES_BYTES,
 )
-async def put(sha256: Sha256, store: Store, request: Request, response: Response) -> Package:
+async def put(sha256: Sha256, store: Store, request: Request, response: Response, project: InProject) -> Package:
     """Keep the folder of a script: a zip, under its sha256. Putting it again changes nothing.
 
     The zip is looked at, not unpacked: no links, no paths that lead out of the folder, nothing encrypted, and bounds on
-    what it unpacks to. A package that no job names goes after a while.
+    what it unpacks to. A package that no job names goes after a while. It is of the project that is asked for, else of
+    the token's, or `default` where that is for all: who has not sent it to a project has it not there.
     """
+    project = project or DEFAULT
     declared = request.headers.get("content-length", "")
     try:
-        if await run_in_threadpool(store.use, sha256) and (found := await run_in_threadpool(store.find, sha256)):
+        if await run_in_threadpool(store.use, sha256, project) and (
+            found := await run_in_threadpool(store.find, sha256, project)
+        ):
             await _read_out(request, store.max_bytes)
             response.status_code = 200
             return found
         try:
             size, who = int(declared) if declared.isdecimal() else None, request.state.caller.person.name
-            upload = await run_in_threadpool(store.upload, sha256, size, who)
-        except (BodyTooLarge, InsufficientStorage):
+            upload = await run_in_threadpool(store.upload, sha256, size, who, project)
+        except (BodyTooLarge, InsufficientStorage, QuotaReached):
             # Who is still sending would find the connection broken, and not the answer.
             await _read_out(request, store.max_bytes)
             raise

@@ -3,7 +3,9 @@
 An upload goes to a file of its own beside them and is moved to its place when its hash and its content are right, so
 two uploads of one package do not meet. That file is locked while its upload lives: one that is not was left by a
 process that is gone, and is removed. A package goes when no job names it and it has not been used for a while.
-Who has sent it first is said by an empty file, of/NAME/SHA256: one person does not fill the store for all.
+Who has sent it first is said by an empty file, of/NAME/SHA256: one person does not fill the store for all. Whose it
+is, of projects, is said by files in/PROJECT/SHA256: a project has what was sent to it, and one that has not sent it
+cannot take it by its hash. Of a package of an earlier version, which no such file names, it is `default`.
 
 Whether a zip may be unpacked on a worker is found out from its directory alone; nothing is unpacked. The worker that
 unpacks it goes by the same directory: no entry gives more bytes than stand there. The directory is read only
@@ -41,9 +43,10 @@ from thinwire.contract.packages import (
     PackageList,
     odd_name,
 )
+from thinwire.contract.projects import DEFAULT, ProjectSettings, whose_limits
 from thinwire.contract.script import SHA256
 from thinwire.service.cursors import cursor, key_of
-from thinwire.service.errors import BodyTooLarge, InsufficientStorage, InvalidRequest, Unavailable
+from thinwire.service.errors import BodyTooLarge, InsufficientStorage, InvalidRequest, QuotaReached, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class Packages:
 
     max_bytes: of one; total_bytes: of all; person_bytes: of those that one person has sent. keep_days: how long one
     stays that no job names. named: the hashes that jobs name. confirm_owner: raises where another service owns the
-    database, and takes the packages. clock: unix seconds.
+    database, and takes the packages. limits: what a project may have. clock: unix seconds.
     """
 
     def __init__(
@@ -82,8 +85,10 @@ class Packages:
         keep_days: float,
         named: Callable[[], set[str]],
         confirm_owner: Callable[[], None],
+        limits: Callable[[str], ProjectSettings],
         clock: Callable[[], float],
     ) -> None:
+        self._limits = limits
         self.max_bytes = max_bytes
         self._folder, self._total_bytes, self._keep_s = folder, total_bytes, keep_days * DAY_S
         self._person_bytes = person_bytes
@@ -92,34 +97,59 @@ class Packages:
         self._reserved: dict[Upload, int] = {}
         self._due = float("-inf")
 
-    def find(self, sha256: str) -> Package | None:
-        """The package; None where there is none. Raises Unavailable."""
+    def find(self, sha256: str, project: str | None) -> Package | None:
+        """The package; None where there is none, or the project has it not. project: None for any.
+
+        Raises Unavailable.
+        """
         try:
+            if project is not None and not self._is_of(sha256, project):
+                return None
             return Package(sha256=sha256, bytes=self._path(sha256).stat().st_size)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise Unavailable(f"the packages in {self._folder} cannot be read: {error.strerror}") from error
 
-    def list(self, limit: int, after: str | None) -> PackageList:
+    def list(self, limit: int, after: str | None, project: str | None) -> PackageList:
         """Up to `limit` packages, in order of their hashes; with `after`, `next` of an earlier list, those that follow.
 
-        Raises: InvalidRequest, Unavailable.
+        project: of this one alone. Raises: InvalidRequest, Unavailable.
         """
         last = "" if after is None else key_of(PACKAGES, after, (str,), "after")[0]
         try:
             names = sorted(
-                path.stem for path in self._folder.glob("*.zip") if path.stem > last and _NAME.fullmatch(path.stem)
+                path.stem
+                for path in self._folder.glob("*.zip")
+                if path.stem > last
+                and _NAME.fullmatch(path.stem)
+                and (project is None or self._is_of(path.stem, project))
             )
         except OSError as error:
             raise Unavailable(f"the packages in {self._folder} cannot be listed: {error.strerror}") from error
-        found = [package for name in names[:limit] if (package := self.find(name)) is not None]  # or it has just gone
+        found = [
+            package for name in names[:limit] if (package := self.find(name, None)) is not None
+        ]  # or it has just gone
         return PackageList(packages=found, next=cursor(PACKAGES, names[limit - 1]) if len(names) > limit else None)
 
-    def use(self, sha256: str) -> bool:
-        """Keep it for a while from now on. False where there is none. Raises Unavailable."""
+    def has_some(self, project: str) -> bool:
+        """Does it keep a package of this project?"""
+        return self.bytes_of(project) > 0
+
+    def bytes_of(self, project: str, who: str | None = None) -> int:
+        """Of the packages of a project; who: of those alone that this person has sent."""
+        marks = {path.name for path in self._in(project).glob("*")}
+        if project == DEFAULT:
+            marked = {path.name for path in self._folder.glob("in/*/*")}
+            marks |= {path.stem for path in self._folder.glob("*.zip")} - marked
+        if who is not None:
+            marks &= {path.name for path in self._of(who).glob("*")}
+        return sum(self._size(sha256) for sha256 in marks)
+
+    def use(self, sha256: str, project: str) -> bool:
+        """Keep it for a while from now on. False where the project has none. Raises Unavailable."""
         with self._lock:
-            found = self.find(sha256)
+            found = self.find(sha256, project)
             if found is not None:
                 now = self._clock()
                 with suppress(OSError):  # of another user, in a folder that is shared: it is as old as it was
@@ -162,20 +192,23 @@ class Packages:
             "which uploads it, and this job goes on"
         )
 
-    def upload(self, sha256: str, declared: int | None, who: str) -> Upload:
-        """Begin to take a package. declared: its length; None where the sender does not say. who: sends it.
+    def upload(self, sha256: str, declared: int | None, who: str, project: str) -> Upload:
+        """Begin to take a package. declared: its length; None where the sender does not say. who: sends it, to which
+        project.
 
-        Raises: NotOwner, BodyTooLarge, InsufficientStorage, Unavailable.
+        Raises: NotOwner, BodyTooLarge, InsufficientStorage, QuotaReached, ProjectNotFound, Unavailable.
         """
         self._confirm_owner()
+        settings = self._limits(project)
         size = self.max_bytes if declared is None else declared
         if size > self.max_bytes:
             raise self.too_large(size)
         try:
             private_folder(self._folder)
             with self._lock:
+                self._refuse_beyond(settings, size, who, project)
                 self._make_room(size, who)
-                upload = Upload(self, self._path(sha256), size, who)
+                upload = Upload(self, self._path(sha256), size, who, project)
                 self._reserved[upload] = size
         except OSError as error:
             raise self.refusal(error) from error
@@ -207,10 +240,13 @@ class Packages:
             f"the package cannot be written to {self._folder}: {error.strerror}; mend that, and try again"
         )
 
-    def _take_in(self, upload: Path, target: Path, who: str) -> None:
+    def _take_in(self, upload: Path, target: Path, who: str, project: str) -> None:
         now = self._clock()
         os.utime(upload, (now, now))
         with self._lock:  # while nobody looks for what is old
+            if target.exists() and self._is_of(target.stem, DEFAULT):  # no longer by having no mark
+                (private_folder(self._in(DEFAULT)) / target.stem).touch(mode=0o600)
+            (private_folder(self._in(project)) / target.stem).touch(mode=0o600)
             (private_folder(self._of(who)) / target.stem).touch(mode=0o600)
             upload.replace(target)
         sync_folder(self._folder)
@@ -224,6 +260,37 @@ class Packages:
 
     def _of(self, who: str) -> Path:
         return self._folder / "of" / who
+
+    def _in(self, project: str) -> Path:
+        return self._folder / "in" / project
+
+    def _is_of(self, sha256: str, project: str) -> bool:
+        if (self._in(project) / sha256).exists():
+            return True
+        return project == DEFAULT and next(self._folder.glob(f"in/*/{sha256}"), None) is None
+
+    def _size(self, sha256: str) -> int:
+        with suppress(FileNotFoundError):
+            return self._path(sha256).stat().st_size
+        return 0
+
+    def _refuse_beyond(self, settings: ProjectSettings, size: int, who: str, project: str) -> None:
+        """Raises QuotaReached where so many bytes more are too many for the project, or for this person in it."""
+        for limit, whose in ((settings.limits.package_bytes, None), (settings.person_limits.package_bytes, who)):
+            if limit is None:
+                continue
+            coming = [
+                reserved
+                for upload, reserved in self._reserved.items()
+                if upload.project == project and whose in (None, upload.who)
+            ]
+            used = self.bytes_of(project, whose) + sum(coming)
+            if used + size > limit:
+                raise QuotaReached(
+                    f"the packages of {whose_limits(project, whose)} have {used} bytes, and with these {size} they "
+                    f"would have more than the {limit} of package_bytes: `thinwire delete` jobs whose packages are not "
+                    "needed any more, or have an operator raise it (`thinwire quotas`)"
+                )
 
     def _make_room(self, size: int, who: str) -> None:
         """See that so many more bytes fit: theirs, among the packages, on the disk.
@@ -286,17 +353,19 @@ class Packages:
         for path in old:
             if path.stem not in named:
                 path.unlink(missing_ok=True)
-                for mark in self._folder.glob(f"of/*/{path.stem}"):
-                    mark.unlink(missing_ok=True)
+                for kind in ("of", "in"):
+                    for mark in self._folder.glob(f"{kind}/*/{path.stem}"):
+                        mark.unlink(missing_ok=True)
                 logger.info("package_expired sha256=%s", path.stem)
 
 
 class Upload:
     """A package that is on its way. Close it in any case: what is not finished then leaves nothing."""
 
-    def __init__(self, packages: Packages, target: Path, most: int, who: str) -> None:
+    def __init__(self, packages: Packages, target: Path, most: int, who: str, project: str) -> None:
         """Raises OSError."""
-        self._packages, self._target, self._most, self.who = packages, target, most, who
+        self._packages, self._target, self._most = packages, target, most
+        self.who, self.project = who, project
         self._path = target.with_name(f"{_UPLOAD}{secrets.token_hex(8)}")
         self._file: BinaryIO = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -332,7 +401,7 @@ class Upload:
             self._file.flush()
             os.fsync(self._file.fileno())
             check_zip(self._path)
-            self._packages._take_in(self._path, self._target, self.who)
+            self._packages._take_in(self._path, self._target, self.who, self.project)
         except UnfitZip as error:
             raise InvalidRequest.at("", None, f"the package {error}") from error
         except OSError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from fastapi import Request
-from sqlalchemy import Boolean, ColumnElement, Select, String, delete, func, literal_column, select
+from sqlalchemy import Boolean, ColumnElement, Index, Select, String, delete, func, literal_column, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 from starlette.concurrency import run_in_threadpool
@@ -47,6 +47,7 @@ class AuditRow(Base):
     """One change. job_id refers to nothing: the line outlives the job."""
 
     __tablename__ = "audit"
+    __table_args__ = (Index("audit_of_project", "project", "id"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     time: Mapped[float] = mapped_column(index=True)
@@ -55,13 +56,16 @@ class AuditRow(Base):
     what: Mapped[str] = mapped_column(String(64))
     job_id: Mapped[str | None] = mapped_column(String(80), index=True, default=None)
     about: Mapped[str | None] = mapped_column(String(200), default=None)
+    project: Mapped[str | None] = mapped_column(String(63), default=None)
     address: Mapped[str | None] = mapped_column(String(64), default=None)
     status: Mapped[int]
 
 
 @dataclass(slots=True)
 class Change:
-    """A change that is under way. status: what will be answered, or was. written: its line is in the database."""
+    """A change that is under way. status: what will be answered, or was. project: of what is changed, else of who asks.
+    written: its line is in the database.
+    """
 
     who: str
     role: Role | None
@@ -71,6 +75,7 @@ class Change:
     status: int
     job_id: str | None = None
     about: str | None = None
+    project: str | None = None
     written: bool = field(default=False, init=False)
 
     def write(self, session: Session, job_id: str | None = None, about: str | None = None) -> None:
@@ -84,6 +89,7 @@ class Change:
                 what=self.what,
                 job_id=self.job_id,
                 about=self.about and self.about[:200],
+                project=self.project,
                 address=self.address,
                 status=self.status,
             )
@@ -135,6 +141,7 @@ class Audited:
         address = _plain((scope.get("client") or (None,))[0], 64)  # a trusted proxy may name anything
         what = _plain(scope["method"], 64) or "-"  # until its route names it
         change = Change(caller.person.name, caller.person.role, what, address, self._clock(), 500)
+        change.project = caller.person.project
         scope["state"]["change"] = change
         answered = False
 
@@ -186,8 +193,10 @@ class Audit:
         """A change that the service makes by itself, such as of retention."""
         return Change(SERVICE, None, what, None, self._clock(), 200)
 
-    def lines(self, limit: int, before: int | None, who: str | None, job_id: str | None) -> AuditList:
-        """The newest lines, newest first: of one person, of one job, older than a line where that is given."""
+    def lines(
+        self, limit: int, before: int | None, who: str | None, job_id: str | None, project: str | None
+    ) -> AuditList:
+        """The newest lines, newest first: of one person, job or project, older than a line where that is given."""
         query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit + 1)
         if before is not None:
             query = query.where(AuditRow.id < before)
@@ -195,6 +204,8 @@ class Audit:
             query = query.where(AuditRow.who == who)
         if job_id is not None:
             query = query.where(AuditRow.job_id == job_id)
+        if project is not None:
+            query = query.where(AuditRow.project == project)
         with self._db.read() as session:
             rows = session.scalars(query).all()
         more, rows = len(rows) > limit, rows[:limit]
@@ -266,6 +277,7 @@ def _views(rows: Iterable[AuditRow]) -> Iterable[AuditLine]:
             who=row.who,
             role=Role(row.role) if row.role is not None else None,
             what=row.what,
+            project=row.project,
             job_id=row.job_id,
             about=row.about,
             address=row.address,

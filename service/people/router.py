@@ -5,14 +5,28 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
+from pydantic import JsonValue
 from sqlalchemy.exc import SQLAlchemyError
 
-from thinwire.contract.people import AuditList, MadeToken, NewToken, RotatedToken, TokenList, TokenName
-from thinwire.service.auth import operator
+from thinwire.contract.people import (
+    AuditList,
+    MadeToken,
+    NewToken,
+    RotatedToken,
+    TokenChange,
+    TokenItem,
+    TokenList,
+    TokenName,
+)
+from thinwire.contract.projects import NewProject, Project, ProjectList, ProjectName, QuotaList
+from thinwire.service.auth import InProject, operator, person
 from thinwire.service.cursors import LONGEST
 from thinwire.service.db import Database
 from thinwire.service.errors import (
     BodyTooLarge,
+    ProjectExists,
+    ProjectInUse,
+    ProjectNotFound,
     TokenExists,
     TokenFromElsewhere,
     TokenNotFound,
@@ -21,6 +35,8 @@ from thinwire.service.errors import (
     documented,
 )
 from thinwire.service.people.audit import Audit, Change, change_of
+from thinwire.service.people.projects import Projects
+from thinwire.service.people.quotas import Quotas
 from thinwire.service.people.tokens import OperatorToken, Tokens
 from thinwire.service.requests import ALWAYS, json_body, known_query, of_plane
 
@@ -32,11 +48,17 @@ people = APIRouter(
     responses=ALWAYS,
     tags=["people"],
 )
+members = APIRouter(
+    prefix="/v1", dependencies=[Depends(person), Depends(known_query)], responses=ALWAYS, tags=["people"]
+)
 
 
 AllTokens = Annotated[Tokens, of_plane("tokens")]
 Asked = Annotated[Change, Depends(change_of)]
+AllProjects = Annotated[Projects, of_plane("projects")]
 Named = Annotated[TokenName, Path(description="of the token")]
+OneProject = Annotated[ProjectName, Path(description="of the project")]
+After = Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")]
 
 
 @people.post(
@@ -45,28 +67,39 @@ Named = Annotated[TokenName, Path(description="of the token")]
     dependencies=[Depends(json_body)],
     responses=documented(TokenExists, BodyTooLarge, UnsupportedMediaType),
 )
-def create_token(asked: NewToken, tokens: AllTokens, change: Asked) -> MadeToken:
+def create_token(asked: NewToken, tokens: AllTokens, change: Asked, project: InProject) -> MadeToken:
     """Make a token for a person or a program. Its text is in this answer and nowhere else.
 
-    A name that has a token which is not revoked is a conflict.
+    A name that has a token which is not revoked is a conflict, whatever its project: names are of the whole service.
     """
-    return tokens.create(asked, change)
+    return tokens.create(asked, change, project)
 
 
 @people.get("/tokens")
 def list_tokens(
     tokens: AllTokens,
+    project: InProject,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
-    after: Annotated[str | None, Query(max_length=LONGEST, description="`next` of an earlier answer")] = None,
+    after: After = None,
 ) -> TokenList:
-    """Everybody's tokens, by name: role, when made, last used, over. Not the operator's in the home."""
-    return tokens.list(limit, after)
+    """Everybody's tokens, by name: role, project, when made, last used, over. Not the operator's in the home."""
+    return tokens.list(limit, after, project)
+
+
+@people.patch(
+    "/tokens/{name}",
+    dependencies=[Depends(json_body)],
+    responses=documented(TokenNotFound, BodyTooLarge, UnsupportedMediaType),
+)
+def move_token(name: Named, wanted: TokenChange, tokens: AllTokens, change: Asked) -> TokenItem:
+    """Let a token be for another project from now on, or for all. Jobs of its owner stay in theirs, and go on."""
+    return tokens.move(name, wanted.project, change)
 
 
 @people.delete("/tokens/{name}", status_code=204, responses=documented(TokenNotFound))
-def revoke_token(name: Named, tokens: AllTokens, change: Asked) -> None:
+def revoke_token(name: Named, tokens: AllTokens, change: Asked, project: InProject) -> None:
     """Refuse the token of this name from now on. Asking again is fine. Jobs of its owner go on."""
-    tokens.revoke(name, change)
+    tokens.revoke(name, change, project)
 
 
 @people.post("/tokens/operator/rotate", responses=documented(TokenFromElsewhere))
@@ -93,6 +126,7 @@ def rotate_token(request: Request, change: Asked) -> RotatedToken:
 @people.get("/audit")
 def read_audit(
     audit: Annotated[Audit, of_plane("audit")],
+    project: InProject,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=1, le=LARGEST_NUMBER, description="`next` of an earlier answer")] = None,
     who: Annotated[TokenName | None, Query(description="only what this one has asked for")] = None,
@@ -101,4 +135,56 @@ def read_audit(
     ] = None,
 ) -> AuditList:
     """Who has changed what, newest first."""
-    return audit.lines(limit, before, who, job_id)
+    return audit.lines(limit, before, who, job_id, project)
+
+
+@people.post(
+    "/projects",
+    status_code=201,
+    dependencies=[Depends(json_body)],
+    responses=documented(ProjectExists, BodyTooLarge, UnsupportedMediaType),
+)
+def create_project(asked: NewProject, projects: AllProjects, change: Asked) -> Project:
+    """Make a project. Tokens are then made for it, or moved to it."""
+    return projects.create(asked, change)
+
+
+@members.get("/projects")
+def list_projects(
+    projects: AllProjects,
+    project: InProject,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    after: After = None,
+) -> ProjectList:
+    """The projects that the caller is of, by name, with what an operator has said of each."""
+    return projects.list(limit, after, project)
+
+
+@members.get("/quotas")
+def show_quotas(
+    request: Request,
+    quotas: Annotated[Quotas, of_plane("quotas")],
+    project: InProject,
+    person: Annotated[TokenName | None, Query(description="of whom; by default of who asks")] = None,
+) -> QuotaList:
+    """What the project, or each of them, uses of what it may, and one person in it."""
+    return quotas.of(project, person or request.state.caller.person.name)
+
+
+@people.patch(
+    "/projects/{name}",
+    dependencies=[Depends(json_body)],
+    responses=documented(ProjectNotFound, BodyTooLarge, UnsupportedMediaType),
+)
+def change_project(name: OneProject, changes: dict[str, JsonValue], projects: AllProjects, change: Asked) -> Project:
+    """Change what is said of a project: a JSON merge patch, where null stands for what a new one has.
+
+    A limit below what is used ends nothing: jobs go on, and new ones are refused.
+    """
+    return projects.change(name, changes, change)
+
+
+@people.delete("/projects/{name}", status_code=204, responses=documented(ProjectNotFound, ProjectInUse))
+def delete_project(name: OneProject, projects: AllProjects, change: Asked) -> None:
+    """Remove a project of which nothing is any more: no job, over or not, no valid token, no package."""
+    projects.delete(name, change)

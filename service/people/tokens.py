@@ -14,7 +14,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from math import ceil
@@ -26,13 +26,22 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from thinwire.contract.files import private_folder, write_private
 from thinwire.contract.people import OPERATOR, MadeToken, NewToken, Role, TokenItem, TokenList
+from thinwire.contract.projects import DEFAULT, EVERY
 from thinwire.service.auth import Caller, Person, new_token, token_hash
 from thinwire.service.cursors import cursor, key_of
 from thinwire.service.db import Base, Database
-from thinwire.service.errors import InvalidRequest, TokenExists, TokenNotFound, TooManyWrongTokens, Unauthorized
+from thinwire.service.errors import (
+    InvalidRequest,
+    ProjectNotFound,
+    TokenExists,
+    TokenNotFound,
+    TooManyWrongTokens,
+    Unauthorized,
+)
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.people.audit import PAUSE_S, SERVICE, Change
+from thinwire.service.people.project_rows import locked
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +82,8 @@ class TokenRow(Base):
     name: Mapped[str] = mapped_column(String(63))
     token_hash: Mapped[str] = mapped_column(String(64), unique=True)
     role: Mapped[str] = mapped_column(String(16))
+    project: Mapped[str | None] = mapped_column(String(63), default=None)
+    """None: all of them."""
     created_at: Mapped[float]
     created_by: Mapped[str] = mapped_column(String(63))
     last_used_at: Mapped[float | None] = mapped_column(default=None)
@@ -92,23 +103,33 @@ class Tokens:
         self._used: dict[int, float] = {}
         self._due = float("-inf")
 
-    def create(self, asked: NewToken, change: Change) -> MadeToken:
-        """A new token, with its text, which is not shown again. Raises: InvalidRequest, TokenExists."""
+    def create(self, asked: NewToken, change: Change, project: str | None) -> MadeToken:
+        """A new token, with its text, which is not shown again. project: of who asks, who makes none for another one.
+
+        Raises: InvalidRequest, ProjectNotFound, TokenExists.
+        """
         if asked.name in (OPERATOR, SERVICE):
             words = f"must be another name: {OPERATOR!r} has the token in the home, {SERVICE!r} is the service itself"
             raise InvalidRequest.at("name", asked.name, words)
+        given = asked.project or project or (EVERY if asked.role is Role.OPERATOR else DEFAULT)
+        if project not in (None, given):
+            raise ProjectNotFound(given)
         token = PREFIX + secrets.token_urlsafe(32)
         now = self._clock()
         row = TokenRow(
             name=asked.name,
             token_hash=token_hash(token),
             role=asked.role.value,
+            project=None if given == EVERY else given,
             created_at=now,
             created_by=change.who,
             expires_at=None if asked.days is None else now + asked.days * DAY_S,
         )
         try:
             with self._db.write() as session:
+                if row.project is not None:
+                    locked(session, row.project)
+                    change.project = row.project
                 session.add(row)
                 session.flush()
                 change.write(session, about=f"{asked.name}:{asked.role.value}")
@@ -116,15 +137,17 @@ class Tokens:
             raise TokenExists(asked.name) from error
         return MadeToken(**_view(row, now).model_dump(), token=token)
 
-    def list(self, limit: int, after: str | None) -> TokenList:
+    def list(self, limit: int, after: str | None, project: str | None) -> TokenList:
         """Up to `limit` tokens, by name, and of a name the newest first; with `after`, `next` of an earlier list,
-        those that follow. Raises InvalidRequest.
+        those that follow. project: those of this one alone. Raises InvalidRequest.
         """
         now = self._clock()
         query = select(TokenRow).order_by(TokenRow.name, TokenRow.id.desc()).limit(limit + 1)
         if after is not None:
             name, number = key_of(TOKENS, after, (str, int), "after")
             query = query.where((TokenRow.name > name) | ((TokenRow.name == name) & (TokenRow.id < number)))
+        if project is not None:
+            query = query.where(TokenRow.project == project)
         with self._db.read() as session:
             rows = session.scalars(query).all()
         more, rows = len(rows) > limit, rows[:limit]
@@ -133,10 +156,39 @@ class Tokens:
             next=cursor(TOKENS, rows[-1].name, rows[-1].id) if more else None,
         )
 
-    def revoke(self, name: str, change: Change) -> None:
-        """From now on the token of this name is refused; revoking it again changes nothing. Raises TokenNotFound."""
+    def move(self, name: str, to: str, change: Change) -> TokenItem:
+        """From now on the token of this name is for another project, or for all; its jobs stay where they are.
+
+        Raises: TokenNotFound, ProjectNotFound.
+        """
         with self._db.write() as session:
-            found = session.scalars(select(TokenRow).where(TokenRow.name == name)).all()
+            if to != EVERY:
+                locked(session, to)
+            query = select(TokenRow).where(TokenRow.name == name, TokenRow.revoked_at.is_(None)).with_for_update()
+            row = session.scalar(query)
+            if row is None:
+                raise TokenNotFound(name)
+            change.about = f"{name}: {row.project or EVERY} -> {to}"
+            change.project = row.project = None if to == EVERY else to
+            change.write(session)
+        return _view(row, self._clock())
+
+    def ending(self, project: str | None) -> Sequence[tuple[str, str, float]]:
+        """Name, project and end of each token that is valid and ends by itself; project: those of this one alone."""
+        ends = (TokenRow.expires_at > self._clock()) & TokenRow.revoked_at.is_(None)
+        query = select(TokenRow.name, TokenRow.project, TokenRow.expires_at).where(ends).order_by(TokenRow.name)
+        if project is not None:
+            query = query.where(TokenRow.project == project)
+        with self._db.read() as session:
+            return [(row.name, row.project or EVERY, float(row.expires_at)) for row in session.execute(query)]
+
+    def revoke(self, name: str, change: Change, project: str | None) -> None:
+        """From now on the token of this name is refused; revoking it again changes nothing. project: one of another
+        is not found. Raises TokenNotFound.
+        """
+        with self._db.write() as session:
+            query = select(TokenRow).where(TokenRow.name == name)
+            found = session.scalars(query if project is None else query.where(TokenRow.project == project)).all()
             if not found:
                 raise TokenNotFound(name)
             for row in found:
@@ -157,7 +209,7 @@ class Tokens:
         if row.last_used_at is None or now - row.last_used_at >= COARSE_S:
             with self._lock:
                 self._used[row.id] = now
-        return Person(row.name, Role(row.role))
+        return Person(row.name, Role(row.role), row.project, row.expires_at)
 
     def now(self) -> float:
         """Unix seconds."""
@@ -188,6 +240,7 @@ def _view(row: TokenRow, now: float) -> TokenItem:
     return TokenItem(
         name=row.name,
         role=Role(row.role),
+        project=row.project or EVERY,
         created_at=datetime.fromtimestamp(row.created_at, UTC),
         created_by=row.created_by,
         last_used_at=_time(row.last_used_at),

@@ -12,6 +12,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from thinwire.contract.people import SignedIn
+from thinwire.contract.projects import EVERY
 from thinwire.service.auth import anybody
 from thinwire.service.errors import Forbidden, documented
 from thinwire.service.people.audit import Change, change_of
@@ -70,6 +71,8 @@ def _signed_in(request: Request, cookie: str | None) -> SignedIn:
     return SignedIn(
         name=person.name,
         role=person.role,
+        project=person.project or EVERY,
+        token_expires_at=person.expires_at,
         expires_at=None if cookie is None else plane.sessions.expires_at(cookie),
         version=request.app.version,
         grafana_url=plane.grafana_url,

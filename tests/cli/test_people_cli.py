@@ -16,10 +16,10 @@ from tests.service.live_service import LiveService
 def test_a_token_is_made_used_listed_and_revoked(
     thinwire: Callable[..., Run], live: LiveService, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = thinwire("token", "create", "anna", "--days", "30")
+    made = thinwire("token", "create", "anna", "--expires", "30d")
     token = made.out.strip()
     assert (made.code, len(token.split())) == (0, 1)
-    assert "anna has the role user, until 2" in made.err
+    assert "anna has the role user of the project default, until 2" in made.err
     assert thinwire("token", "create", "carl", "--role", "viewer").code == 0
     monkeypatch.setenv("THINWIRE_URL", f"http://127.0.0.1:{live.port}")
     monkeypatch.setenv("THINWIRE_TOKEN", token)
@@ -52,9 +52,35 @@ def test_the_operators_token_rotates_and_the_commands_go_on(thinwire: Callable[.
     assert thinwire("token", "list").code == 0
 
 
-@parametrize("arguments", [("anna", "--days", "0"), ("operator",), ("An na",)], usual=[0])
+@parametrize(
+    "arguments", [("anna", "--expires", "0d"), ("anna", "--expires", "soon"), ("operator",), ("An na",)], usual=[0]
+)
 def test_what_cannot_be_a_token_is_refused_with_code_2(
     thinwire: Callable[..., Run], live: LiveService, arguments: tuple[str, ...]
 ) -> None:
     run = thinwire("token", "create", *arguments)
     assert (run.code, run.out) == (2, "")
+
+
+def test_projects_are_made_limited_and_shown_and_a_token_moves_between_them(
+    thinwire: Callable[..., Run], live: LiveService, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert thinwire("project", "create", "vision").code == 0
+    assert thinwire("project", "create", "Vision").code == 2
+    limits = ("--limit", "workers=4", "--person-limit", "queued_jobs=1", "--weight", "2", "--priority", "low,normal")
+    assert thinwire("project", "set", "vision", *limits).code == 0
+    for wrong in (("--limit", "workers=x"), ("--limit", "cpus=1"), ("--priority", "urgent"), ()):
+        assert thinwire("project", "set", "vision", *wrong).code == 2, wrong
+    assert ["vision", "2", "low,normal", "-"] in [line.split() for line in thinwire("project", "list").out.splitlines()]
+    token = thinwire("token", "create", "carl", "--expires", "2d").out.strip()
+    moved = thinwire("token", "move", "carl", "vision")
+    assert "for the project vision now" in moved.err
+    assert "no project" in thinwire("--project", "none", "jobs").err
+    monkeypatch.setenv("THINWIRE_URL", f"http://127.0.0.1:{live.port}")
+    monkeypatch.setenv("THINWIRE_TOKEN", token)
+    first = thinwire("submit", str(job_file))
+    assert (first.code, "warning: your token ends at 2027" in first.err) == (0, True)
+    refused = thinwire("submit", str(job_file))
+    assert (refused.code, "carl in project vision uses 1 of 1 queued_jobs" in refused.err) == (1, True)
+    lines = [line.split() for line in thinwire("quotas").out.splitlines()]
+    assert [line[:2] for line in lines[1:]] == [["vision", "-"], ["vision", "carl"]]

@@ -42,6 +42,8 @@ EXAMPLES: dict[str, Any] = {
     "size": 1,
     "asked": NewToken(name="anna"),
     "name": "anna",
+    "changes": {"weight": 2.0},
+    "project": "vision",
 }
 
 

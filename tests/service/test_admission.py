@@ -56,7 +56,9 @@ def test_a_job_without_places_for_its_minimum_is_queued_and_says_who_has_them(ei
         "total": 8,
         "holders": [{"job": first, "workers": 5, "min": 5}],
         "others": 0,
+        "other_projects": 0,
         "starts_at": None,
+        "held": None,
     }
     assert job["queue"]["since"].startswith("2027-01-15T08:00:0")  # of the service's clock
     assert job["reason"] == (

@@ -249,7 +249,7 @@ def test_two_uploads_of_one_package_at_once_are_one_package(service: Service) ->
 
 
 def test_a_sender_that_breaks_off_leaves_nothing(service: Service) -> None:
-    upload = service.plane.packages.upload(sha(zipped()), None, "anna")
+    upload = service.plane.packages.upload(sha(zipped()), None, "anna", "default")
     upload.write(b"PK")
     assert len(kept(service)) == 1
     upload.close()
@@ -258,7 +258,7 @@ def test_a_sender_that_breaks_off_leaves_nothing(service: Service) -> None:
 
 
 def test_what_a_dead_process_left_is_removed_and_what_lives_is_not(service: Service) -> None:
-    living = service.plane.packages.upload(sha(zipped()), None, "anna")
+    living = service.plane.packages.upload(sha(zipped()), None, "anna", "default")
     dead = service.home / "packages" / ".upload-dead"
     dead.write_bytes(b"x")
     service.turn()

@@ -7,8 +7,11 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from thinwire.contract.places import Room
-from thinwire.service.jobs.queue import PATIENCE_S, Claim, Grants, grant
+from thinwire.service.jobs.queue import PATIENCE_S, RISES_S, Claim, Grants, Served, Share, grant
 
 EIGHT = Room(cpus=8, gpus=0)
 
@@ -193,6 +196,108 @@ def check(room: Room, claims: Sequence[Claim], found: Grants) -> None:
     assert sum(places for name, places in found.places.items() if by_id[name].gpus) <= room.gpus
     assert all(by_id[name].least <= places <= by_id[name].most for name, places in found.places.items())
     assert found.places.keys() | {one.claim.id for one in found.waiting} == by_id.keys()
+
+
+def of(project: str, name: str, least: int = 1, **more: Any) -> Claim:
+    return Claim(id=name, least=least, most=least, project=project, **more)
+
+
+@given(
+    room=st.integers(1, 6),
+    weights=st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=2, max_size=4),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=25)
+def test_a_project_that_waits_gets_its_share_to_within_a_job_and_its_turn_within_a_round(
+    room: int, weights: list[float], seed: int
+) -> None:
+    """Jobs of one place. All projects wait all the time, those of the first have come before all others."""
+    random, names = Random(seed), [f"p{index}" for index in range(len(weights))]
+    served, made = dict.fromkeys(names, Served()), dict.fromkeys(names, 0)
+    running: list[Claim] = []
+    began: list[str] = []
+    for turn in range(25):
+        now = 1.0 + turn
+        running = [one for one in running if random.random() > 0.3]
+        waiting = [
+            of(name, f"{name}-{made[name] + n}", arrival=made[name] + n - 999 * (name == "p0"), queued_at=0.0)
+            for name in names
+            for n in range(room)
+        ]
+        shares = {name: Share(weight, served[name]) for name, weight in zip(names, weights, strict=True)}
+        found = grant(Room(cpus=room, gpus=0), [*running, *waiting], now, shares)
+        new = [one for one in waiting if one.id in found.places]
+        before = {name: sum(one.project == name for one in running) for name in names}
+        for one in new:
+            made[one.project] += 1
+            began.append(one.project)
+        served |= found.served
+        running += [replace(one, granted=1) for one in new]
+        use = {name: sum(one.project == name for one in running) for name in names}
+        assert sum(use.values()) == room, "no place is left while somebody waits"
+        for mine, its_weight in zip(names, weights, strict=True):
+            for other, weight in zip(names, weights, strict=True):
+                if use[mine] > before[mine]:  # whoever got a place has at most one more than was due beside who waits
+                    assert (use[mine] - 1) / its_weight <= use[other] / weight
+    if room == 1:  # then they take turns: in every window each has its share to within a job
+        for window in (began[i:j] for j in range(len(began) + 1) for i in range(j)):
+            for mine, its_weight in zip(names, weights, strict=True):
+                for other, weight in zip(names, weights, strict=True):
+                    ahead = window.count(mine) / its_weight - window.count(other) / weight
+                    assert ahead <= 1 / its_weight + 1 / weight + 1e-6
+
+
+@given(rival=st.integers(-100, 100), own=st.integers(-100, 100), projects=st.sampled_from([("a", "a"), ("a", "b")]))
+@settings(max_examples=20)
+def test_no_priority_keeps_anyone_waiting_for_ever(rival: int, own: int, projects: tuple[str, str]) -> None:
+    """On one place, beside an endless row of others, in its own project or another."""
+    mine, other = projects
+    waits = of(mine, "mine", priority=own, queued_at=0.0, arrival=1)
+    shares = {mine: Share(), other: Share()}
+    running: list[Claim] = []
+    turns = int((abs(rival - own) + 2) * RISES_S / 300.0) + 2
+    for turn in range(turns):
+        now = 300.0 * turn
+        new = of(other, f"n{turn}", priority=rival, queued_at=now, arrival=2 + turn)
+        found = grant(Room(cpus=1, gpus=0), [waits, new], now, shares)
+        if "mine" in found.places:
+            return
+        shares |= {name: Share(served=last) for name, last in found.served.items()}
+        running = [new]
+    raise AssertionError(f"it still waits after {turns} turns, beside {running}")
+
+
+def test_who_uses_least_for_its_weight_is_the_next_by_the_resource_that_it_uses_most_of() -> None:
+    room = Room(cpus=8, gpus=4)
+    cpus, gpus = of("a", "a0", 3, granted=3), of("b", "b0", 2, granted=2, gpus=True)
+    waiting = [of("b", "b1", 3, arrival=1), of("a", "a1", 3, arrival=2)]  # 3 of 8 CPUs are less than 2 of 4 GPUs
+    assert set(grant(room, [cpus, gpus, *waiting], 1.0).places) == {"a0", "b0", "a1"}
+    shares = {"b": Share(weight=2.0)}
+    assert set(grant(room, [cpus, gpus, *waiting], 1.0, shares).places) == {"a0", "b0", "b1"}
+    waiting = [of("b", "b1", 3, arrival=1, priority=1), of("a", "a1", 3, arrival=2)]
+    assert set(grant(room, [cpus, gpus, *waiting], 1.0).places) == {"a0", "b0", "b1"}  # priority is before the share
+
+
+def test_the_places_in_the_queue_are_those_in_which_they_will_start() -> None:
+    full = of("a", "x", 8, granted=8)
+    waiting = [of("a", f"a{n}", arrival=n) for n in range(3)] + [of("b", f"b{n}", arrival=9 + n) for n in range(3)]
+    found = grant(EIGHT, [full, *waiting], 1.0)
+    assert [one.claim.id for one in found.waiting] == ["b0", "b1", "b2", "a0", "a1", "a2"]
+    found = grant(EIGHT, [of("c", "x", 8, granted=8), *waiting], 1.0)
+    assert [one.claim.id for one in found.waiting] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+def test_who_has_as_many_running_as_it_may_waits_and_keeps_nobody_else_waiting() -> None:
+    shares = {"a": Share(running=1, running_of_one=1), "b": Share(running_of_one=1)}
+    jobs = [of("a", "a0", granted=1), of("a", "a1", queued_at=-1e4), of("b", "b0", 7)]
+    found = grant(EIGHT, jobs, 1.0, shares)
+    assert (set(found.places), [one.held for one in found.waiting]) == (
+        {"a0", "b0"},
+        ["project a has 1 of 1 running_jobs"],
+    )
+    anna, bert = (of("b", name, person=name) for name in ("anna", "bert"))
+    found = grant(EIGHT, [of("b", "b0", granted=1, person="anna"), anna, bert], 1.0, shares)
+    assert (set(found.places), [one.claim.id for one in found.waiting]) == ({"b0", "bert"}, ["anna"])
 
 
 def test_of_two_that_stand_still_below_their_minimum_the_younger_gives_back() -> None:

@@ -20,6 +20,10 @@ OF_OPERATORS = {
     ("POST", "/v1/tokens"),
     ("GET", "/v1/tokens"),
     ("DELETE", "/v1/tokens/{name}"),
+    ("PATCH", "/v1/tokens/{name}"),
+    ("POST", "/v1/projects"),
+    ("PATCH", "/v1/projects/{name}"),
+    ("DELETE", "/v1/projects/{name}"),
     ("POST", "/v1/tokens/operator/rotate"),
     ("GET", "/v1/audit"),
 }

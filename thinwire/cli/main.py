@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib.metadata import version
@@ -31,6 +32,7 @@ from thinwire.cli.jobs import AsJson, cancel, delete, jobs, label, labels_text, 
 from thinwire.cli.news import EFFECTS, limits_text, workers_rows, workers_text
 from thinwire.cli.people import audit, tokens
 from thinwire.cli.plan import plan
+from thinwire.cli.projects import projects, quotas
 from thinwire.cli.quantities import loss_text, seconds_text, steps_text, time_text
 from thinwire.cli.quickstart import QuickstartError, first_job, run_quickstart
 from thinwire.cli.screen import complain, complain_of, console, note, print_columns
@@ -46,10 +48,12 @@ from thinwire.client import (
     NoText,
     NotFound,
     Rejected,
+    TokenEndsSoon,
     Unreachable,
     WrongEnvironment,
     home,
 )
+from thinwire.client.calls import PROJECT_VARIABLE
 from thinwire.contract import logs as log_lines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import Job
@@ -82,11 +86,20 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def every(
+    context: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    project: Annotated[
+        str | None,
+        typer.Option(envvar=PROJECT_VARIABLE, help="Whose jobs: for who has a token for all projects."),
+    ] = None,
 ) -> None:
     """What can be said before any command."""
+    if project and os.environ.get(PROJECT_VARIABLE) != project:
+        before = {PROJECT_VARIABLE: os.environ[PROJECT_VARIABLE]} if PROJECT_VARIABLE in os.environ else {}
+        os.environ[PROJECT_VARIABLE] = project  # where the client looks
+        context.call_on_close(lambda: (os.environ.pop(PROJECT_VARIABLE, None), os.environ.update(before)))
 
 
 class LauncherName(StrEnum):
@@ -229,7 +242,9 @@ def watch_command(job_id: JobId) -> None:
 app.command()(logs)
 app.command()(events)
 app.add_typer(tokens, name="token")
+app.add_typer(projects, name="project")
 app.command()(audit)
+app.command()(quotas)
 app.command()(plan)
 app.command("what-if")(what_if)
 app.command()(fetch)
@@ -318,7 +333,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         complain("warning: THINWIRE_TOKEN is not used, because THINWIRE_URL is not set; the token is the home's")
     commands.join_commands(app, own, commands.installed_commands(), given)
     try:
-        app(args=given, prog_name="thinwire")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(args=given, prog_name="thinwire")
     except (JobFileError, AmbiguousId, NotFound, NoText, Rejected, WrongEnvironment, Unreachable) as error:
         complain(str(error))
         sys.exit(2)
@@ -336,6 +353,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         complain(str(commands.missing_module(error, commands.called_command(given))))
         sys.exit(1)
     sys.exit(0)
+
+
+def _warn(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    complain(f"warning: {message}" if category is TokenEndsSoon else f"{category.__name__}: {message}")
 
 
 def _welcome(settings: Settings, url: str) -> str:

@@ -149,8 +149,11 @@ def queue_text(queue: Queued | None) -> str | None:
         f"{one.job} {one.workers}" + (f" (it needs {one.min})" if one.min < one.workers else "")
         for one in queue.holders
     ]
+    held += [f"other projects {queue.other_projects}"] if queue.other_projects else []
     held += [f"others than the service {queue.others}"] if queue.others else []
     since = f"position {queue.position} of {queue.of}, since {time_text(queue.since)}"
+    if queue.held is not None:
+        return f"{since}: {queue.held}; it starts when one of them is over"
     needs = f"it needs {queue.needs} places at once, {queue.free} of {queue.total} are free"
     if queue.needs > queue.total:
         needs = f"it needs {queue.needs} places, and the cluster has {queue.total}: add machines, or lower workers.min"

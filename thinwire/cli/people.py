@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
-from thinwire.cli.quantities import time_text
+from thinwire.cli.quantities import duration_s, time_text
 from thinwire.cli.screen import complain, complain_of, note, print_columns
 from thinwire.client import Client, Rejected
 from thinwire.contract.people import AuditLine, AuditList, NewToken, Role, TokenItem, TokenList
+from thinwire.contract.projects import EVERY
 
 tokens = typer.Typer(
     no_args_is_help=True,
@@ -27,14 +28,31 @@ def create(
         Role,
         typer.Option(help="viewer: reads. user: does everything to jobs. operator: hands out tokens, reads the audit."),
     ] = Role.USER,
-    days: Annotated[float | None, typer.Option(help="It expires after so many days. Default: never.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="TIME", help="It expires after so long: 30d, 12h, 52w. Default: never.")
+    ] = None,
+    days: Annotated[
+        float | None, typer.Option(hidden=True, help="The same in days, as earlier versions had it.")
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option(help="Whose jobs it sees and changes; '*' for those of all. Default: your own.")
+    ] = None,
 ) -> None:
     """Make a token, and print it: this once. The service keeps its SHA-256 alone.
 
-    Example: `thinwire token create anna --days 90 > anna.token`
+    Example: `thinwire token create anna --expires 90d > anna.token`
     """
+    if expires is not None:
+        if days is not None:
+            complain("--expires and --days say the same: give one")
+            raise typer.Exit(2)
+        try:
+            days = duration_s(expires) / 86_400.0
+        except ValueError as error:
+            complain(f"--expires: {error}")
+            raise typer.Exit(2) from None
     try:
-        asked = NewToken(name=name, role=role, days=days)
+        asked = NewToken(name=name, role=role, days=days, project=project)
         with Client() as client:
             made = client.create_token(asked)
     except ValidationError as error:
@@ -45,8 +63,9 @@ def create(
         raise typer.Exit(2) from None
     typer.echo(made.token)
     until = f"until {time_text(made.expires_at)}" if made.expires_at else "until it is revoked"
+    whose = "of all projects" if made.project == EVERY else f"of the project {made.project}"
     note(
-        f"{made.name} has the role {made.role}, {until}. The token above is not shown again. It is used with "
+        f"{made.name} has the role {made.role} {whose}, {until}. The token above is not shown again. It is used with "
         "THINWIRE_URL and THINWIRE_TOKEN, or as 'Authorization: Bearer'."
     )
 
@@ -62,11 +81,12 @@ def list_tokens(as_json: AsJson = False) -> None:
     if not found:
         note("No tokens but the operator's, in the home. Next: `thinwire token create NAME`.")
         return
-    rows = [("NAME", "ROLE", "CREATED", "BY", "LAST USED", "STATE")]
+    rows = [("NAME", "ROLE", "PROJECT", "CREATED", "BY", "LAST USED", "STATE")]
     rows += [
         (
             token.name,
             str(token.role),
+            token.project,
             time_text(token.created_at),
             token.created_by,
             time_text(token.last_used_at) if token.last_used_at else "-",
@@ -75,6 +95,20 @@ def list_tokens(as_json: AsJson = False) -> None:
         for token in found
     ]
     print_columns(rows)
+
+
+@tokens.command("move")
+def move(
+    name: Annotated[str, typer.Argument(help="As `thinwire token list` shows it.")],
+    project: Annotated[str, typer.Argument(help="Whose jobs it sees and changes from now on; '*' for those of all.")],
+) -> None:
+    """Let a token be for another project from now on. The jobs of its owner stay where they are, and go on.
+
+    Example: `thinwire token move anna vision`
+    """
+    with Client() as client:
+        moved = client.move_token(name, project)
+    note(f"The token {moved.name} is for {'all projects' if project == EVERY else f'the project {project}'} now.")
 
 
 @tokens.command("revoke")

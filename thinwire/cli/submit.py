@@ -78,9 +78,10 @@ def submit(
         str | None, typer.Option(help="The job's name. Default: the script's.", rich_help_panel=_OF_SCRIPTS)
     ] = None,
     priority: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=-100, max=100, help="In the queue: the higher starts first. Default: 0.", rich_help_panel=_OF_SCRIPTS
+            help="In the queue: low, normal, high, or a number from -100 to 100. Default: normal, 0.",
+            rich_help_panel=_OF_SCRIPTS,
         ),
     ] = None,
     checkpoint_store: Annotated[
@@ -262,7 +263,7 @@ def script_job(
     arguments: Sequence[str],
     *,
     name: str | None,
-    priority: int | None = None,
+    priority: str | None = None,
     workers: Mapping[str, int],
     store: str | None,
     start: Mapping[str, JsonValue],
@@ -290,7 +291,7 @@ def script_job(
         "recipe": recipe,
     }
     if priority is not None:
-        job["priority"] = priority
+        job["priority"] = int(priority) if priority.removeprefix("-").isdecimal() else priority
     if workers:
         job["workers"] = dict(workers)
     if store is not None:

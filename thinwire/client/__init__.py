@@ -23,6 +23,7 @@ from thinwire.client.errors import (
     NoText,
     NotFound,
     Rejected,
+    TokenEndsSoon,
     Unauthorized,
     Unreachable,
     WrongEnvironment,
@@ -40,6 +41,7 @@ __all__ = [
     "NotFound",
     "Rejected",
     "Server",
+    "TokenEndsSoon",
     "Unauthorized",
     "Unreachable",
     "WrongEnvironment",
@@ -82,8 +84,14 @@ class Calls:
     me = Call(calls.me)
     create_token = Call(calls.create_token)
     tokens = Call(calls.tokens)
+    move_token = Call(calls.move_token)
     revoke_token = Call(calls.revoke_token)
     rotate_token = Call(calls.rotate_token)
+    projects = Call(calls.projects)
+    create_project = Call(calls.create_project)
+    change_project = Call(calls.change_project)
+    delete_project = Call(calls.delete_project)
+    quotas = Call(calls.quotas)
     audit = Call(calls.audit)
     not_ready = Call(calls.not_ready)
     alive = Call(calls.alive)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,17 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from thinwire.client.errors import BadAnswer, ClientError, NotFound, check_headers, error_of, not_sent
+from thinwire.client.errors import (
+    BadAnswer,
+    ClientError,
+    NotFound,
+    TokenEndsSoon,
+    check_headers,
+    error_of,
+    not_sent,
+)
 from thinwire.client.servers import Server, find_server, trusted
+from thinwire.contract.people import EXPIRES_HEADER
 from thinwire.contract.streams import HEARTBEAT_S
 
 T = TypeVar("T")
@@ -132,6 +142,8 @@ class _Asking:
 
 
 def _checked(ask: Ask, response: httpx.Response) -> httpx.Response:
+    if ends := response.headers.get(EXPIRES_HEADER):
+        warnings.warn(f"your token ends at {ends}: ask the operator for another one", TokenEndsSoon, stacklevel=4)
     if not response.is_success and not ask.any_status:
         raise error_of(response)
     return response

@@ -5,6 +5,7 @@ Each returns what contract/ says of its answer. A list comes whole, page after p
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -38,12 +39,14 @@ from thinwire.contract.people import (
     TokenItem,
     TokenList,
 )
+from thinwire.contract.projects import NewProject, Project, ProjectList, Quota, QuotaList
 from thinwire.contract.reports import Event
 from thinwire.contract.spec import JobSpec
 from thinwire.contract.streams import Told
 
 MOST = 1000
 """In one page."""
+PROJECT_VARIABLE = "THINWIRE_PROJECT"
 _BEYOND_ALL_STEPS = 10**9
 _LONGEST_NAME_ASKED = 64
 """Characters of the filter by name, with its asterisk."""
@@ -51,7 +54,7 @@ _LONGEST_ID = 80
 _UPLOAD_TIMEOUT_S = 120.0
 """Between two parts of a package, and until the service has looked at it."""
 _TARGETS = TypeAdapter(list[TargetGroup])
-_List = TypeVar("_List", PackageList, TokenList)
+_List = TypeVar("_List", PackageList, TokenList, ProjectList)
 _One = TypeVar("_One")
 _States = JobState | str | Iterable[JobState | str]
 
@@ -59,18 +62,34 @@ _States = JobState | str | Iterable[JobState | str]
 # jobs
 
 
-def submit(spec: Mapping[str, JsonValue] | JobSpec, idempotency_key: str | None = None) -> Steps[Job]:
-    """Create a job; the same key and spec again finds the first. Raises Rejected for a wrong spec."""
+def submit(
+    spec: Mapping[str, JsonValue] | JobSpec, idempotency_key: str | None = None, *, project: str | None = None
+) -> Steps[Job]:
+    """Create a job; the same key and spec again finds the first. project: whose, by default the token's; see `scoped`.
+
+    Raises Rejected for a wrong spec.
+    """
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-    return (yield from answered(Job, Ask("POST", "/v1/jobs", body=_body(spec), headers=headers)))
+    ask = Ask("POST", "/v1/jobs", body=_body(spec), headers=headers, params=scoped(project))
+    return (yield from answered(Job, ask))
 
 
-def validate(spec: Mapping[str, JsonValue] | JobSpec) -> Steps[Draft]:
+def validate(spec: Mapping[str, JsonValue] | JobSpec, *, project: str | None = None) -> Steps[Draft]:
     """What would become of a submission: the spec with all defaults, and whether it would start now. It makes no job.
 
     Raises Rejected for a wrong spec, as `submit` does.
     """
-    return (yield from answered(Draft, Ask("POST", "/v1/jobs:validate", body=_body(spec))))
+    ask = Ask("POST", "/v1/jobs:validate", body=_body(spec), params=scoped(project))
+    return (yield from answered(Draft, ask))
+
+
+def scoped(project: str | None) -> Params:
+    """The part of a query that names a project; without one what the environment says in THINWIRE_PROJECT, else none.
+
+    Who has a token for one project need not name it.
+    """
+    found = project or os.environ.get(PROJECT_VARIABLE)
+    return {"project": found} if found else {}
 
 
 def clone(
@@ -95,6 +114,7 @@ def jobs(
     text: str | None = None,
     created_after: datetime | None = None,
     created_before: datetime | None = None,
+    project: str | None = None,
 ) -> Steps[list[JobItem]]:
     """The newest jobs that are all of this, newest first, as many as `limit`; None: all.
 
@@ -110,6 +130,7 @@ def jobs(
         text=text,
         created_after=created_after,
         created_before=created_before,
+        project=project,
     )
     found: list[JobItem] = []
     before: str | None = None
@@ -137,6 +158,7 @@ def filters(
     text: str | None = None,
     created_after: datetime | None = None,
     created_before: datetime | None = None,
+    project: str | None = None,
 ) -> dict[str, str | list[str]]:
     """What a list of jobs is asked for, as parameters of its query."""
     states = [state] if isinstance(state, str) else list(state)
@@ -147,6 +169,7 @@ def filters(
         "name": name,
         "person": person,
         "text": text,
+        **scoped(project),
         **{parameter: None if at is None else at.isoformat() for parameter, at in times.items()},
     }
     return {parameter: value for parameter, value in asked.items() if value not in (None, [])}
@@ -349,15 +372,15 @@ def targets() -> Steps[list[TargetGroup]]:
 # packages
 
 
-def package(sha256: str) -> Steps[Package]:
+def package(sha256: str, *, project: str | None = None) -> Steps[Package]:
     """The package of this hash. Raises NotFound."""
-    return (yield from answered(Package, Ask("GET", f"/v1/packages/{quoted(sha256)}")))
+    return (yield from answered(Package, Ask("GET", f"/v1/packages/{quoted(sha256)}", params=scoped(project))))
 
 
-def has_package(sha256: str) -> Steps[bool]:
+def has_package(sha256: str, *, project: str | None = None) -> Steps[bool]:
     """Whether the service keeps a package of this hash."""
     try:
-        found = yield from package(sha256)
+        found = yield from package(sha256, project=project)
     except NotFound:
         return False
     return found.sha256 == sha256
@@ -369,7 +392,12 @@ def packages() -> Steps[list[Package]]:
 
 
 def put_package(
-    sha256: str, file: BinaryIO, size: int, progress: Callable[[int], None] = lambda size: None
+    sha256: str,
+    file: BinaryIO,
+    size: int,
+    progress: Callable[[int], None] = lambda size: None,
+    *,
+    project: str | None = None,
 ) -> Steps[None]:
     """Give a package to the service, from where the file stands. progress: called with how many more were sent.
 
@@ -378,7 +406,7 @@ def put_package(
     """
     sent = Upload(file, size, progress, _UPLOAD_TIMEOUT_S)
     try:
-        yield Ask("PUT", f"/v1/packages/{quoted(sha256)}", upload=sent)
+        yield Ask("PUT", f"/v1/packages/{quoted(sha256)}", upload=sent, params=scoped(project))
     except Unreachable as error:
         raise Unreachable(
             f"the package of {size} bytes could not be sent: {error}. Try again; nothing is left of what was sent"
@@ -402,6 +430,47 @@ def create_token(asked: NewToken) -> Steps[MadeToken]:
 def tokens() -> Steps[list[TokenItem]]:
     """Everybody's tokens, by name, without their texts."""
     return (yield from _all_pages(TokenList, "/v1/tokens", lambda page: page.tokens))
+
+
+def move_token(name: str, project: str) -> Steps[TokenItem]:
+    """Let a token be for another project from now on; "*": for all. Raises NotFound."""
+    ask = Ask("PATCH", f"/v1/tokens/{quoted(name)}", body={"project": project})
+    return (yield from answered(TokenItem, ask))
+
+
+def projects() -> Steps[list[Project]]:
+    """The projects that one is of, by name."""
+    return (yield from _all_pages(ProjectList, "/v1/projects", lambda page: page.projects))
+
+
+def create_project(asked: NewProject) -> Steps[Project]:
+    """Another project. Raises Rejected, and ApiError (409) where the name is taken."""
+    body = asked.model_dump(mode="json", exclude_defaults=True)
+    return (yield from answered(Project, Ask("POST", "/v1/projects", body=body)))
+
+
+def change_project(name: str, changes: Mapping[str, JsonValue]) -> Steps[Project]:
+    """What is said of a project, with these changes: a JSON merge patch, where None stands for what a new one has.
+
+    Raises: NotFound, Rejected.
+    """
+    return (yield from answered(Project, Ask("PATCH", f"/v1/projects/{quoted(name)}", body=changes)))
+
+
+def delete_project(name: str) -> Steps[None]:
+    """Remove a project of which nothing is any more. Raises NotFound, and ApiError (409) where something is."""
+    yield Ask("DELETE", f"/v1/projects/{quoted(name)}")
+
+
+def quotas(project: str | None = None, person: str | None = None) -> Steps[list[Quota]]:
+    """What each project that one is of uses of what it may, and one person in it, oneself where none is named.
+
+    Raises NotFound.
+    """
+    asked = {"project": project, "person": person}
+    params: Params = {name: value for name, value in asked.items() if value is not None}
+    found = yield from answered(QuotaList, Ask("GET", "/v1/quotas", params=params))
+    return found.quotas
 
 
 def revoke_token(name: str) -> Steps[None]:

@@ -32,6 +32,10 @@ class Unreachable(ClientError):
     """No answer, or only that the service cannot answer now. Trying again may help."""
 
 
+class TokenEndsSoon(UserWarning):
+    """Not an error: the token that was sent will soon be refused. The message says when."""
+
+
 class WrongEnvironment(ClientError):
     """A variable THINWIRE_... cannot be used as it is."""
 

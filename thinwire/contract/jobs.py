@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from thinwire.contract.fields import refuse
 from thinwire.contract.labels import Labels, LabelsChange, secrets_in
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.reports import Event, Sample
 from thinwire.contract.spec import AnySpec, WorkerCount
 
@@ -120,12 +121,16 @@ class Queued(BaseModel):
     needs: int = Field(description="places: workers.min")
     free: int = Field(description="places that nobody has, of the kind that it needs")
     total: int = Field(description="places of that kind in the cluster")
-    holders: list[Holder] = Field(description="jobs of this service that have places, the largest first")
+    holders: list[Holder] = Field(description="jobs of the same project that have places, the largest first")
     others: int = Field(0, description="places that are held in the cluster by others than this service")
+    other_projects: int = Field(0, description="places that jobs of other projects have")
     starts_at: datetime | None = Field(
         None,
         description="when it may start, if those that hold the places go on as fast as they did, and who waits before "
         "it starts first; null: that is not known",
+    )
+    held: str | None = Field(
+        None, description="why it may not start even if all that it needs were free: a limit of its project"
     )
 
 
@@ -134,6 +139,7 @@ class JobItem(BaseModel):
 
     id: str
     name: str
+    project: str = Field(DEFAULT, description="whose it is")
     labels: Labels = Field(default_factory=dict, description="as they are now")
     state: JobState
     reason: str | None = Field(None, description="why the job is where it is, for a person; set when FAILED")

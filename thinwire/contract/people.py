@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from thinwire.contract.projects import DEFAULT, EVERY, ProjectName
 
 OPERATOR: Final = "operator"
 """The name that goes with the token in the service's home; no other token may be called so."""
 LONGEST_DAYS: Final = 3650.0
+SOON_S: Final = 7 * 86_400.0
+"""A token that ends within so long says so in each answer."""
+EXPIRES_HEADER: Final = "Thinwire-Token-Expires"
+"""Of an answer: when the token ends that was sent, where that is soon; ISO 8601, in UTC."""
 
 
 class Role(StrEnum):
@@ -29,6 +35,8 @@ class Role(StrEnum):
         return order.index(self) >= order.index(needed)
 
 
+OfProject = ProjectName | Annotated[Literal["*"], WithJsonSchema({"type": "string", "enum": [EVERY]})]
+"""A project, or all of them."""
 TokenName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="whose it is, in lower case")]
 
 
@@ -42,6 +50,19 @@ class NewToken(BaseModel):
     days: float | None = Field(
         None, gt=0.0, le=LONGEST_DAYS, allow_inf_nan=False, description="it expires after so long; null: never"
     )
+    project: OfProject | None = Field(
+        None,
+        description=f"whose jobs it sees and changes; {EVERY}: those of all. null: the project of who asks; if that is "
+        f"all of them, {EVERY} for an operator and {DEFAULT} for others",
+    )
+
+
+class TokenChange(BaseModel):
+    """PATCH /v1/tokens/{name}: what it is for from now on."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    project: OfProject
 
 
 class TokenItem(BaseModel):
@@ -49,6 +70,7 @@ class TokenItem(BaseModel):
 
     name: str
     role: Role
+    project: str = Field(DEFAULT, description=f"whose jobs it sees and changes; {EVERY}: those of all")
     created_at: datetime
     created_by: str
     last_used_at: datetime | None = Field(None, description="to about ten minutes; null: never so far")
@@ -77,7 +99,9 @@ class SignedIn(BaseModel):
 
     name: str
     role: Role
+    project: str = Field(DEFAULT, description=f"whose jobs are seen and changed; {EVERY}: those of all")
     expires_at: datetime | None = Field(None, description="of the session; null: the request came with a token")
+    token_expires_at: datetime | None = Field(None, description="of the token, whose sessions end with it; null: never")
     version: str = Field(description="of the service")
     grafana_url: str | None = Field(None, description="where its dashboards are, if anywhere")
 
@@ -96,6 +120,7 @@ class AuditLine(BaseModel):
     who: str = Field(description="the name of the token; 'service' for what the service did by itself")
     role: Role | None = Field(None, description="of the token at that time; null: the service itself")
     what: str = Field(description="the operation: submit, change, cancel, delete, create_token, ...")
+    project: str | None = Field(None, description="whose it is; null: of none, or an earlier version did not note it")
     job_id: str | None = Field(None, description="which job; it may be gone by now")
     about: str | None = Field(None, description="of whom or what else: the token, the package, the new limits")
     address: str | None = Field(None, description="from where the request came; behind a proxy, the proxy's")

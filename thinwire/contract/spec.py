@@ -205,6 +205,11 @@ class Evaluation(Frozen):
     windows: Whole = Field(64, ge=1, le=65536, description="validation samples: windows of text, or images")
 
 
+def _priority(given: object) -> object:
+    """A word for it is a number too."""
+    return {"low": -10, "normal": 0, "high": 10}.get(given, given) if isinstance(given, str) else given
+
+
 def _gpt_unless_named(recipe: object) -> object:
     """A recipe without a name is a GPT. pydantic takes no default for a discriminator."""
     return {"name": "gpt", **recipe} if isinstance(recipe, Mapping) else recipe
@@ -229,11 +234,11 @@ class JobSpec(Frozen):
         le=1 << 32,
         description="the most that is sent at a time; null: chosen at the start of the run, for the network it finds",
     )
-    priority: Whole = Field(
+    priority: Annotated[Whole, BeforeValidator(_priority)] = Field(
         0,
         ge=-100,
         le=100,
-        description="in the service's queue: the higher starts first, and of equal ones the older. No job that "
+        description="in the service's queue: the higher starts first; low is -10, normal 0, high 10. No job that "
         "trains is stopped for another",
     )
     labels: Labels = Field(

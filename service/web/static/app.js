@@ -1,7 +1,7 @@
 // The frame: who is signed in, which view the address names, and whether what is shown is of now.
 import { ApiError, call, get, SignedOut, Unreachable, watcher } from "./api.js";
 import { fill, h, put, say } from "./dom.js";
-import { clockText } from "./format.js";
+import { clockText, timeText } from "./format.js";
 
 const VIEWS = {
   "": () => import("./jobs.js"),
@@ -73,7 +73,7 @@ function frame() {
   fill(nav, links.map(([href, name]) => h("a", { href }, name)),
     me.grafana_url ? h("a", { href: me.grafana_url, rel: "noreferrer" }, "Grafana") : null,
     h("a", { href: "docs" }, "API"));
-  fill(who, h("span", { class: "wide" }, `${me.name} (${me.role}) `), h("button", { type: "button", on: { click: signOut } }, "Sign out"));
+  fill(who, h("span", { class: "wide" }, `${me.name} (${me.role}${me.project === "default" ? "" : `, ${me.project === "*" ? "all projects" : me.project}`})${endsSoon(me)} `), h("button", { type: "button", on: { click: signOut } }, "Sign out"));
 }
 
 function mark(name) {
@@ -194,6 +194,11 @@ async function signOut() {
   }
   windows.postMessage("out");
   leave();
+}
+
+/** A warning where the token of this session ends within a week. */
+function endsSoon({ token_expires_at: at }) {
+  return at && new Date(at) - Date.now() < 7 * 86_400_000 ? `, token ends ${timeText(at)}` : "";
 }
 
 /** Ask who is signed in until the service answers, or another view is asked for; then show what the address names. */

@@ -84,8 +84,10 @@ export function standingText(job) {
 }
 
 function queueText(queue) {
+  if (queue.held) return `position ${queue.position} of ${queue.of}, since ${timeText(queue.since)}: ${queue.held}; it starts when one of them is over`;
   const held = queue.holders.map((one) =>
     `${one.job} ${one.workers}` + (one.min < one.workers ? ` (it needs ${one.min})` : ""));
+  if (queue.other_projects) held.push(`other projects ${queue.other_projects}`);
   if (queue.others) held.push(`others than the service ${queue.others}`);
   let needs = `it needs ${queue.needs} places at once, ${queue.free} of ${queue.total} are free`;
   if (queue.needs > queue.total) {

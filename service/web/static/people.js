@@ -1,15 +1,18 @@
 // For an operator: who has which token, and who has changed what.
 import { ApiError, call, get, Poller, query } from "./api.js";
 import { announce, ask, fill, h, newId, put, say } from "./dom.js";
-import { timeText } from "./format.js";
+import { bytesText, timeText } from "./format.js";
 
 const EVERY_MS = 15_000;
 const LINES = 50;
+const RESOURCES = ["running_jobs", "queued_jobs", "workers", "gpus", "package_bytes", "kept_bytes"];
+const amount = (name, value) => (name.endsWith("_bytes") ? bytesText(value) : String(value));
 
 export function view(place, route, { failed }) {
   const refused = h("p", { class: "problem", role: "alert" }), made = h("div", { role: "status" });
   const rows = h("tbody"), lines = h("tbody"), older = h("button", { type: "button", hidden: true }, "Older lines");
-  const [nameId, roleId, daysId] = ["name", "role", "days"].map(newId);
+  const [nameId, roleId, daysId, projectId] = ["name", "role", "days", "project"].map(newId);
+  const project = h("input", { id: projectId, placeholder: "your own", autocomplete: "off", spellcheck: "false", size: "12" }), used = h("tbody");
   const name = h("input", { id: nameId, required: true, pattern: "[a-z0-9][a-z0-9._\\-]{0,62}", title: "lower-case letters, digits, dots, dashes", autocomplete: "off", spellcheck: "false" });
   const role = h("select", { id: roleId }, ["user", "viewer", "operator"].map((one) => h("option", { value: one }, one)));
   const days = h("input", { id: daysId, type: "number", min: "0.01", max: "3650", step: "any", placeholder: "never" });
@@ -17,10 +20,13 @@ export function view(place, route, { failed }) {
   put(place, h("h1", {}, "People"), refused,
     h("h2", {}, "Tokens"),
     h("form", { class: "filters", on: { submit: create } }, h("label", { for: nameId }, "For"), name, h("label", { for: roleId }, "Role"), role,
-      h("label", { for: daysId }, "Expires after days"), days, h("button", { class: "main" }, "Make a token")),
+      h("label", { for: daysId }, "Expires after days"), days, h("label", { for: projectId }, "Project"), project, h("button", { class: "main" }, "Make a token")),
     h("p", { class: "help" }, "A viewer reads; a user does everything to jobs, also to those of others; an operator hands out tokens and reads the audit."),
     made,
-    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens" }, h("table", {}, h("caption", { class: "visually-hidden" }, "Tokens"), head("Name", "Role", "Made", "Last used", "Expires", ""), rows)),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tokens" }, h("table", {}, h("caption", { class: "visually-hidden" }, "Tokens"), head("Name", "Role", "Project", "Made", "Last used", "Expires", ""), rows)),
+    h("h2", {}, "Projects"),
+    h("p", { class: "help" }, "What each uses, and of how much where it has a limit: ", h("code", {}, "thinwire project set"), " changes that."),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Projects" }, h("table", {}, h("caption", { class: "visually-hidden" }, "Projects"), head("Project", ...RESOURCES.map((one) => one.replace("_", " "))), used)),
     h("h2", {}, "Who has changed what"),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Audit" }, h("table", {}, h("caption", { class: "visually-hidden" }, "Audit, newest first"), head("Time", "Who", "What", "Of", "From", "Answer"), lines)), older);
   let shownOlder = false, next = null;
@@ -36,10 +42,13 @@ export function view(place, route, { failed }) {
     const shown = JSON.stringify(tokens);
     if (shown !== rows.shown) {
       rows.shown = shown;
-      fill(rows, tokens.map((one) => h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, one.role), h("td", {}, `${timeText(one.created_at)} by ${one.created_by}`), h("td", {}, one.last_used_at ? timeText(one.last_used_at) : "never"),
+      fill(rows, tokens.map((one) => h("tr", {}, h("th", { scope: "row" }, one.name), h("td", {}, one.role), h("td", {}, one.project === "*" ? "all" : one.project), h("td", {}, `${timeText(one.created_at)} by ${one.created_by}`), h("td", {}, one.last_used_at ? timeText(one.last_used_at) : "never"),
         h("td", {}, one.revoked_at ? `revoked ${timeText(one.revoked_at)}` : one.expires_at ? timeText(one.expires_at) : "never"),
         h("td", {}, one.valid ? h("button", { type: "button", class: "danger", "aria-label": `Revoke ${one.name}`, on: { click: () => revoke(one.name) } }, "Revoke") : ""))));
     }
+    const { quotas } = await get(`v1/quotas`, { signal });
+    fill(used, quotas.filter((one) => one.person === null).map((one) => h("tr", {}, h("th", { scope: "row" }, one.project), RESOURCES.map((name) =>
+      h("td", {}, amount(name, one.used[name]) + (one.limits[name] === null ? "" : ` of ${amount(name, one.limits[name])}`))))));
     if (!shownOlder) {
       const found = await get(`v1/audit${query({ limit: LINES })}`, { signal });
       next = found.next;
@@ -76,7 +85,7 @@ export function view(place, route, { failed }) {
   async function create(event) {
     event.preventDefault();
     await changed(async () => {
-      const body = { name: name.value, role: role.value, ...(days.value ? { days: days.valueAsNumber } : {}) };
+      const body = { name: name.value, role: role.value, ...(days.value ? { days: days.valueAsNumber } : {}), ...(project.value.trim() ? { project: project.value.trim() } : {}) };
       const found = await call("POST", "v1/tokens", { body });
       const close = h("button", { type: "button", on: { click: () => made.replaceChildren() } }, "I have it");
       fill(made, h("p", {}, `The token of ${found.name}. It is shown this once: `), h("p", { class: "token" }, found.token), close);
