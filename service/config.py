@@ -43,6 +43,11 @@ class Settings(BaseSettings):
     kuberay_namespace: str | None = Field(
         None, description="launcher kuberay: of the RayJobs; default: the service's own, or kubectl's"
     )
+    kuberay_namespaces: dict[str, str] = Field(
+        {},
+        description="launcher kuberay: of the RayJobs of projects, as a JSON object from project to namespace; all "
+        "others are in kuberay_namespace",
+    )
     kuberay_shared_namespace: bool = Field(
         False,
         description="launcher kuberay: the RayJobs may be in the namespace of the service's own pod, whose pods the "
