@@ -447,6 +447,12 @@ def test_the_service_has_what_a_platform_asks_of_every_deployment():
     assert (
         spread["labelSelector"]["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
     )
+    one = "topologySpreadConstraints[0]"
+    more = ["maxSkew=1", "topologyKey=a", "whenUnsatisfiable=DoNotSchedule", "labelSelector.matchLabels.b=c"]
+    text = render(["--set", ",".join(f"{one}.{each}" for each in more)])
+    (other,) = (each for each in objects(text) if each["kind"] == "Deployment")
+    (own,) = other["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert own["labelSelector"] == {"matchLabels": {"b": "c"}}  # as it was asked for
     (account,) = (each for each in found if each["kind"] == "ServiceAccount")
     assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/thinwire"}
     assert deployment["metadata"]["annotations"] == {"example.org/owner": "platform"}
