@@ -6,7 +6,7 @@ Every field can be set by an environment variable with the prefix THINWIRE_, for
 from __future__ import annotations
 
 import re
-from ipaddress import IPv4Network, IPv6Network
+from ipaddress import IPv4Network, IPv6Address, IPv6Network
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -54,6 +54,11 @@ class Settings(BaseSettings):
     )
     kuberay_namespace: str | None = Field(
         None, description="launcher kuberay: of the RayJobs; default: the service's own, or kubectl's"
+    )
+    kuberay_namespaces: dict[str, str] = Field(
+        {},
+        description="launcher kuberay: of the RayJobs of projects, as a JSON object from project to namespace; all "
+        "others are in kuberay_namespace",
     )
     kuberay_shared_namespace: bool = Field(
         False,
@@ -192,6 +197,16 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return path and path.expanduser().absolute()
+
+    @field_validator("peer_host")
+    @classmethod
+    def _of_one_machine(cls, host: str | None) -> str | None:
+        if host is not None and ":" in host:
+            try:
+                IPv6Address(host)
+            except ValueError as error:
+                raise ValueError("must be a name or an address, without a port: the service's own is meant") from error
+        return host
 
     @field_validator("database_url")
     @classmethod

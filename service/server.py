@@ -315,6 +315,7 @@ def _ray(settings: Settings) -> Launcher:
 
 def _kuberay(settings: Settings) -> Launcher:
     try:
+        from thinwire.service.launch.kuberay.by_project import ByProject
         from thinwire.service.launch.kuberay.kube import own_namespace
         from thinwire.service.launch.kuberay.launcher import KubeRayLauncher
     except ModuleNotFoundError as error:
@@ -324,19 +325,32 @@ def _kuberay(settings: Settings) -> Launcher:
             "launcher = kuberay needs the Kubernetes client, which is not installed: pip install 'thinwire[kubernetes]'"
         ) from error
     own = None if settings.kuberay_shared_namespace else own_namespace()
+    projects = [name for name, at in settings.kuberay_namespaces.items() if own is not None and at == own]
+    if projects:
+        raise ServeRefused(
+            f"THINWIRE_KUBERAY_NAMESPACES gives the project {projects[0]} the namespace of the service's own pod, {own}"
+            ": name another, or set THINWIRE_KUBERAY_SHARED_NAMESPACE=true"
+        )
     if own is not None and settings.kuberay_namespace in (None, own):
         raise ServeRefused(
             f"THINWIRE_KUBERAY_NAMESPACE is {settings.kuberay_namespace or 'not set'}, and the service's own pod is in "
             f"{own}: KubeRay lets the autoscaler of each job change all pods of the jobs' namespace. Name another "
             "namespace, or set THINWIRE_KUBERAY_SHARED_NAMESPACE=true"
         )
-    return KubeRayLauncher(
-        settings.kuberay_namespace,
-        settings.kuberay_template,
-        settings.kuberay_image,
-        pods=settings.kuberay_pods,
-        apart=settings.kuberay_jobs_apart,
-    )
+    default = settings.kuberay_namespace
+    launchers = {
+        namespace: KubeRayLauncher(
+            namespace,
+            settings.kuberay_template,
+            settings.kuberay_image,
+            pods=settings.kuberay_pods,
+            apart=settings.kuberay_jobs_apart,
+        )
+        for namespace in (default, *settings.kuberay_namespaces.values())
+    }
+    if len(launchers) == 1:
+        return launchers[default]
+    return ByProject(launchers[default], {name: launchers[at] for name, at in settings.kuberay_namespaces.items()})
 
 
 def _fake(settings: Settings) -> Launcher:

@@ -212,7 +212,10 @@ class Standby:
             task.cancel()
 
     def _request(self, owner: Owner, scope: Scope, receive: Receive) -> httpx.Request:
+        given = Headers(scope=scope)
         drop = OF_THE_HOP | OF_PROXIES | {REQUEST_ID.lower().encode()}
+        if "transfer-encoding" in given:
+            drop |= {b"content-length"}  # which that overrides (RFC 9112, 6.3)
         headers = [(name, value) for name, value in scope["headers"] if name.lower() not in drop]
         address = str((scope.get("client") or ("-",))[0])
         if not re.fullmatch(r"[!-~]{1,64}", address):  # a trusted proxy may name anything
@@ -222,19 +225,21 @@ class Standby:
             (HANDED_ON.encode(), f"{words} {sealed(words, owner.home_id)}".encode()),
             (REQUEST_ID.encode(), str(logs.bound("request_id") or "").encode()),
         ]
-        given = Headers(scope=scope)
         has_body = "transfer-encoding" in given or given.get("content-length", "0") != "0"
         url = httpx.URL(owner.url)
         path = url.raw_path.rstrip(b"/") + (scope.get("raw_path") or scope["path"].encode())
         if scope["query_string"]:
             path += b"?" + scope["query_string"]
-        return httpx.Request(
+        extensions = {**self._extensions(), "target": path}  # as it came: an URL would take dots for steps
+        made = httpx.Request(
             scope["method"],
             url.copy_with(raw_path=path),
             headers=headers,
             content=_body(receive) if has_body else None,
-            extensions=self._extensions(),
+            extensions=extensions,
         )
+        made.method = scope["method"]  # also where that is in small letters, which is another method
+        return made
 
     def _extensions(self, seconds: float | None = None) -> dict[str, Any]:
         timeout = TIMEOUT if seconds is None else httpx.Timeout(seconds)

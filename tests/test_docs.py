@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,15 +71,25 @@ def test_every_path_of_the_tree_that_is_named_exists(document):
         assert (ROOT / named).exists(), f"{document.name}: {named}"
 
 
+@cache
+def sources_of_tests() -> str:
+    """All of them: read once, not for each document."""
+    return "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+@cache
+def names_of_tests() -> set[str]:
+    return set(re.findall(r"def (test_\w+)\(", sources_of_tests()))
+
+
 @documents
 def test_every_test_that_is_named_exists(document):
-    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", document.read_text()):
-        assert f"def {name}(" in sources, f"{document.name}: {name}"
+        assert name in names_of_tests(), f"{document.name}: {name}"
 
 
 def test_each_numbered_law_has_a_test_that_make_test_fast_runs():
-    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    sources = sources_of_tests()
     numbers = set(
         re.findall(r"\bT(\d+)\b", (ROOT / "docs/algorithms.md").read_text().split("## Laws and their tests")[1])
     )
@@ -95,21 +106,27 @@ def test_every_test_with_a_mark_is_where_make_looks_for_it(mark, variable):
             assert any(path.is_relative_to(ROOT / place) for place in places), path.name
 
 
-@documents
-def test_every_command_target_and_variable_that_is_named_exists(document):
-    text = document.read_text()
+@cache
+def commands_and_variables() -> tuple[set[str], set[str]]:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     commands |= {group.name for group in app.registered_groups if group.name}
     commands |= {point.name for point in installed_commands()}
+    variables = {f"THINWIRE_{name.upper()}" for name in Settings.model_fields} | {"THINWIRE_URL", "THINWIRE_TOKEN"}
+    variables |= {WIRE_INTERFACE_VARIABLE, FOLDER_VARIABLE, PROJECT_VARIABLE}
+    units = "".join(unit.read_text() for unit in (ROOT / "deploy/systemd").glob("*.service"))
+    variables |= set(re.findall(r"\$\{(THINWIRE_[A-Z_]+)\}", units))  # of their environment files
+    return commands, variables
+
+
+@documents
+def test_every_command_target_and_variable_that_is_named_exists(document):
+    text = document.read_text()
+    commands, variables = commands_and_variables()
     for command in re.findall(r"(?:^|`|bin/)thinwire ([a-z]+(?:-[a-z]+)*)", text, flags=re.MULTILINE):
         assert command in commands, f"{document.name}: thinwire {command}"
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE):
         assert target in targets, f"{document.name}: make {target}"
-    variables = {f"THINWIRE_{name.upper()}" for name in Settings.model_fields} | {"THINWIRE_URL", "THINWIRE_TOKEN"}
-    variables |= {WIRE_INTERFACE_VARIABLE, FOLDER_VARIABLE, PROJECT_VARIABLE}
-    units = "".join(unit.read_text() for unit in (ROOT / "deploy/systemd").glob("*.service"))
-    variables |= set(re.findall(r"\$\{(THINWIRE_[A-Z_]+)\}", units))  # of their environment files
     assert set(re.findall(r"THINWIRE_[A-Z_]+", text)) <= variables
 
 

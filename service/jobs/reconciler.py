@@ -20,6 +20,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from thinwire.contract.jobs import JobState
 from thinwire.contract.labels import in_metadata
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.remote_run import LONGEST_LOG_BYTES
 from thinwire.contract.reports import EventKind, Failure
 from thinwire.contract.script import ScriptRecipe
@@ -299,7 +300,8 @@ class Reconciler:
         if not self._ready_folder(row):
             return Asked(row, Wait(), unknown)
         named = {"job_id": row.id, "job_name": row.name, "attempt": str(row.attempt)}
-        metadata = {**named, **in_metadata(row.labels)}
+        project = {} if row.project == DEFAULT else {"project": row.project}
+        metadata = {**named, **project, **in_metadata(row.labels)}
         submission = submission_id(row.id, row.attempt)
         self._confirm_owner()
         if not self._launcher.own_cluster:

@@ -102,6 +102,8 @@ class Projects:
 
     def refuse_foreign(self, job_id: str, project: str) -> None:
         """A job of another project is none, to who asks. Raises JobNotFound."""
+        if "\0" in job_id:  # PostgreSQL would take it for an error
+            raise JobNotFound(job_id.replace("\0", "\\0"))
         with self._db.read() as session:
             if session.scalar(select(JobRow.project).where(JobRow.id == job_id)) != project:
                 raise JobNotFound(job_id)

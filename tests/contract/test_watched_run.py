@@ -140,6 +140,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             server.stop()
 
 
+@pytest.mark.slow
 def test_every_query_has_an_answer_series_are_as_few_as_told_and_those_of_the_dead_go_away(watched: Watched) -> None:
     """One test: what it looks at is made once for each process that runs tests."""
     unanswered = set(watched.unanswered)

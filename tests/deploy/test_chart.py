@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.covering import parametrize
+from tests.deploy.reach import Pod, reaches
 from tests.deploy.rendering import CHART, HELM, ROOT, VALUES, RenderRefused, objects, render, rendered, with_jobs
 from tests.deploy.schemas import NEWEST, OLDEST, complaints
 from tests.service.control_plane_harness import Service
@@ -80,6 +81,8 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "env.THINWIRE_PORT=80"], "must be a string|Invalid type"),
         (["--set-string", "env.THINWIRE_PORT=80"], "THINWIRE_PORT is set by the chart"),
         (["--kube-version", "1.28.0"], "kubeVersion"),
+        (["--set", "kuberay.namespaces.vision=thinwire"], r"namespaces\.vision: thinwire is that of the release"),
+        (["--set", "kuberay.namespaces.default=a"], "namespaces"),
         (["--set", "networkPolicy.egress.enabled=true"], r"needs networkPolicy\.egress\.apiServer: .*get endpoints"),
         (["--set", "networkPolicy.egress.enabled=true,networkPolicy.enabled=false"], r"needs networkPolicy\.enabled"),
         (["--set", "networkPolicy.egress.database[0].ipBlok=a"], "ipBlok is not allowed|additional"),
@@ -271,6 +274,32 @@ def test_jobs_run_in_the_namespace_of_the_release_only_where_that_is_asked_for()
     assert (env["THINWIRE_KUBERAY_NAMESPACE"], env["THINWIRE_KUBERAY_SHARED_NAMESPACE"]) == ("thinwire", "true")
 
 
+def test_each_namespace_of_a_project_has_the_rights_and_the_policies_of_the_first():
+    found = objects(rendered("namespaces"))
+
+    def of(namespace):
+        """The objects there that are of jobs."""
+        kinds = ("Role", "RoleBinding", "NetworkPolicy")
+        there = [one for one in found if one["kind"] in kinds and one["metadata"]["namespace"] == namespace]
+        return [(one["kind"], one["metadata"]["name"], one.get("rules") or one.get("spec")) for one in there]
+
+    assert len(of("1234")) == 4
+    assert of("1234") == of("ml-vision") == of("ml-text")  # two projects in one namespace: once
+    (deployment,) = (one for one in found if one["kind"] == "Deployment")
+    env = {one["name"]: one.get("value") for one in deployment["spec"]["template"]["spec"]["containers"][0]["env"]}
+    told = json.loads(env["THINWIRE_KUBERAY_NAMESPACES"])
+    assert told == {"vision": "ml-vision", "text": "ml-text", "speech": "ml-text"}
+    policies = [one for one in found if one["kind"] == "NetworkPolicy"]
+    service = Pod(
+        "thinwire",
+        {"app.kubernetes.io/name": "thinwire", "app.kubernetes.io/instance": "thinwire"},
+        ports={"http": 8400},
+    )
+    workers = [Pod(name, {"ray.io/is-ray-node": "yes"}) for name in ("1234", "ml-vision", "ml-text", "ml-other")]
+    assert [reaches(policies, worker, service, 8400) for worker in workers] == [True, True, True, False]
+    assert not reaches(policies, workers[0], workers[1], 6379)
+
+
 def test_the_plain_manifests_are_what_the_chart_renders():
     manifest = ROOT / "deploy/manifests/thinwire.yaml"
     assert manifest.read_text() == render(), "make manifests"
@@ -418,6 +447,12 @@ def test_the_service_has_what_a_platform_asks_of_every_deployment():
     assert (
         spread["labelSelector"]["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
     )
+    one = "topologySpreadConstraints[0]"
+    more = ["maxSkew=1", "topologyKey=a", "whenUnsatisfiable=DoNotSchedule", "labelSelector.matchLabels.b=c"]
+    text = render(["--set", ",".join(f"{one}.{each}" for each in more)])
+    (other,) = (each for each in objects(text) if each["kind"] == "Deployment")
+    (own,) = other["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert own["labelSelector"] == {"matchLabels": {"b": "c"}}  # as it was asked for
     (account,) = (each for each in found if each["kind"] == "ServiceAccount")
     assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/thinwire"}
     assert deployment["metadata"]["annotations"] == {"example.org/owner": "platform"}

@@ -82,7 +82,6 @@ def happens(name, step):
 
 
 @pytest.mark.few(1)
-@pytest.mark.law
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if case.seldom else name for name, case in cases().items()]
 )

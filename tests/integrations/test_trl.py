@@ -155,10 +155,12 @@ def test_adam_in_trl_is_adamw_under_ddp_to_rounding_with_as_many_tokens_on_no_tw
     assert exchanged == trained < (40_000 if run == "lora" else 10**6)
 
 
+@pytest.mark.slow
 def test_a_mean_over_all_tokens_is_not_the_mean_of_the_ranks_means(told):
     assert told["tokens_matter"] > 0.003  # what is apart to rounding is below 1e-4
 
 
+@pytest.mark.slow
 def test_onebit_adam_sends_a_twentieth_and_goes_on_from_trls_checkpoint_bit_for_bit(told):
     here = told["onebit"]
     assert here["replicas"]

@@ -396,3 +396,60 @@ def test_a_launcher_without_a_queue_takes_every_job_at_once(eight: Service) -> N
     eight.turn(2)
     assert (eight.state(running), eight.state(waits), eight.job(waits)["queue"]) == ("RUNNING", "PENDING", None)
     assert told(eight, running) == (2, 4)
+
+
+def in_projects(service: Service, **settings: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """What somebody of each of these projects sends."""
+    for name, said in settings.items():
+        assert service.client.post("/v1/projects", json={"name": name, **said}).status_code == 201
+    return {name: service.person(f"{name}-user", project=name) for name in settings}
+
+
+def of_project(service: Service, headers: dict[str, str], **changes: Any) -> str:
+    answer = service.client.post("/v1/jobs", json=spec(**changes), headers=headers)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+def test_projects_take_turns_also_over_a_restart_and_no_job_of_another_is_named(eight: Service) -> None:
+    users = in_projects(eight, red={}, blue={})
+    jobs = [of_project(eight, users["red"], name="red", **of(8)) for _ in range(3)]
+    jobs += [of_project(eight, users["blue"], name="blue", **of(8)) for _ in range(3)]
+    order = []
+    for number in range(6):
+        eight.turn()
+        [now] = [one for one in jobs if eight.state(one) == "PENDING"]
+        if number == 0:
+            shown = eight.client.get(f"/v1/jobs/{jobs[3]}", headers=users["blue"]).json()
+            assert (shown["queue"]["holders"], shown["queue"]["other_projects"]) == ([], 8)
+            assert "other projects have 8" in shown["reason"]
+            assert "red" not in json.dumps(shown)
+        order.append(now)
+        eight.launcher.put(now, LaunchState.SUCCEEDED)
+        eight.turn()
+        jobs.remove(now)
+        if number == 1:
+            eight.plane.close()
+            eight.open()  # it is known in the database whose turn it is
+            eight.turn()
+    assert [one.partition("-")[0] for one in order] == ["red", "blue"] * 3
+
+
+@pytest.mark.parametrize("has_queue", [True, False])
+def test_a_project_with_as_many_running_as_it_may_waits_and_says_so(service: Service, has_queue: bool) -> None:
+    service.launcher.has_room = Room(cpus=8, gpus=0) if has_queue else None
+    service.turn()
+    users = in_projects(service, red={"limits": {"running_jobs": 1}}, blue={"person_limits": {"running_jobs": 1}})
+    first, second = (of_project(service, users["red"], **of(1)) for _ in range(2))
+    blue, bluer = (of_project(service, users["blue"], **of(1)) for _ in range(2))
+    service.turn(2)
+    assert [service.state(one) for one in (first, second, blue, bluer)] == ["PENDING", "QUEUED", "PENDING", "QUEUED"]
+    assert "project red has 1 of 1 running_jobs" in service.job(second)["reason"]
+    assert "blue-user in project blue has 1 of 1 running_jobs" in service.job(bluer)["reason"]
+    draft = service.client.post("/v1/jobs:validate", json=spec(**of(1)), headers=users["red"]).json()
+    assert (draft["starts"], "1 of 1 running_jobs" in draft["reason"]) == ("queued", True)
+    service.client.patch("/v1/projects/blue", json={"person_limits": {"running_jobs": 2}})
+    end(service, first)
+    service.turn()
+    assert [service.state(one) for one in (first, second, bluer)] == ["SUCCEEDED", "PENDING", "PENDING"]
+    assert service.job(second)["reason"] is None

@@ -309,8 +309,19 @@ def test_a_quota_refuses_before_anything_is_made_and_says_what_is_used(service: 
     )
 
 
-def test_of_submissions_at_once_as_many_pass_as_may(service: Service) -> None:
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]:
+    """A service on each kind of database."""
+    url = request.getfixturevalue("new_database")() if request.param == "postgresql" else None
+    started = Service(tmp_path / "home", database_url=url)
+    yield started
+    started.close()
+
+
+def test_of_submissions_at_once_as_many_pass_as_may(either: Service) -> None:
+    service = either
     anna = limited(service, limits={"queued_jobs": 3})
+    assert service.client.get("/v1/jobs/a%00b", headers=anna).status_code in (404, 422)
 
     def submit(index: int) -> int:
         return int(service.client.post("/v1/jobs", json=spec(), headers=anna).status_code)
@@ -318,6 +329,15 @@ def test_of_submissions_at_once_as_many_pass_as_may(service: Service) -> None:
     with ThreadPoolExecutor(8) as pool:
         statuses = sorted(pool.map(submit, range(8)))
     assert statuses == [202] * 3 + [409] * 5
+    job_ids = [one["id"] for one in service.client.get("/v1/jobs", headers=anna).json()["jobs"]]
+    service.client.patch("/v1/projects/vision", json={"limits": {"workers": 8}})
+
+    def grow(job_id: str) -> int:
+        body = {"workers": {"max": 4}}
+        return int(service.client.patch(f"/v1/jobs/{job_id}", json=body, headers=anna).status_code)
+
+    with ThreadPoolExecutor(3) as pool:  # of 2 workers each: one may have two more, and no other
+        assert sorted(pool.map(grow, job_ids)) == [200, 409, 409]
 
 
 def test_packages_and_what_is_kept_are_held_to_the_quota(service: Service) -> None:
@@ -335,6 +355,26 @@ def test_packages_and_what_is_kept_are_held_to_the_quota(service: Service) -> No
     assert service.post(job_id, events=[{"kind": "note", "step": 2, "time": 1.0}]).status_code == 413
     answer = service.client.post("/v1/jobs", json=spec(), headers=anna)
     assert (answer.status_code, "kept_bytes" in answer.text) == (409, True)
+
+
+def test_a_project_names_the_priorities_and_queues_of_its_jobs(far: Service) -> None:
+    far.launcher.name = "kuberay"
+    anna = limited(far, priorities=["low", "normal"], kueue_queues=["team-a"], kueue_priorities=["batch"])
+    queue = {"kueue": {"queue": "team-a"}}
+
+    def status(**changes: Any) -> tuple[int, str]:
+        answer = far.client.post("/v1/jobs", json=spec(**STORE, **changes), headers=anna)
+        return answer.status_code, answer.json().get("problems", [{"path": ""}])[0]["path"] if answer.is_error else ""
+
+    assert status(**queue) == (202, "")
+    assert status(**queue, priority="low") == (202, "")
+    assert status(**queue, priority="high") == (422, "priority")
+    assert status(**queue, priority=1) == (422, "priority")
+    assert status() == (422, "kueue.queue")
+    assert status(kueue={"queue": "team-b"}) == (422, "kueue.queue")
+    assert status(kueue={"queue": "team-a", "priority": "top"}) == (422, "kueue.priority")
+    assert status(kueue={"queue": "team-a", "priority": "batch"}) == (202, "")
+    assert far.client.post("/v1/jobs", json=spec(**STORE, priority="urgent"), headers=anna).status_code == 422
 
 
 @pytest.mark.parametrize(

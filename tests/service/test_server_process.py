@@ -137,6 +137,7 @@ def test_a_server_is_found_and_ends_cleanly(tmp_path: Path, servers: list[Server
     assert (server.home / "launcher-closed").exists()
 
 
+@pytest.mark.slow
 def test_strangers_who_read_no_answers_shut_nobody_out(tmp_path: Path, servers: list[Server]) -> None:
     """They ask for what is open to all, many times at once, on more connections than there may be."""
     server = Server(tmp_path / "home", files=KEPT_FILES + 50)
@@ -259,6 +260,7 @@ def test_a_killed_server_loses_no_job_and_no_key(tmp_path: Path, servers: list[S
         wait_until(lambda: _state(client, cut_short) == "SUCCEEDED", "the job that was just accepted")
 
 
+@pytest.mark.slow
 def test_a_kill_between_row_and_folder_is_mended(tmp_path: Path, servers: list[Server]) -> None:
     home = tmp_path / "home"
     first = Server(home)

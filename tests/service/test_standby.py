@@ -19,12 +19,14 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 
 from tests.certificates import authority, signed
 from tests.service.control_plane_harness import SERVICE_URL, Clock, Service, event_loop, spec, wait_until
 from tests.service.test_server_process import Server, servers
 from tests.service.test_tls import free_port
 from thinwire.service import standby as standby_module
+from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
 from thinwire.service.main import ControlPlane, create_app
 from thinwire.service.ownership import Owner, sealed
@@ -349,7 +351,12 @@ def test_an_owner_that_lives_and_cannot_be_reached_makes_it_unready_and_one_that
     assert standby.not_ready() is None
 
 
-def test_an_address_of_either_kind_makes_an_url() -> None:
+def test_an_address_of_either_kind_makes_an_url(tmp_path: Path) -> None:
+    for host in ("10.1.2.3", "fd00::7", "thinwire-0.thinwire"):
+        assert Settings(home=tmp_path, peer_host=host).peer_host == host
+    for host in ("10.1.2.3:8400", "http://a", "a b"):
+        with pytest.raises(ValidationError):
+            Settings(home=tmp_path, peer_host=host)
     assert _at("10.1.2.3", "https://127.0.0.1:8400") == "https://10.1.2.3:8400"
     assert _at("fd00::7", "http://[::1]:8400") == "http://[fd00::7]:8400"
 

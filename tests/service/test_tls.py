@@ -154,6 +154,7 @@ def test_who_does_not_know_the_ca_sends_no_token(
     worker.close()
 
 
+@pytest.mark.slow
 def test_strangers_who_agree_on_no_tls_shut_nobody_out(certificates: Path, tmp_path: Path) -> None:
     """They count from their first byte on, and give way as others do; or nobody could count them."""
     server = TlsServer(tmp_path / "home", certificates, files=KEPT_FILES + 50)

@@ -138,10 +138,10 @@ def _table(found: Sequence[JobItem]) -> list[tuple[str, ...]]:
         )
         for job in found
     ]
-    if not any(job.labels for job in found):
-        return list(rows)
-    labels = ["LABELS", *(labels_text(job.labels) for job in found)]
-    return [(*row, text) for row, text in zip(rows, labels, strict=True)]
+    more = [["LABELS", *(labels_text(job.labels) for job in found)]] if any(job.labels for job in found) else []
+    if len({job.project for job in found}) > 1:
+        more.insert(0, ["PROJECT", *(job.project for job in found)])
+    return [(*row, *(column[index] for column in more)) for index, row in enumerate(rows)]
 
 
 def labels_text(labels: dict[str, str]) -> str:

@@ -59,6 +59,7 @@ from thinwire.client.calls import PROJECT_VARIABLE
 from thinwire.contract import logs as log_lines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import Job
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.reports import EventKind
 from thinwire.service.config import Settings
 from thinwire.service.launch.protocol import LauncherError
@@ -197,6 +198,7 @@ def _show(client: Client, job: Job) -> None:
     if job.reason and not job.queue:  # which says the same
         rows.append(("reason", job.reason))
     by = f", by {job.submitted_by}" if job.submitted_by else ""
+    by += f", project {job.project}" if job.project != DEFAULT else ""
     rows.append(("created", f"{time_text(job.created_at)}{by}"))
     if job.started_at:
         rows.append(("started", time_text(job.started_at)))

@@ -28,6 +28,12 @@ app.kubernetes.io/part-of: thinwire
 {{ .Values.kuberay.namespace | default (ternary (printf "%s-jobs" .Release.Namespace) .Release.Namespace $apart) }}
 {{- end -}}
 
+{{/* All namespaces of jobs, each once. */}}
+{{- define "thinwire.jobs.all" -}}
+{{- $of := ternary (values .Values.kuberay.namespaces) list (eq .Values.launcher "kuberay") -}}
+{{ concat (list (include "thinwire.jobs.namespace" . | trim)) $of | uniq | sortAlpha | toJson }}
+{{- end -}}
+
 {{/* The service as pods reach it. */}}
 {{- define "thinwire.url" -}}
 {{ ternary "https" "http" (ne .Values.tls.secret "") }}://{{ include "thinwire.name" . }}.{{ .Release.Namespace }}:{{ .Values.service.port }}
@@ -130,6 +136,11 @@ ca:
 {{- if and (eq $v.launcher "kuberay") (not $v.kuberay.sharedNamespace) (eq (include "thinwire.jobs.namespace" . | trim) .Release.Namespace) -}}
 {{- fail (printf "kuberay.namespace: %s is that of the release, where the autoscaler of any job could change the pods of the service: name another, or set kuberay.sharedNamespace: true" .Release.Namespace) -}}
 {{- end -}}
+{{- range $project, $namespace := $v.kuberay.namespaces -}}
+{{- if and (not $v.kuberay.sharedNamespace) (eq $namespace $.Release.Namespace) -}}
+{{- fail (printf "kuberay.namespaces.%s: %s is that of the release, where the autoscaler of any job could change the pods of the service: name another, or set kuberay.sharedNamespace: true" $project $namespace) -}}
+{{- end -}}
+{{- end -}}
 {{- if $v.kuberay.template -}}
 {{- $job := fromYaml $v.kuberay.template -}}
 {{- if ne (get $job "kind" | toString) "RayJob" -}}
@@ -183,7 +194,7 @@ ca:
 {{- $names = append $names .name -}}
 {{- end -}}
 {{- range $name := $names | sortAlpha -}}
-{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_SHARED_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE" "THINWIRE_KUBERAY_PODS" "THINWIRE_KUBERAY_JOBS_APART" "THINWIRE_PEER_HOST" "POD_IP" "THINWIRE_TLS_CERTIFICATE" "THINWIRE_TLS_KEY" "THINWIRE_TLS_CA") -}}
+{{- if has $name (list "HOME" "PYTHONDONTWRITEBYTECODE" "THINWIRE_HOME" "THINWIRE_HOST" "THINWIRE_PORT" "THINWIRE_LAUNCHER" "THINWIRE_PUBLIC_URL" "THINWIRE_OPERATOR_TOKEN_FROM" "THINWIRE_DATABASE_URL" "THINWIRE_PACKAGES_FOLDER" "THINWIRE_SHARED_FOLDERS" "THINWIRE_RAY_ADDRESS" "THINWIRE_RAY_TOKEN_FILE" "THINWIRE_KUBERAY_NAMESPACE" "THINWIRE_KUBERAY_SHARED_NAMESPACE" "THINWIRE_KUBERAY_TEMPLATE" "THINWIRE_KUBERAY_IMAGE" "THINWIRE_KUBERAY_PODS" "THINWIRE_KUBERAY_NAMESPACES" "THINWIRE_KUBERAY_JOBS_APART" "THINWIRE_PEER_HOST" "POD_IP" "THINWIRE_TLS_CERTIFICATE" "THINWIRE_TLS_KEY" "THINWIRE_TLS_CA") -}}
 {{- fail (printf "env: %s is set by the chart, from a value of its own" $name) -}}
 {{- end -}}
 {{- end -}}

@@ -152,10 +152,7 @@ class KubeRayLauncher(Launcher):
         kube, jobs = self._started()
         body = self.manifest(submission_id, run_dir, attempt, metadata, code)
         name = body["metadata"]["name"]
-        for one in jobs.all():
-            if _is_earlier(one, metadata["job_id"], attempt) and not is_over(one):
-                kube.delete("rayjobs", one["metadata"]["name"], one["metadata"].get("uid"))
-                logger.info("rayjob_replaced name=%s by=%s", one["metadata"]["name"], name)
+        self.remove_earlier(metadata["job_id"], attempt)
         self._unanswered.add(name)
         kube.create("rayjobs", body)
         if (found := kube.get("rayjobs", name)) is not None:
@@ -163,6 +160,14 @@ class KubeRayLauncher(Launcher):
             if self._apart:  # behind it, for it goes with it: until then its pods reach nothing of one another
                 kube.create("networkpolicies", policy(found))
         self._unanswered.discard(name)
+
+    def remove_earlier(self, job_id: str, attempt: int) -> None:
+        """Delete the RayJobs of this job's attempts before this one that are not over. Raises LauncherError."""
+        kube, jobs = self._started()
+        for one in jobs.all():
+            if _is_earlier(one, job_id, attempt) and not is_over(one):
+                kube.delete("rayjobs", one["metadata"]["name"], one["metadata"].get("uid"))
+                logger.info("rayjob_replaced name=%s by_attempt=%d", one["metadata"]["name"], attempt)
 
     def manifest(
         self, submission_id: str, run_dir: Path, attempt: int, metadata: Mapping[str, str], code: Code | None = None

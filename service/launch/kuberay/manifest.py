@@ -249,11 +249,15 @@ def _box(group: Object, processes: int) -> None:
     """So many processes in a pod, each with what the template has for one: then a pod is a box, NVLink inside."""
     if processes == 1:
         return
-    group["rayStartParams"]["num-cpus"] = str(processes)
-    for amounts in (group["template"]["spec"]["containers"][0].get("resources") or {}).values():
-        for name, amount in (amounts or {}).items():
+    params = group["rayStartParams"]
+    params["num-cpus"] = str(processes)
+    if str(params.get("num-gpus", "")).isdecimal():
+        params["num-gpus"] = str(int(params["num-gpus"]) * processes)
+    resources = group["template"]["spec"]["containers"][0].get("resources") or {}
+    for kind in ("requests", "limits"):
+        for name, amount in (resources.get(kind) or {}).items():
             number, unit = re.fullmatch(r"([0-9.]+)(.*)", str(amount)).groups()  # type: ignore[union-attr] # _wrong looked
-            amounts[name] = f"{(Decimal(number) * processes).normalize():f}{unit}"
+            resources[kind][name] = f"{(Decimal(number) * processes).normalize():f}{unit}"
 
 
 def _give_no_token(cluster: Object) -> None:

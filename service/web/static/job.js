@@ -211,7 +211,7 @@ class JobView {
       if (!OVER.has(job.state)) cards.push(["To go", this.etaText()]);
     }
     cards.push(["Workers", job.world_size === null || OVER.has(job.state) ? limitsText(job.wanted_workers.min, job.wanted_workers.max) : workersText(job, job.world_size), job.workers ? `${job.workers} report` : null],
-      ["Submitted", agoText(job.created_at) + " ago", job.submitted_by ? `by ${job.submitted_by}` : null]);
+      ["Submitted", agoText(job.created_at) + " ago", [job.submitted_by ? `by ${job.submitted_by}` : "", job.project === "default" ? "" : `project ${job.project}`].filter(Boolean).join(", ") || null]);
     if (job.started_at) cards.push([OVER.has(job.state) ? "Ran" : "Running", secondsText((new Date(job.finished_at ?? Date.now()) - new Date(job.started_at)) / 1000), job.attempt > 1 ? `attempt ${job.attempt}` : null]);
     for (const [name, value] of Object.entries(sample?.reported ?? {}).slice(0, 9)) cards.push([name, numberText(value), "the script's own"]);
     this.fillCards(cards);

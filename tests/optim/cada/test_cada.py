@@ -156,7 +156,6 @@ def test_where_nobody_sends_a_byte_from_each_rank_is_all_that_crosses(size):
 
 
 @pytest.mark.few(1)
-@pytest.mark.law
 @pytest.mark.parametrize("rule", [1, 2])
 def test_who_sends_depends_neither_on_the_unit_of_the_loss_nor_on_the_rate(rule):
     """Of steps of rate 0: with a rate, a loss 1000 times as large moves x alike, but for eps."""

@@ -187,6 +187,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_what_others_do_to_the_parameters_is_said_or_refused_and_nothing_else(tmp_path):
     ranks = start(LEFT_IN, 2, tmp_path, timeout_s=60)
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]

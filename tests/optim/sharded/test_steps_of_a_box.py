@@ -169,7 +169,6 @@ os._exit(0)
 """
 
 
-@pytest.mark.law
 def test_a_process_that_dies_takes_its_box_out_and_the_other_box_goes_on(tmp_path):
     ranks = start(SETUP + DIES, 4, tmp_path, timeout_s=30)
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 8, 9]
@@ -243,7 +242,6 @@ def test_ctrl_c_in_one_process_takes_its_box_out_at_once_and_the_other_box_goes_
     assert "KeyboardInterrupt in OneBitAdam.step() 6" in of_rank[2]["lost"]
 
 
-@pytest.mark.law
 def test_the_ranks_of_a_box_step_together_or_not_at_all(tmp_path):
     ranks = start(SETUP + TOGETHER, 4, tmp_path)
     assert [rank.wait(timeout=240) for rank in ranks] == [0] * 4

@@ -161,17 +161,19 @@ def test_a_box_is_one_pod_with_what_all_its_processes_take(device: str, gpus: di
 
 @pytest.mark.parametrize(
     ("amount", "four"),
-    [("250m", "1"), ("1.5", "6"), (2, "8"), ("0.1", "0.4"), ("1e3", "4e3"), ("100", "400"), (".5", "2")],
+    [("250m", "1000m"), ("1.5", "6"), (2, "8"), ("0.1", "0.4"), ("1e3", "4e3"), ("100", "400"), (".5", "2")],
 )
 def test_amounts_of_any_unit_are_multiplied(tmp_path: Path, amount: object, four: str) -> None:
     template: Any = copy.deepcopy(read_template(None).rayjob)
     box = group(template)["template"]["spec"]["containers"][0]
-    box["resources"] = {"requests": {"cpu": amount}, "limits": None}
+    box["resources"] = {"requests": {"cpu": amount}, "limits": None, "claims": [{"name": "a"}]}
+    group(template)["rayStartParams"]["num-gpus"] = "2"
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(template))
-    job = of_script(workers={"per_box": 4, "device": "cpu"})
+    job = of_script(workers={"per_box": 4})
     found = group(rayjob(read_template(tmp_path / "a.yaml"), job))
     cpu = found["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
-    assert cpu == ("1000m" if amount == "250m" else four)
+    assert cpu == four
+    assert found["rayStartParams"] == {"num-cpus": "4", "num-gpus": "8"}
 
 
 def test_an_amount_that_is_none_is_refused_with_the_template(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_an_old_rule_put_back_breaks_its_law(old):
     pytest.fail(f"no seed of {seeds} breaks law {law} with the old rule {old}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_seed_replays_exactly_whatever_the_order_of_sets_is(seeds):
     code = (
