@@ -317,6 +317,7 @@ def test_a_name_is_whose_who_came_with_it_first_and_who_is_blocked_stays_out(tmp
         service.close()
 
 
+@pytest.mark.slow
 def test_an_address_of_mail_counts_where_the_issuer_has_verified_it(tmp_path: Path, real: TestIssuer) -> None:
     by_mail = {"oidc_name_claim": "email", "oidc_groups_claim": "email", "oidc_roles": {"anna@example.com": "user"}}
     service = at(tmp_path / "home", real, **by_mail)
@@ -329,6 +330,7 @@ def test_an_address_of_mail_counts_where_the_issuer_has_verified_it(tmp_path: Pa
         service.close()
 
 
+@pytest.mark.slow
 def test_roles_may_stand_deep_in_a_token_and_settings_that_are_half_are_refused(
     tmp_path: Path, real: TestIssuer
 ) -> None:
