@@ -284,11 +284,15 @@ def _type(one: dict[str, Any]) -> str:
         if key in one:
             return " or ".join(dict.fromkeys(_type(inner) for inner in one[key]))
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = ", ".join(f"{sign} {one[key]:g}" for key, sign in signs.items() if key in one)
+    limits = ", ".join(f"{sign} {_number(one[key])}" for key, sign in signs.items() if key in one)
     kind = one.get("type", "anything")
     if kind == "array" and isinstance(one.get("items"), dict):
         kind = f"list of {_type(one['items'])}"
     return kind + (f" `{limits}`" if limits else "")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)
 
 
 def _rest() -> str:
