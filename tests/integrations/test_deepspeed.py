@@ -225,6 +225,7 @@ def test_what_is_no_such_checkpoint_is_refused_in_words(tmp_path):
     one_group = optim.Adam(model.parameters(), model=model)
     refused(SAVED / "adamw", "has 2 parameter groups, and the optimizer 1", optimizer=one_group)
     wide = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    refused(SAVED / "adamw", "the model that it was made of", model_of())
     refused(SAVED / "adamw", "build the same model", wide, optimizer_of(wide, "Adam"))
     part = tmp_path / "adamw-zero2"
     shutil.copytree(SAVED / "adamw-zero2", part)

@@ -338,6 +338,10 @@ def _weights(module: Mapping[str, Any], rows: Sequence[_Row], model: torch.nn.Mo
             f"the checkpoint and the model differ in {other[:5]}: build the same model, without DDP"
         )
     named = {id(p): name for name, p in model.named_parameters()}
+    if any(id(param) not in named for param, _, _ in rows):
+        raise CheckpointRefused(
+            "the optimizer has parameters that the model has not: give the model that it was made of"
+        )
     for param, _, master in rows:
         if param.shape != torch.Size(weights[named[id(param)]].shape):
             name = named[id(param)]
