@@ -220,9 +220,12 @@ def test_what_is_no_such_checkpoint_is_refused_in_words(tmp_path):
     refused(changed(tmp_path, "adamw", optimizer={**outer, "state": states}), "exp_avg, exp_avg_sq and step are needed")
     states = {i: {**one, "exp_avg": one["exp_avg"] * torch.nan} for i, one in outer["state"].items()}
     refused(changed(tmp_path, "adamw", optimizer={**outer, "state": states}), "not finite")
+    refused(changed(tmp_path, "adamw", optimizer={**outer, "param_groups": [{}, {}]}), "is not laid out as")
+    refused(changed(tmp_path, "adamw", optimizer={**outer, "state": {0: 3, 1: 3, 2: 3, 3: 3}}), "is not laid out as")
     one_group = optim.Adam(model.parameters(), model=model)
     refused(SAVED / "adamw", "has 2 parameter groups, and the optimizer 1", optimizer=one_group)
     wide = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    refused(SAVED / "adamw", "the model that it was made of", model_of())
     refused(SAVED / "adamw", "build the same model", wide, optimizer_of(wide, "Adam"))
     part = tmp_path / "adamw-zero2"
     shutil.copytree(SAVED / "adamw-zero2", part)

@@ -6,30 +6,11 @@ runtime/fp16/onebit. A key that is in no table is named as unknown.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
-
-class Verdict(StrEnum):
-    """What became of a key."""
-
-    TAKEN = "taken over"
-    IGNORED = "not needed"
-    NONE = "no counterpart"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """One key with its path, its value, what became of it, and as what or why."""
-
-    key: str
-    value: Any
-    verdict: Verdict
-    words: str
+from thinwire.cli.migrate_reading import AUTO, BY_TRAINER, ConfigRefused, Reader, Said, Verdict, shown
 
 
 @dataclass(slots=True)
@@ -75,17 +56,6 @@ class Rates:
     last: float = 0.0
     total: int | None = None
 
-
-class ConfigRefused(Exception):
-    """The configuration is none, or a value in it cannot be; the message says where and what it must be."""
-
-
-AUTO = "auto"
-"""What the Trainer of transformers fills in before DeepSpeed sees it."""
-BY_TRAINER = (
-    'the Trainer of transformers fills "auto" in: with_thinwire(Trainer(...)) takes it from its arguments '
-    "(docs/integrations.md)"
-)
 
 OPTIMIZERS = {
     "onebitadam": ("OneBitAdam", "onebit_adam"),
@@ -214,80 +184,6 @@ ZERO_WORDS = {
 }
 
 
-class Reader:
-    """A configuration, of which keys are taken one by one, each with a verdict; what is left is unknown."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._left: dict[str, Any] = json.loads(json.dumps(config))
-        self.said: list[Said] = []
-
-    def block(self, path: str) -> dict[str, Any] | None:
-        """An object of keys, from which they are taken; None where it is not given. Raises: ConfigRefused."""
-        at: Any = self._left
-        for name in path.split("."):
-            at = at.get(name)
-            if at is None:
-                return None
-            if not isinstance(at, dict):
-                raise ConfigRefused(f"{path} = {shown(at)}: must be an object of keys, in {{}}")
-        return dict(at)
-
-    def take(self, path: str) -> Any:
-        """The value of a key, or None; it is not left any more."""
-        *folders, name = path.split(".")
-        at: Any = self._left
-        for folder in folders:
-            at = at.get(folder)
-            if not isinstance(at, dict):
-                return None
-        return at.pop(name, None)
-
-    def say(self, path: str, value: Any, verdict: Verdict, words: str) -> None:
-        """What becomes of a key that was taken."""
-        self.said.append(Said(path, value, verdict, words))
-
-    def all_of(self, words: Mapping[str, str], verdict: Verdict, prefix: str = "") -> None:
-        """Take each key of a table that is there."""
-        for name, why in words.items():
-            if (value := self.take(prefix + name)) is not None:
-                self.say(prefix + name, value, verdict, why)
-
-    def number(self, path: str, *, least: float = 0.0, whole: bool = False) -> Any:
-        """The number there, or None; "auto" is said, and counts as None. Raises: ConfigRefused."""
-        value = self.take(path)
-        if value is None:
-            return None
-        if value == AUTO:
-            self.say(path, value, Verdict.IGNORED, BY_TRAINER)
-            return None
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
-        if not fits or (whole and value != int(value)):
-            kind = "a whole number" if whole else "a number"
-            raise ConfigRefused(f"{path} = {shown(value)}: must be {kind}, at least {least:g}")
-        return int(value) if whole else value
-
-    def leave(self, path: str) -> dict[str, Any]:
-        """Take what is left of an object, as leaves by their paths."""
-        return dict(_leaves(self.take(path), path))
-
-    def rest(self) -> None:
-        """All that nobody has taken is unknown."""
-        for path, value in _leaves(self._left, ""):
-            self.say(path, value, Verdict.UNKNOWN, "DeepSpeed 0.19.6 has no such key, or it is new: look for it")
-
-
-def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        return [leaf for name, inner in value.items() for leaf in _leaves(inner, f"{path}.{name}".lstrip("."))]
-    return [] if value is None or value == {} else [(path, value)]
-
-
-def shown(value: Any) -> str:
-    """A value as it stands in the file, not too long."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def migration_of(config: Mapping[str, Any], steps: int | None = None) -> Migration:
     """What a DeepSpeed configuration becomes here. steps: of the run, where the configuration does not say.
 
@@ -320,6 +216,8 @@ def migration_of(config: Mapping[str, Any], steps: int | None = None) -> Migrati
 def _optimizer(reader: Reader, found: Migration) -> None:
     given = reader.block("optimizer")
     if given is None:
+        words = "OneBitAdam stands in the place of the optimizer that you give to deepspeed.initialize()"
+        reader.say("optimizer", "not given", Verdict.TAKEN, words)
         return
     reader.block("optimizer.params")
     kind = reader.take("optimizer.type")
@@ -456,7 +354,9 @@ def _scheduler(reader: Reader, found: Migration) -> None:
         elif shape == "linear":
             rate = 1e-3
             reader.say(at + "warmup_max_lr", "not given", Verdict.TAKEN, "lr=0.001, WarmupDecayLR's own default")
-        lowest = (low or 0.0) / rate if rate else 0.0
+        if low and not rate:
+            raise ConfigRefused(f"{at}warmup_min_lr = {low}: must be 0 where the highest rate is 0")
+        lowest = low / rate if low else 0.0
         if low is not None:
             reader.say(at + "warmup_min_lr", low, Verdict.TAKEN, "what the schedule begins with")
     found.options["lr"] = rate
@@ -490,6 +390,8 @@ def _precision(reader: Reader, found: Migration) -> None:
         enabled = reader.take(f"{name}.enabled")
         if enabled == AUTO:
             reader.say(f"{name}.enabled", enabled, Verdict.IGNORED, BY_TRAINER)
+        if enabled not in (True, False, None, AUTO):
+            raise ConfigRefused(f"{name}.enabled = {shown(enabled)}: must be true or false")
         if enabled is not True:
             for path, value in {f"{name}.enabled": enabled, **reader.leave(name)}.items():
                 if value is not None and value != AUTO:
@@ -512,7 +414,10 @@ def _precision(reader: Reader, found: Migration) -> None:
 
 def _loss_scale(reader: Reader, found: Migration) -> None:
     static = reader.number("fp16.loss_scale")
-    power, window = reader.number("fp16.initial_scale_power"), reader.number("fp16.loss_scale_window", whole=True)
+    power, window = (
+        reader.number("fp16.initial_scale_power", most=127),
+        reader.number("fp16.loss_scale_window", whole=True),
+    )
     found.scaler = {"init_scale": float(static or 2.0 ** (16 if power is None else power))}
     found.scaler["growth_interval"] = 2**31 - 1 if static else int(1000 if window is None else window)
     if static is not None:

@@ -114,12 +114,14 @@ def load_checkpoint(
     state = _read(found / MODEL)
     if not isinstance(state.get("module"), Mapping):
         raise CheckpointRefused(f"{found / MODEL} has no weights under 'module': it is no file of DeepSpeed's engine")
-    partitions = _partitions(found)
-    saved = _of_zero(found, partitions, state) if partitions else _of_one_file(found / MODEL, state, optimizer)
-    groups = _matched(saved, model, optimizer)
-    weights = _weights(state["module"], groups, model)
-    params = _params(state.get("ds_config"))
-    kind, moments = _moments(groups, params)
+    partitions, params = _partitions(found), _params(state.get("ds_config"))
+    try:
+        saved = _of_zero(found, partitions, state) if partitions else _of_one_file(found / MODEL, state, optimizer)
+        groups = _matched(saved, model, optimizer)
+        weights = _weights(state["module"], groups, model)
+        kind, moments = _moments(groups, params)
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointRefused(f"{found} is not laid out as DeepSpeed 0.19.6 lays it out ({error!r})") from error
     steps = max(one.steps for one in moments.values())
     frozen_at = _frozen_at(kind, groups, steps, params, optimizer)
     model.load_state_dict(weights)
@@ -336,6 +338,10 @@ def _weights(module: Mapping[str, Any], rows: Sequence[_Row], model: torch.nn.Mo
             f"the checkpoint and the model differ in {other[:5]}: build the same model, without DDP"
         )
     named = {id(p): name for name, p in model.named_parameters()}
+    if any(id(param) not in named for param, _, _ in rows):
+        raise CheckpointRefused(
+            "the optimizer has parameters that the model has not: give the model that it was made of"
+        )
     for param, _, master in rows:
         if param.shape != torch.Size(weights[named[id(param)]].shape):
             name = named[id(param)]
