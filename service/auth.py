@@ -203,6 +203,8 @@ async def in_project(
     if own is not None:
         raise ProjectNotFound(project)
     await run_in_threadpool(request.app.state.plane.projects.refuse_unknown, project)
+    if (change := getattr(request.state, "change", None)) is not None:  # the audit's, of a request that changes any
+        change.project = project
     return project
 
 
@@ -219,8 +221,8 @@ async def _within(request: Request) -> None:
         await run_in_threadpool(request.app.state.plane.projects.refuse_foreign, job_id, found.project)
     elif in_project not in [one.call for one in request.scope["route"].dependant.dependencies]:
         raise Forbidden(
-            f"this is about all projects, and the token {found.name!r} is for the project {found.project}: it takes "
-            "one that is for all of them"
+            f"this is about all projects, and {_named(found)} is for the project {found.project}: it takes one that is "
+            "for all of them"
         )
 
 
@@ -260,6 +262,10 @@ def _of_request(request: Request) -> Role:
     return Role.VIEWER if request.method in ("GET", "HEAD") else Role.USER
 
 
+def _named(one: Person) -> str:
+    return f"{'the token ' if one.issuer is None else ''}{one.name!r}"
+
+
 def _need(role: Role, request: Request) -> None:
     caller: Caller = request.state.caller
     _refuse_ticket(caller)
@@ -270,8 +276,8 @@ def _need(role: Role, request: Request) -> None:
         )
     if not caller.person.role.allows(role):
         raise Forbidden(
-            f"{'the token ' if caller.person.issuer is None else ''}{caller.person.name!r} has the role "
-            f"{caller.person.role}, and this takes the role {role}: ask the operator for another one"
+            f"{_named(caller.person)} has the role {caller.person.role}, and this takes the role {role}: ask the "
+            "operator for another one"
         )
 
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from thinwire.boxes import FOLDER_VARIABLE
 from thinwire.cli.commands import installed_commands
 from thinwire.cli.main import app
-from thinwire.client.calls import PROJECT_VARIABLE
+from thinwire.client.asking import PROJECT_VARIABLE
 from thinwire.contract.metric_names import METRICS
 from thinwire.service.config import Settings
 from thinwire.service.metrics import HELP, ServiceMetrics

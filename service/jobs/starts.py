@@ -11,12 +11,14 @@ again, so that the other job cannot be deleted yet.
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState
@@ -69,13 +71,23 @@ class Starts:
         return spec.model_copy(update={"start": start})
 
     def _refuse_foreign(self, path: str, place: str, project: str) -> None:
-        """Nobody begins by a path with what a job of another project has saved here. Raises: InvalidRequest."""
-        job_id = self._folders.job_of(path_of(place)) if is_local(place) else None
-        if job_id is not None:
-            with self._db.read() as session:
-                row = JobRepository(session).get(job_id)
-            if row is not None and row.project != project:
-                raise InvalidRequest.at(path, place, "must be the place of a job here: `thinwire jobs` lists them")
+        """Nobody begins by a place with what a job of another project has saved, here or in its checkpoint.store.
+
+        Raises: InvalidRequest.
+        """
+        pieces = [_plain_place(one) for one in {place, *place.split("::")}]  # file:///a in simplecache::file:///a
+        names = {name for one in pieces for name in one.split("/") if name}
+        names |= {job_id for one in pieces if (job_id := self._folders.job_of(Path(one))) is not None}
+        with self._db.read() as session:
+            rows = session.execute(
+                select(JobRow.id, JobRow.spec).where(JobRow.id.in_(sorted(names)), JobRow.project != project)
+            ).all()
+        for job_id, spec in rows:
+            store = spec.get("checkpoint", {}).get("store")
+            saved = None if store is None else _plain_place(checkpoints_in(store, job_id))
+            for one in pieces:
+                if self._folders.job_of(Path(one)) == job_id or f"{one}/".startswith(f"{saved}/"):
+                    raise InvalidRequest.at(path, place, "must be the place of a job here: `thinwire jobs` lists them")
 
     def _of_job(self, start: Start, job_id: str, project: str) -> tuple[Start, list[Saved]]:
         """The start with the place of that job's checkpoints, and what is there as far as the service knows."""
@@ -176,6 +188,13 @@ def _begins_below(real: str, row: JobRow) -> bool:
 def is_local(place: str) -> bool:
     """Is it a path, on whichever machine opens it?"""
     return place.startswith(("/", "file://", "local://"))
+
+
+def _plain_place(place: str) -> str:
+    """As one of two spellings of a place is compared with the other: s3://a//b, s3a://a/b?region=x. Links followed."""
+    if is_local(place):
+        return os.path.realpath(path_of(place))
+    return posixpath.normpath(place.partition("?")[0].rpartition("://")[2])
 
 
 def path_of(place: str) -> Path:

@@ -79,7 +79,7 @@ async def put(sha256: Sha256, store: Store, request: Request, response: Response
     what it unpacks to. A package that no job names goes after a while. It is of the project that is asked for, else of
     the token's, or `default` where that is for all: who has not sent it to a project has it not there.
     """
-    project = project or DEFAULT
+    request.state.change.project = project = project or DEFAULT
     declared = request.headers.get("content-length", "")
     try:
         if await run_in_threadpool(store.use, sha256, project) and (

@@ -26,6 +26,7 @@ from thinwire.service.auth import READS, Caller
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import NotOwner, TooMuch, error_response
 from thinwire.service.jobs.rate import Rates
+from thinwire.service.jobs.repository import JobRow
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,8 @@ class Audited:
             return
         try:
             with self._db.write() as session:
+                if change.project is None and change.job_id is not None:
+                    change.project = session.scalar(select(JobRow.project).where(JobRow.id == change.job_id))
                 change.write(session)
         except (NotOwner, SQLAlchemyError) as error:  # a service that stands by changes nothing either
             logger.error("audit_line_in_the_log_only reason=%s", error)

@@ -57,12 +57,12 @@ class Projects:
         """
         with self._db.write() as session:
             row = locked(session, name)
+            change.project = name
             try:
                 settings = ProjectSettings.model_validate_json(json.dumps(merged(row.settings, changes)))
             except ValidationError as error:
                 raise InvalidRequest.of(problems_of(error, ProjectSettings.model_json_schema())) from error
             row.settings = settings.model_dump(mode="json", exclude_defaults=True)
-            change.project = name
             change.write(session, about=f"{name}: {', '.join(sorted(changes))}")
         return _view(row)
 
@@ -70,14 +70,15 @@ class Projects:
         """Remove it: nothing may be of it any more. Raises: ProjectNotFound, ProjectInUse."""
         with self._db.write() as session:
             row = locked(session, name)
+            change.project = name
             jobs = session.scalar(select(func.count()).select_from(JobRow).where(JobRow.project == name)) or 0
             valid = (TokenRow.project == name) & TokenRow.revoked_at.is_(None)
+            valid &= TokenRow.expires_at.is_(None) | (TokenRow.expires_at > self._clock())
             tokens = session.scalar(select(func.count()).select_from(TokenRow).where(valid)) or 0
             packages = self._has_packages(name)
             if name == DEFAULT or jobs or tokens or packages:
                 raise ProjectInUse(name, jobs, tokens, packages=packages)
             session.delete(row)
-            change.project = name
             change.write(session, about=name)
 
     def list(self, limit: int, after: str | None, project: str | None) -> ProjectList:

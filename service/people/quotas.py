@@ -117,6 +117,8 @@ def refuse_beyond(session: Session, row: JobRow, room: Room | None) -> None:
 
 def refuse_growth(session: Session, row: JobRow, change: WorkersChange, room: Room | None) -> None:
     """The same for a job that is to have other limits on its workers, before they are written. Raises QuotaReached."""
+    if JobState(row.state).terminal or row.state == JobState.CANCELLING.value:
+        return  # it gets no other limits, and is told why
     (workers, gpus), (was, were) = _asked(row, change, room), _asked(row, None, room)
     more = {"workers": workers - was, "gpus": gpus - were}
     if max(more.values()) > 0:
@@ -167,7 +169,8 @@ def _asked(row: JobRow, change: WorkersChange | None, room: Room | None) -> tupl
     except (ValueError, LookupError, TypeError):
         return 0, 0
     most = wanted.max if change is None or change.max is None else change.max
-    limits: dict[str, Any] = {"min": wanted.min, "max": most}
+    least = wanted.min if change is None or change.min is None else change.min
+    limits: dict[str, Any] = {"min": least, "max": most}
     workers = most * submitted.per_box
     is_on_gpus = uses_gpus(submitted.model_copy(update=limits), 0 if room is None else room.gpus)
     return workers, workers if is_on_gpus else 0

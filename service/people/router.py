@@ -206,7 +206,7 @@ def show_quotas(
     request: Request,
     quotas: Annotated[Quotas, of_plane("quotas")],
     project: InProject,
-    person: Annotated[TokenName | None, Query(description="of whom; by default of who asks")] = None,
+    person: Annotated[PersonName | None, Query(description="of whom; by default of who asks")] = None,
 ) -> QuotaList:
     """What the project, or each of them, uses of what it may, and one person in it."""
     return quotas.of(project, person or request.state.caller.person.name)

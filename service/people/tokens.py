@@ -168,9 +168,11 @@ class Tokens:
             row = session.scalar(query)
             if row is None:
                 raise TokenNotFound(name)
-            change.about = f"{name}: {row.project or EVERY} -> {to}"
-            change.project = row.project = None if to == EVERY else to
-            change.write(session)
+            # A line of each, since neither project's operators learn the other's name.
+            before, row.project = row.project, None if to == EVERY else to
+            for project, words in ((before, "leaves"), (row.project, "comes")):
+                change.project = project
+                change.write(session, about=f"{name} {words}")
         return _view(row, self._clock())
 
     def ending(self, project: str | None) -> Sequence[tuple[str, str, float]]:
@@ -193,7 +195,7 @@ class Tokens:
                 raise TokenNotFound(name)
             for row in found:
                 if row.revoked_at is None:
-                    row.revoked_at = self._clock()
+                    row.revoked_at, change.project = self._clock(), row.project
             change.write(session, about=name)
 
     def person(self, session: Session, digest: str) -> Person | None:

@@ -73,6 +73,15 @@ def test_projects_are_made_limited_and_shown_and_a_token_moves_between_them(
     for wrong in (("--limit", "workers=x"), ("--limit", "cpus=1"), ("--priority", "urgent"), ()):
         assert thinwire("project", "set", "vision", *wrong).code == 2, wrong
     assert ["vision", "2", "low,normal", "-"] in [line.split() for line in thinwire("project", "list").out.splitlines()]
+    assert "finite" in thinwire("project", "set", "vision", "--weight", "nan").err
+    assert "of the project vision" in thinwire("--project", "vision", "token", "create", "dora").err
+    for command in (("quotas",), ("token", "list")):
+        told = thinwire("--project", "default", *command)
+        assert (told.code, "vision" in told.out) == (0, False), command
+    assert "dora" not in thinwire("--project", "default", "audit").out
+    assert thinwire("--project", "default", "token", "revoke", "dora").code != 0
+    assert thinwire("--project", "none", "events").code != 0
+    assert thinwire("token", "revoke", "dora").code == 0
     token = thinwire("token", "create", "carl", "--expires", "2d").out.strip()
     moved = thinwire("token", "move", "carl", "vision")
     assert "for the project vision now" in moved.err

@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 from tests.service.control_plane_harness import STORE, Service, sample, spec
 from tests.service.test_packages_api import BYTES, put, sha, zipped
 from thinwire.contract.people import EXPIRES_HEADER
+from thinwire.contract.places import Room
 from thinwire.contract.projects import Limits, ProjectSettings, Used
 from thinwire.service.auth import person
 from thinwire.service.jobs.hub import Hub
@@ -170,6 +171,34 @@ def test_nobody_begins_with_what_is_anothers(two: Two) -> None:
     assert client.get(f"/v1/packages/{two.their_package}", headers=two.them).status_code == 200
 
 
+@pytest.mark.parametrize("store", ["file", "s3://bucket/all"])
+def test_nobody_begins_with_what_anothers_job_saves_in_a_store(two: Two, tmp_path: Path, store: str) -> None:
+    client, place = two.service.client, str(tmp_path / "all") if store == "file" else store
+    body = spec(name="zebra", checkpoint={"store": place})
+    job_id = client.post("/v1/jobs", json=body, headers=two.them).json()["id"]
+    saved = f"{place}/{job_id}/step-00000010-000000000001"
+    if store == "file":
+        Path(saved).mkdir(parents=True)
+        (Path(saved) / "manifest.json").write_text("{}")
+        (tmp_path / "link").symlink_to(tmp_path / "all")
+        ways = (f"{place}/{job_id}", f"file://{place}//{job_id}/", f"{tmp_path}/link/{job_id}/.")
+        ways += (f"simplecache::file://{place}/{job_id}", f"simplecache::file://{two.service.run_dir(two.their_job)}")
+        copy = f"{tmp_path}/copies/{job_id}"
+    else:
+        ways = (f"{place}/{job_id}", f"s3a://bucket//all/{job_id}/?region=x", f"simplecache::{place}/./{job_id}")
+        copy = f"s3://other/{job_id}"
+
+    def told(start: dict[str, str], who: dict[str, str]) -> str:
+        answer = client.post("/v1/jobs:validate", json=spec(start=start), headers=who)
+        return "" if answer.status_code == 200 else str(answer.json()["problems"][0]["message"])
+
+    for way in ways:
+        assert "must be the place of a job here" in told({"checkpoints": way}, two.me), way
+        assert "must be the place of a job here" in told({"weights": f"{way}/model.safetensors"}, two.me), way
+    assert "must be the place of a job here" not in told({"checkpoints": ways[0]}, two.them)
+    assert "must be the place of a job here" not in told({"checkpoints": copy}, two.me)
+
+
 def test_a_stream_of_all_jobs_is_of_the_projects(two: Two) -> None:
     async def given() -> tuple[list[str], list[str]]:
         hub = Hub(two.service.plane.db)
@@ -201,8 +230,59 @@ def test_a_key_that_was_used_in_another_project_makes_another_job(service: Servi
     again = service.client.post("/v1/jobs", json=spec(), headers={**anna, **key}).json()
     assert again["id"] == second["id"]
     assert [one["about"] for one in service.client.get("/v1/audit").json()["lines"] if one["what"] == "move_token"] == [
-        "anna: default -> vision"
+        "anna comes",
+        "anna leaves",
     ]
+
+
+def test_a_projects_audit_has_what_those_of_all_projects_do_in_it_and_names_no_other(two: Two) -> None:
+    client, service = two.service.client, two.service
+    service.person("moving", project="mine")
+    job_id = str(client.post("/v1/jobs", json=spec(), headers=two.me).json()["id"])
+    data = zipped({"train.py": b"print('mine')\n"})
+    put = client.put(f"/v1/packages/{sha(data)}?project=mine", content=data, headers=BYTES)
+    assert put.status_code == 201, put.text
+    assert client.delete(f"/v1/jobs/{job_id}").status_code == 409
+    assert client.patch("/v1/projects/mine", json={"weight": 0}).status_code == 422
+    assert client.patch("/v1/tokens/moving", json={"project": "zebra"}).status_code == 200
+    assert client.patch("/v1/tokens/moving", json={"project": "mine"}).status_code == 200
+    assert client.delete("/v1/tokens/moving").status_code == 204
+    lines = client.get("/v1/audit?who=operator", headers=two.me).json()["lines"]
+    assert [(one["what"], one["status"]) for one in lines][:6] == [
+        ("revoke_token", 204),
+        ("move_token", 200),
+        ("move_token", 200),
+        ("change_project", 422),
+        ("delete", 409),
+        ("put_package", 201),
+    ]
+    assert "zebra" not in str(lines)
+
+
+def test_a_project_is_not_held_by_a_token_that_has_expired(service: Service) -> None:
+    service.client.post("/v1/projects", json={"name": "brief"})
+    service.person("anna", project="brief", days=1.0)
+    assert service.client.delete("/v1/projects/brief").status_code == 409
+    service.clock.pass_(DAY_S + 1)
+    assert service.client.delete("/v1/projects/brief").status_code == 204
+
+
+def test_a_job_that_is_over_is_no_matter_of_quotas(service: Service) -> None:
+    anna = limited(service, limits={"workers": 2})
+    job_id = str(service.client.post("/v1/jobs", json=spec(), headers=anna).json()["id"])
+    service.client.post(f"/v1/jobs/{job_id}/cancel", headers=anna)
+    answer = service.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"max": 8}}, headers=anna)
+    assert (answer.status_code, answer.json()["code"]) == (409, "job_over")
+
+
+def test_a_job_that_would_take_gpus_with_a_smaller_minimum_is_held_to_their_quota(service: Service) -> None:
+    service.launcher.has_room = Room(cpus=8, gpus=2)
+    service.turn()
+    anna = limited(service, limits={"gpus": 0})
+    body = spec(workers={"min": 4, "max": 4}, global_batch=64)
+    job_id = str(service.client.post("/v1/jobs", json=body, headers=anna).json()["id"])
+    answer = service.client.patch(f"/v1/jobs/{job_id}", json={"workers": {"min": 2}}, headers=anna)
+    assert "uses 0 of 0 gpus, and this asks for 4 more" in answer.text
 
 
 def test_a_project_with_anything_in_it_stays(service: Service) -> None:

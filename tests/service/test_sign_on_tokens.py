@@ -70,6 +70,7 @@ def test_a_token_is_worth_what_its_groups_are_mapped_to_and_no_more(served: Serv
     assert job.status_code == 202
     assert ask(served, anna, f"/v1/jobs/{job.json()['id']}").json()["submitted_by"] == "anna@idp"
     assert ask(served, anna, "/v1/tokens").status_code == 403
+    assert ask(served, anna, "/v1/quotas?person=anna@idp").json()["quotas"][1]["person"] == "anna@idp"
     olga = real.signed(sub="olga", preferred_username="olga@example.com", groups=["ml", "ml-admins"])
     lines = ask(served, olga, "/v1/audit").json()["lines"]
     assert [(line["who"], line["issuer"], line["what"]) for line in lines][:1] == [("anna@idp", real.url, "submit")]

@@ -55,7 +55,7 @@ from thinwire.client import (
     WrongEnvironment,
     home,
 )
-from thinwire.client.calls import PROJECT_VARIABLE
+from thinwire.client.asking import PROJECT_VARIABLE
 from thinwire.contract import logs as log_lines
 from thinwire.contract.figures import loss_is
 from thinwire.contract.jobs import Job

@@ -8,6 +8,7 @@ requests, and `Call` turns a generator function into a method of both.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
@@ -28,6 +29,7 @@ from thinwire.client.errors import (
     NotFound,
     TokenEndsSoon,
     check_headers,
+    check_numbers,
     error_of,
     not_sent,
 )
@@ -39,6 +41,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 Answer = TypeVar("Answer", bound=BaseModel)
 Params = Mapping[str, str | list[str]]
+PROJECT_VARIABLE = "THINWIRE_PROJECT"
 _LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
 _PART_BYTES = 1 << 18
 _FAILURES = (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError)
@@ -109,6 +112,15 @@ def answered(answer: type[Answer], ask: Ask) -> Steps[Answer]:
         ) from error
 
 
+def scoped(project: str | None) -> dict[str, str]:
+    """The part of a query that names a project; without one what the environment says in THINWIRE_PROJECT, else none.
+
+    Who has a token for one project need not name it.
+    """
+    found = project or os.environ.get(PROJECT_VARIABLE)
+    return {"project": found} if found else {}
+
+
 class _Asking:
     """What both have in common: whom they ask, and what of a request httpx is given."""
 
@@ -123,6 +135,7 @@ class _Asking:
         check_headers(headers)
         options: dict[str, Any] = {"headers": headers, "params": ask.params}
         if ask.body is not None:
+            check_numbers(ask.body)
             options["json"] = dict(ask.body)
         if ask.upload is not None:
             headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(ask.upload.size)}
@@ -133,6 +146,7 @@ class _Asking:
         self, server: Server, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None
     ) -> tuple[str, dict[str, Any]]:
         path = f"/v1/{what}" if job_id is None else path_of_job(job_id, what)
+        params = params if job_id is not None else {**scoped(None), **params}
         headers = {"Authorization": f"Bearer {server.token}", "Accept": "text/event-stream"}
         if last_id is not None:
             headers["Last-Event-ID"] = last_id

@@ -5,7 +5,6 @@ Each returns what contract/ says of its answer. A list comes whole, page after p
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -14,7 +13,7 @@ from typing import BinaryIO, TypeVar
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from thinwire.client.asking import Ask, Params, Steps, Upload, answered, path_of_job, quoted
+from thinwire.client.asking import Ask, Params, Steps, Upload, answered, path_of_job, quoted, scoped
 from thinwire.client.errors import AmbiguousId, BadAnswer, ClientError, NotFound, Unreachable, error_body
 from thinwire.client.streams import Parser
 from thinwire.contract.jobs import (
@@ -49,7 +48,6 @@ from thinwire.contract.streams import Told
 
 MOST = 1000
 """In one page."""
-PROJECT_VARIABLE = "THINWIRE_PROJECT"
 _BEYOND_ALL_STEPS = 10**9
 _LONGEST_NAME_ASKED = 64
 """Characters of the filter by name, with its asterisk."""
@@ -84,15 +82,6 @@ def validate(spec: Mapping[str, JsonValue] | JobSpec, *, project: str | None = N
     """
     ask = Ask("POST", "/v1/jobs:validate", body=_body(spec), params=scoped(project))
     return (yield from answered(Draft, ask))
-
-
-def scoped(project: str | None) -> Params:
-    """The part of a query that names a project; without one what the environment says in THINWIRE_PROJECT, else none.
-
-    Who has a token for one project need not name it.
-    """
-    found = project or os.environ.get(PROJECT_VARIABLE)
-    return {"project": found} if found else {}
 
 
 def clone(
@@ -331,7 +320,7 @@ def events(job_id: str, kinds: Sequence[str]) -> Steps[list[Event]]:
 
 def told(after: int = 0) -> Steps[list[Told]]:
     """States and events of all jobs after an id, as far as they have been told; `streams.follow` goes on."""
-    params = {"after": str(after), "follow": "false"}
+    params = {"after": str(after), "follow": "false", **scoped(None)}
     return Parser().of((yield Ask("GET", "/v1/events", params=params)).content)
 
 
@@ -365,7 +354,7 @@ def checkpoint_file(job_id: str, folder: str, file: str, target: Path) -> Steps[
 
 def targets() -> Steps[list[TargetGroup]]:
     """The workers that can be scraped now, as Prometheus asks for them."""
-    response = yield Ask("GET", "/v1/metrics/targets")
+    response = yield Ask("GET", "/v1/metrics/targets", params=scoped(None))
     try:
         return _TARGETS.validate_json(response.content)
     except ValidationError as error:
@@ -391,7 +380,7 @@ def has_package(sha256: str, *, project: str | None = None) -> Steps[bool]:
 
 def packages() -> Steps[list[Package]]:
     """All packages that the service keeps, in order of their hashes."""
-    return (yield from _all_pages(PackageList, "/v1/packages", lambda page: page.packages))
+    return (yield from _all_pages(PackageList, "/v1/packages", lambda page: page.packages, scoped(None)))
 
 
 def put_package(
@@ -427,12 +416,13 @@ def me() -> Steps[SignedIn]:
 def create_token(asked: NewToken) -> Steps[MadeToken]:
     """A token for somebody else, with its text. Raises Rejected, and ApiError (409) where the name has one."""
     body = asked.model_dump(mode="json", exclude_none=True)
-    return (yield from answered(MadeToken, Ask("POST", "/v1/tokens", body=body)))
+    params = scoped(None) if asked.project is None else {}
+    return (yield from answered(MadeToken, Ask("POST", "/v1/tokens", body=body, params=params)))
 
 
 def tokens() -> Steps[list[TokenItem]]:
     """Everybody's tokens, by name, without their texts."""
-    return (yield from _all_pages(TokenList, "/v1/tokens", lambda page: page.tokens))
+    return (yield from _all_pages(TokenList, "/v1/tokens", lambda page: page.tokens, scoped(None)))
 
 
 def move_token(name: str, project: str) -> Steps[TokenItem]:
@@ -470,15 +460,14 @@ def quotas(project: str | None = None, person: str | None = None) -> Steps[list[
 
     Raises NotFound.
     """
-    asked = {"project": project, "person": person}
-    params: Params = {name: value for name, value in asked.items() if value is not None}
+    params: Params = {**scoped(project), **({} if person is None else {"person": person})}
     found = yield from answered(QuotaList, Ask("GET", "/v1/quotas", params=params))
     return found.quotas
 
 
 def revoke_token(name: str) -> Steps[None]:
     """Refuse the token of this name from now on. Raises NotFound."""
-    yield Ask("DELETE", f"/v1/tokens/{quoted(name)}")
+    yield Ask("DELETE", f"/v1/tokens/{quoted(name)}", params=scoped(None))
 
 
 def rotate_token() -> Steps[str]:
@@ -516,6 +505,7 @@ def audit(limit: int | None = 100, *, who: str | None = None, job_id: str | None
     """The newest changes, newest first; of one person, of one job where given. limit: None: all that are kept."""
     asked = {"who": who, "job_id": job_id}
     params: dict[str, str | list[str]] = {name: value for name, value in asked.items() if value is not None}
+    params |= scoped(None)
     found: list[AuditLine] = []
     while limit is None or len(found) < limit:
         params["limit"] = str(MOST if limit is None else min(MOST, limit - len(found)))
@@ -551,12 +541,14 @@ def metrics() -> Steps[str]:
     return response.text
 
 
-def _all_pages(answer: type[_List], path: str, of: Callable[[_List], list[_One]]) -> Steps[list[_One]]:
-    """What is on all pages of a list, in its order. of: what is on one."""
+def _all_pages(
+    answer: type[_List], path: str, of: Callable[[_List], list[_One]], asked: Params | None = None
+) -> Steps[list[_One]]:
+    """What is on all pages of a list, in its order. of: what is on one. asked: the rest of the query."""
     found: list[_One] = []
     after: Params = {}
     while True:
-        page = yield from answered(answer, Ask("GET", path, params=after))
+        page = yield from answered(answer, Ask("GET", path, params={**(asked or {}), **after}))
         found += of(page)
         if page.next is None:
             return found

@@ -14,10 +14,11 @@ ClientError
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import httpx
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from thinwire.contract.jobs import ErrorBody, Problem
 
@@ -110,6 +111,14 @@ def check_headers(headers: Mapping[str, str]) -> None:
         if not (value.isascii() and value.isprintable()) or value != value.strip():
             words = "is empty, is not ASCII, or has an end of line or other white space where none can be"
             raise NoText(f"{_NAMES.get(name, name)} of this request {words}: copy it again")
+
+
+def check_numbers(body: Mapping[str, JsonValue]) -> None:
+    """Raises NoText for a number that JSON has no way to carry, as nan."""
+    try:
+        json.dumps(dict(body), allow_nan=False)
+    except ValueError as error:
+        raise NoText("this request holds nan or inf, which JSON cannot carry: give a finite number") from error
 
 
 def not_sent(error: Exception, url: str, what: str) -> ClientError:
