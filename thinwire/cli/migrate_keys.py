@@ -6,30 +6,12 @@ runtime/fp16/onebit. A key that is in no table is named as unknown.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
-
-class Verdict(StrEnum):
-    """What became of a key."""
-
-    TAKEN = "taken over"
-    IGNORED = "not needed"
-    NONE = "no counterpart"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """One key with its path, its value, what became of it, and as what or why."""
-
-    key: str
-    value: Any
-    verdict: Verdict
-    words: str
+from thinwire.cli.migrate_reader import AUTO, BY_TRAINER, ConfigRefused, Reader, Said, Verdict, shown
+from thinwire.contract.spec import MOST_WORKERS
 
 
 @dataclass(slots=True)
@@ -76,17 +58,6 @@ class Rates:
     total: int | None = None
 
 
-class ConfigRefused(Exception):
-    """The configuration is none, or a value in it cannot be; the message says where and what it must be."""
-
-
-AUTO = "auto"
-"""What the Trainer of transformers fills in before DeepSpeed sees it."""
-BY_TRAINER = (
-    'the Trainer of transformers fills "auto" in: with_thinwire(Trainer(...)) takes it from its arguments '
-    "(docs/integrations.md)"
-)
-
 OPTIMIZERS = {
     "onebitadam": ("OneBitAdam", "onebit_adam"),
     "onebitlamb": ("OneBitLamb", "onebit_lamb"),
@@ -115,8 +86,6 @@ _PARAMS = {
     "eps": _SAME,
     "weight_decay": "the same argument: decoupled there and here",
     "momentum": _SAME,
-    "dampening": _SAME,
-    "nesterov": _SAME,
     **{name: f"bounds=LambBounds({name}=...)" for name in _BOUNDS},
     **{name: f"schedule=ZeroOneSchedule({name}=...)" for name in _SCHEDULE},
 }
@@ -127,6 +96,10 @@ _OF = {
     "Lamb": ("lr", "betas", "eps", "weight_decay", "max_coeff", "min_coeff"),
     "ZeroOneAdam": ("lr", "betas", "eps", "weight_decay", *_SCHEDULE),
     "SGD": ("lr", "momentum", "weight_decay"),
+}
+_PARAMS_OF_SGD = {
+    "nesterov": "SGD and OneBitSGD have plain momentum",
+    "dampening": "SGD and OneBitSGD have plain momentum",
 }
 _PARAMS_IGNORED = {
     "comm_backend_name": "what carries the bytes is torch's process group: NCCL or gloo",
@@ -214,80 +187,6 @@ ZERO_WORDS = {
 }
 
 
-class Reader:
-    """A configuration, of which keys are taken one by one, each with a verdict; what is left is unknown."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._left: dict[str, Any] = json.loads(json.dumps(config))
-        self.said: list[Said] = []
-
-    def block(self, path: str) -> dict[str, Any] | None:
-        """An object of keys, from which they are taken; None where it is not given. Raises: ConfigRefused."""
-        at: Any = self._left
-        for name in path.split("."):
-            at = at.get(name)
-            if at is None:
-                return None
-            if not isinstance(at, dict):
-                raise ConfigRefused(f"{path} = {shown(at)}: must be an object of keys, in {{}}")
-        return dict(at)
-
-    def take(self, path: str) -> Any:
-        """The value of a key, or None; it is not left any more."""
-        *folders, name = path.split(".")
-        at: Any = self._left
-        for folder in folders:
-            at = at.get(folder)
-            if not isinstance(at, dict):
-                return None
-        return at.pop(name, None)
-
-    def say(self, path: str, value: Any, verdict: Verdict, words: str) -> None:
-        """What becomes of a key that was taken."""
-        self.said.append(Said(path, value, verdict, words))
-
-    def all_of(self, words: Mapping[str, str], verdict: Verdict, prefix: str = "") -> None:
-        """Take each key of a table that is there."""
-        for name, why in words.items():
-            if (value := self.take(prefix + name)) is not None:
-                self.say(prefix + name, value, verdict, why)
-
-    def number(self, path: str, *, least: float = 0.0, whole: bool = False) -> Any:
-        """The number there, or None; "auto" is said, and counts as None. Raises: ConfigRefused."""
-        value = self.take(path)
-        if value is None:
-            return None
-        if value == AUTO:
-            self.say(path, value, Verdict.IGNORED, BY_TRAINER)
-            return None
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
-        if not fits or (whole and value != int(value)):
-            kind = "a whole number" if whole else "a number"
-            raise ConfigRefused(f"{path} = {shown(value)}: must be {kind}, at least {least:g}")
-        return int(value) if whole else value
-
-    def leave(self, path: str) -> dict[str, Any]:
-        """Take what is left of an object, as leaves by their paths."""
-        return dict(_leaves(self.take(path), path))
-
-    def rest(self) -> None:
-        """All that nobody has taken is unknown."""
-        for path, value in _leaves(self._left, ""):
-            self.say(path, value, Verdict.UNKNOWN, "DeepSpeed 0.19.6 has no such key, or it is new: look for it")
-
-
-def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        return [leaf for name, inner in value.items() for leaf in _leaves(inner, f"{path}.{name}".lstrip("."))]
-    return [] if value is None or value == {} else [(path, value)]
-
-
-def shown(value: Any) -> str:
-    """A value as it stands in the file, not too long."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def migration_of(config: Mapping[str, Any], steps: int | None = None) -> Migration:
     """What a DeepSpeed configuration becomes here. steps: of the run, where the configuration does not say.
 
@@ -296,7 +195,7 @@ def migration_of(config: Mapping[str, Any], steps: int | None = None) -> Migrati
     reader, found = Reader(config), Migration()
     found.said = reader.said
     _optimizer(reader, found)
-    _scheduler(reader, found)
+    _scheduler(reader, found, steps)
     _precision(reader, found)
     _batches(reader, found)
     _zero(reader)
@@ -320,6 +219,10 @@ def migration_of(config: Mapping[str, Any], steps: int | None = None) -> Migrati
 def _optimizer(reader: Reader, found: Migration) -> None:
     given = reader.block("optimizer")
     if given is None:
+        why = (
+            "it is the one that your code gives to deepspeed.initialize(): the lines have OneBitAdam with its defaults"
+        )
+        reader.say("optimizer", "not given", Verdict.IGNORED, why)
         return
     reader.block("optimizer.params")
     kind = reader.take("optimizer.type")
@@ -385,6 +288,9 @@ def _params(reader: Reader, found: Migration, kind: str, *, torch_adam: bool) ->
         words = "DeepSpeed refuses it there and takes gradient_clipping"
         reader.say(at + "max_grad_norm", clip, Verdict.TAKEN, f"max_grad_norm={clip!r}: {words}")
         found.options["max_grad_norm"] = clip
+    for name, why in _PARAMS_OF_SGD.items() if found.optimizer == "SGD" else ():
+        if (value := reader.take(at + name)) is not None:
+            reader.say(at + name, value, Verdict.NONE if value else Verdict.IGNORED, why if value else "it is off")
     reader.all_of(_PARAMS_IGNORED, Verdict.IGNORED, at)
 
 
@@ -407,7 +313,7 @@ def _freeze(reader: Reader, found: Migration) -> None:
         step = reader.number(path, least=1, whole=True)
         if step is None:
             why = '100000 there; warmup="auto" here finds the end by the variance'
-            reader.say(path, "not given", Verdict.IGNORED, why)
+            reader.missing(path, Verdict.IGNORED, why)
             return
         found.options["warmup"] = max(1, step - 1)
         words = f"warmup={max(1, step - 1)}: its count is one ahead, because its first step() trains nothing"
@@ -416,7 +322,7 @@ def _freeze(reader: Reader, found: Migration) -> None:
         path = "optimizer.params.var_freeze_step"
         step = reader.number(path, least=1, whole=True)
         if step is None:
-            reader.say(path, "not given", Verdict.IGNORED, "100000 there; here it is found by the learning rate")
+            reader.missing(path, Verdict.IGNORED, "100000 there; here it is found by the learning rate")
             return
         found.options["var_freeze_step"] = step
         reader.say(path, step, Verdict.TAKEN, f"var_freeze_step={step}, the same argument")
@@ -429,7 +335,7 @@ _OTHER_SCHEDULERS = {
 }
 
 
-def _scheduler(reader: Reader, found: Migration) -> None:
+def _scheduler(reader: Reader, found: Migration, steps_of_run: int | None) -> None:
     if reader.block("scheduler") is None:
         return
     reader.block("scheduler.params")
@@ -455,7 +361,7 @@ def _scheduler(reader: Reader, found: Migration) -> None:
             rate = high
         elif shape == "linear":
             rate = 1e-3
-            reader.say(at + "warmup_max_lr", "not given", Verdict.TAKEN, "lr=0.001, WarmupDecayLR's own default")
+            reader.missing(at + "warmup_max_lr", Verdict.TAKEN, "lr=0.001, WarmupDecayLR's own default")
         lowest = (low or 0.0) / rate if rate else 0.0
         if low is not None:
             reader.say(at + "warmup_min_lr", low, Verdict.TAKEN, "what the schedule begins with")
@@ -474,12 +380,18 @@ def _scheduler(reader: Reader, found: Migration) -> None:
     if (start := reader.take(at + "last_batch_iteration")) not in (None, -1):
         reader.say(at + "last_batch_iteration", start, Verdict.NONE, "load the state of the scheduler instead")
     if shape != "constant" and total is None:
-        raise ConfigRefused(f"{at}total_num_steps is not given: {kind} needs the steps of the run")
+        if steps_of_run is None:
+            raise ConfigRefused(f"{at}total_num_steps: no number is given, and {kind} needs the steps: give --steps")
+        total = steps_of_run
+        reader.missing(at + "total_num_steps", Verdict.TAKEN, f"total_steps={total}, of --steps")
+    elif total is not None:
+        reader.say(at + "total_num_steps", total, Verdict.TAKEN, f"total_steps={total}")
     steps = max(2, 1000 if warmup is None else warmup)
     reader.say("scheduler.type", kind, Verdict.TAKEN, "a LambdaLR of torch with the same rates, step for step")
-    reader.say(at + "warmup_num_steps", warmup or "not given", Verdict.TAKEN, f"{steps} steps")
-    if total is not None:
-        reader.say(at + "total_num_steps", total, Verdict.TAKEN, f"total_steps={total}")
+    if warmup is None:
+        reader.missing(at + "warmup_num_steps", Verdict.TAKEN, f"{steps} steps")
+    else:
+        reader.say(at + "warmup_num_steps", warmup, Verdict.TAKEN, f"{steps} steps")
     found.rates = Rates(shape, steps, is_log, lowest, last, total)
 
 
@@ -487,15 +399,15 @@ def _precision(reader: Reader, found: Migration) -> None:
     for name in ("fp16", "bf16", "bfloat16"):
         if reader.block(name) is None:
             continue
-        enabled = reader.take(f"{name}.enabled")
-        if enabled == AUTO:
-            reader.say(f"{name}.enabled", enabled, Verdict.IGNORED, BY_TRAINER)
-        if enabled is not True:
+        enabled = reader.switch(f"{name}.enabled")
+        if not enabled:
             for path, value in {f"{name}.enabled": enabled, **reader.leave(name)}.items():
                 if value is not None and value != AUTO:
                     reader.say(path, value, Verdict.IGNORED, f"{name} is not turned on")
             continue
         if name != "fp16":
+            if found.dtype == "float16":
+                raise ConfigRefused(f"fp16 and {name} are both enabled: DeepSpeed refuses that too")
             found.dtype = "bfloat16"
             reader.say(
                 f"{name}.enabled", True, Verdict.TAKEN, "parameters in bfloat16; the optimizer keeps fp32 masters"
@@ -512,7 +424,10 @@ def _precision(reader: Reader, found: Migration) -> None:
 
 def _loss_scale(reader: Reader, found: Migration) -> None:
     static = reader.number("fp16.loss_scale")
-    power, window = reader.number("fp16.initial_scale_power"), reader.number("fp16.loss_scale_window", whole=True)
+    power, window = (
+        reader.number("fp16.initial_scale_power", most=127),
+        reader.number("fp16.loss_scale_window", whole=True),
+    )
     found.scaler = {"init_scale": float(static or 2.0 ** (16 if power is None else power))}
     found.scaler["growth_interval"] = 2**31 - 1 if static else int(1000 if window is None else window)
     if static is not None:
@@ -589,8 +504,11 @@ def _elasticity(reader: Reader, found: Migration) -> None:
     if given.get("enabled") is not False:
         for name, here in (("min_gpus", "min"), ("max_gpus", "max")):
             if (value := reader.number(f"elasticity.{name}", least=1, whole=True)) is not None:
-                found.workers[here] = value
-                reader.say(f"elasticity.{name}", value, Verdict.TAKEN, f"workers.{here}: {value} in a job file")
+                limit = min(MOST_WORKERS, found.global_batch or MOST_WORKERS) if here == "max" else value
+                found.workers[here] = most = min(value, limit)
+                more = f", no more than samples in its batch and {MOST_WORKERS}" if value > most else ""
+                words = f"workers.{here}: {most} in a job file{more}"
+                reader.say(f"elasticity.{name}", value, Verdict.TAKEN, words)
     why = "a job keeps its global batch with any number of workers (docs/elasticity.md)"
     for path, value in reader.leave("elasticity").items():
         reader.say(path, value, Verdict.IGNORED, why)
