@@ -5,6 +5,8 @@
 # make check     formatting, lint, types, import rules, spelling
 # make bench-gpu on a machine with an NVIDIA GPU: what only a GPU can show, in ten minutes (ARGS="--minutes 20"); then
 #                steps of ranks as hosts, in ten more, which need root and iproute2 (HOSTS_ARGS="--minutes 5")
+# make release   build and check what a tag names, into dist/VERSION (VERSION=0.2.0); make version writes the version
+# make site      the documents and a reference, searchable, in build/site/index.html
 # make manifests render deploy/chart with its own values into deploy/manifests/
 
 PYTHON ?= python3
@@ -36,7 +38,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests run side by side, and so do the ranks of each: threads below them wait for each other with both cores busy.
 test test-fast test-all: export OMP_NUM_THREADS := 1
 
-.PHONY: run serve test test-fast test-all check bench-gpu manifests clean
+.PHONY: run serve test test-fast test-all check bench-gpu manifests version release site clean
 
 run: .venv/.worker
 	@THINWIRE_HOME="$(THINWIRE_HOME)" $(BIN)/thinwire quickstart
@@ -79,6 +81,19 @@ bench-gpu:
 
 manifests: .venv/.dev
 	@$(BIN)/helm template thinwire deploy/chart --namespace thinwire > deploy/manifests/thinwire.yaml
+
+version: .venv/.dev
+	@$(BIN)/python -m deploy.release "$(VERSION)" --write
+
+release: .venv/.dev
+	@$(BIN)/python -m deploy.release "$(VERSION)"
+
+site: .venv/.site
+	@$(BIN)/python docs/site/build.py build/site && echo "build/site/index.html"
+
+.venv/.site: .venv/.dev
+	@$(INSTALL) -e ".[site]" | $(SHOWN)
+	@touch $@
 
 # Compiled once, before processes that run side by side would each do it.
 .venv/.loops: .venv/.dev $(wildcard comm/kernels/*.py optim/kernels/*.py)

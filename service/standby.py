@@ -28,6 +28,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract import logs
+from thinwire.contract.people import EXPIRES_HEADER
 from thinwire.contract.tls import trusting
 from thinwire.service.auth import READS
 from thinwire.service.bodies import Bodies
@@ -50,7 +51,7 @@ OF_THE_HOP: Final = frozenset(
 """Headers of one connection (RFC 9110, 7.6.1), and one that this side has answered."""
 OF_PROXIES: Final = frozenset((b"x-forwarded-for", b"x-forwarded-proto", b"forwarded", HANDED_ON.encode()))
 """What they say of who asks was heard here, if they are trusted; the seal says it from here on."""
-OF_THE_SERVER: Final = frozenset((b"date", b"server", REQUEST_ID.lower().encode()))
+OF_THE_SERVER: Final = frozenset((b"date", b"server", REQUEST_ID.lower().encode(), EXPIRES_HEADER.lower().encode()))
 """Headers that this side gives every answer."""
 TIMEOUT: Final = httpx.Timeout(connect=3.0, write=30.0, read=60.0, pool=3.0)
 """Seconds. An answer begins within `read`, and a stream has a heartbeat more often."""

@@ -189,6 +189,7 @@ class _Turns:
         """used: modified. newest: the latest turn that any project has had."""
         self._room, self._used, self._now, self.newest = room, used, now, newest
         self.served: set[str] = set()
+        self._count = max((one.order for one in used.values()), default=0)
         by_project: dict[str, list[Claim]] = {}
         for claim in waiting:
             by_project.setdefault(claim.project, []).append(claim)
@@ -202,16 +203,15 @@ class _Turns:
         }
 
     def __iter__(self) -> Iterator[Claim]:
-        heap = [(self._key(name), name) for name in self._queues]
+        heap = [(self._key(name), name) for name in self._queues]  # a project's key changes by its own jobs alone
         heapify(heap)
-        while heap:
-            key, name = heappop(heap)
-            if key != (now := self._key(name)):  # it got places since
-                heappush(heap, (now, name))
-                continue
+        while len(heap) > 1:
+            _, name = heappop(heap)
             yield self._queues[name].popleft()
             if self._queues[name]:
                 heappush(heap, (self._key(name), name))
+        for _, name in heap:
+            yield from self._queues[name]
 
     def took(self, claim: Claim, places: int, *, new: bool) -> None:
         """It has so many places more. new: it had none."""
@@ -221,15 +221,14 @@ class _Turns:
             turn = max(self.newest, used.served.next_turn)
             cost = _share(self._room, places * claim.each, places * claim.each if claim.gpus else 0) / used.share.weight
             used.served = Served(self._now, turn, round(turn + cost, 9))  # or equal ones would differ by an error
-            used.order = max(one.order for one in self._used.values()) + 1
-            self.newest = turn
+            self._count += 1
+            used.order, self.newest = self._count, turn
             self.served.add(claim.project)
 
     def _key(self, name: str) -> tuple[object, ...]:
         used, head = self._used[name], self._queues[name][0]
-        turn = max(self.newest, used.served.next_turn)
-        share = used.of_room(self._room)
-        return -head.priority - self._risen[name], share, turn, used.served.at, used.order, head.order
+        share, served = used.of_room(self._room), used.served
+        return -head.priority - self._risen[name], share, served.next_turn, served.at, used.order, head.order
 
     def _in_project(self, claim: Claim) -> tuple[object, ...]:
         return -claim.priority - self._points(self._since(claim)), claim.order[1:]
@@ -303,6 +302,8 @@ def _as_it_will_be(room: Room, used: dict[str, _Used], newest: float, waiting: l
     """In the order in which they start, if none that has places ends before: each that starts is then counted. used:
     modified.
     """
+    if len({one.claim.project for one in waiting}) < 2:
+        return waiting
     by_id = {one.claim.id: one for one in waiting}
     turns = _Turns(room, used, newest, [one.claim for one in waiting], now)
     found = []

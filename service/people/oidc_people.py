@@ -179,6 +179,8 @@ class IssuerPeople:
                 if row is not None:  # a request beside this one was faster
                     return row
                 row = session.get(IssuerPersonRow, name)
+                if row is not None and (row.issuer, row.subject) == (self.issuer, subject):
+                    return row  # it has come between the two looks, on PostgreSQL
                 if row is not None and row.subject is None:
                     row.issuer, row.subject = str(self.issuer), subject  # whom the block waits for
                 elif row is not None:

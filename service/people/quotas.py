@@ -84,9 +84,10 @@ def used_by_jobs(rows: Iterable[JobRow], room: Room | None) -> Used:
 
 def kept_by_project(session: Session, who: str | None = None) -> dict[str, int]:
     """Bytes of samples, events and logs that are kept of the jobs of each project, or of one person in it."""
-    query = select(JobRow.project, func.sum(JobRow.kept_bytes)).group_by(JobRow.project)
+    project = func.coalesce(JobRow.project, "")  # or SQLite takes the index of projects, and reads every job
+    query = select(project, func.sum(JobRow.kept_bytes)).group_by(project)
     found = session.execute(query if who is None else query.where(JobRow.submitted_by == who))
-    return {project: int(size) for project, size in found}
+    return {name: int(size) for name, size in found}
 
 
 def kept_of(session: Session, project: str, who: str | None) -> int:

@@ -129,6 +129,7 @@ def run_lines(lines: str, steps: int) -> tuple[Any, list[float]]:
     return names["optimizer"], rates
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("config", [ADAM, LAMB, ZERO_ONE, FP16], ids=["adam", "lamb", "zero_one", "fp16"])
 def test_the_lines_run_and_make_the_optimizer_that_was_configured(thinwire, given, config):
     run = thinwire("migrate", given(config))
@@ -166,6 +167,7 @@ def deepspeeds_rates(kind: str, p: dict[str, Any], lr: float, steps: int) -> lis
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", [ADAM, ZERO_ONE, FP16], ids=["decay", "cosine", "constant"])
 def test_the_rates_are_those_of_deepspeeds_scheduler_step_for_step(thinwire, given, config):
     _, rates = run_lines(thinwire("migrate", given(config)).out, 14)
@@ -221,10 +223,11 @@ def test_comments_and_commas_of_hjson_are_read_and_those_in_texts_are_kept(thinw
         ('{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}', "give --steps"),
         ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "both enabled"),
         ('{"fp16": {"enabled": "perhaps"}}', "true or false"),
-        ('{"fp16": {"enabled": true, "initial_scale_power": 5000}}', "at most 127"),
-        ('{"gradient_clipping": 1' + 400 * "0" + "}", "at most 1.79769e+308"),
+        ('{"gradient_clipping": 1' + 400 * "0" + "}", "from 0 to"),
         ('{"gradient_clipping": 1' + 5000 * "0" + "}", "digits"),
         (700 * '{"a": ' + "1" + 700 * "}", "inside one another"),
+        ('{"fp16": {"enabled": true, "initial_scale_power": 5000}}', "from 0 to 127"),
+        ('{"gradient_accumulation_steps": 10000000000000000000000}', "from 1 to"),
         ("{" * 100_000, "is no JSON"),
         ("\x80", "must"),
     ],

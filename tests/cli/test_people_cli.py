@@ -62,6 +62,7 @@ def test_what_cannot_be_a_token_is_refused_with_code_2(
     assert (run.code, run.out) == (2, "")
 
 
+@pytest.mark.slow
 def test_projects_are_made_limited_and_shown_and_a_token_moves_between_them(
     thinwire: Callable[..., Run], live: LiveService, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,5 +46,5 @@ def test_the_examples_run_as_they_stand(
     wait_until(over, "the examples end", timeout_s=120.0)
     assert failed == []
     said = capfd.readouterr().out
-    assert re.search(r"^first-\w{6} SUCCEEDED\n", said)
+    assert re.search(r"^first-\w{6} SUCCEEDED$", said, re.MULTILINE)
     assert len(re.findall(r"^first-\w{6} 0.00[13] SUCCEEDED$", said, re.MULTILINE)) == 2

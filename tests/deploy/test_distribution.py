@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import venv
 import zipfile
 from dataclasses import dataclass
 from email.message import Message
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.release import install
 from tests.extras import ROOT, STEPS
 from tests.once import once
 
@@ -54,19 +54,7 @@ def _build(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of an environment with the wheel in it, over the packages of this one, from which no thinwire comes."""
-    return Path(once(tmp_path_factory, "installed", lambda folder: _install(built, folder)))
-
-
-def _install(built: Built, at: Path) -> str:
-    venv.create(at, symlinks=True)
-    python = at / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, "--no-compile", built.wheel], check=True)
-    site = next((at / "lib").glob("python*/site-packages"))
-    # After its own: and the files *.pth in those folders, such as that of the clone, are not read.
-    folders = [path for path in map(Path, sys.path) if path.name == "site-packages"]
-    (site / "packages_of_the_tests.pth").write_text("".join(f"{folder}\n" for folder in folders))
-    return str(at / "bin")
+    return Path(once(tmp_path_factory, "installed", lambda folder: str(install(built.wheel, folder))))
 
 
 def away(installed: Path, folder: Path, *words: str | Path) -> str:

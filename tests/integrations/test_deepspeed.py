@@ -228,15 +228,18 @@ def test_what_is_no_such_checkpoint_is_refused_in_words(tmp_path):
         ({"optimizer": {**outer, "state": sparse}}, "must be a dense tensor"),
         ({"optimizer": {**outer, "state": huge}}, "step count"),
         ({"module": {**weights, name: weights[name] * torch.nan}}, f"{name}.*not finite"),
-        ({"module": {**weights, name: "text"}}, "has not the layout"),
-        ({"optimizer": {**outer, "param_groups": [1, 2]}}, "has not the layout"),
-        ({"optimizer": {**outer, "param_groups": [{}, {}]}}, "has not the layout"),
-        ({"dp_world_size": "many"}, "has not the layout"),
+        ({"module": {**weights, name: "text"}}, "is not laid out"),
+        ({"optimizer": {**outer, "param_groups": [1, 2]}}, "is not laid out"),
+        ({"optimizer": {**outer, "param_groups": [{}, {}]}}, "is not laid out"),
+        ({"dp_world_size": "many"}, "is not laid out"),
     ):
         refused(changed(tmp_path, "adamw", **keys), said)
+    refused(changed(tmp_path, "adamw", optimizer={**outer, "param_groups": [{}, {}]}), "is not laid out as")
+    refused(changed(tmp_path, "adamw", optimizer={**outer, "state": {0: 3, 1: 3, 2: 3, 3: 3}}), "is not laid out as")
     one_group = optim.Adam(model.parameters(), model=model)
     refused(SAVED / "adamw", "has 2 parameter groups, and the optimizer 1", optimizer=one_group)
     wide = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    refused(SAVED / "adamw", "the model that it was made of", model_of())
     refused(SAVED / "adamw", "build the same model", wide, optimizer_of(wide, "Adam"))
     part = tmp_path / "adamw-zero2"
     shutil.copytree(SAVED / "adamw-zero2", part)

@@ -16,6 +16,7 @@ from typing import Any
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
+from sqlalchemy import Engine
 from starlette.routing import BaseRoute
 
 from thinwire.contract.files import private_folder
@@ -100,6 +101,20 @@ def share_routes(app: FastAPI) -> None:
     app.router.routes[:] = _ROUTES
 
 
+_STATEMENTS: list[Engine] = []
+
+
+def share_statements(database: Database) -> None:
+    """SQLAlchemy compiles a statement once for each engine's dialect, a sixth of a test's time: once a process here."""
+    if database.engine.dialect.name != "sqlite":
+        return
+    if not _STATEMENTS:
+        _STATEMENTS.append(database.engine)
+    for engine in (database.engine, database._writing):
+        engine.dialect = _STATEMENTS[0].dialect
+        engine._compiled_cache = _STATEMENTS[0]._compiled_cache
+
+
 class Service:
     """An application without its lifespan: `turn` is the reconciler's thread."""
 
@@ -123,6 +138,7 @@ class Service:
         self.app: FastAPI = create_app(self.settings, self.launcher, service_url=SERVICE_URL, clock=self.clock)
         share_routes(self.app)
         self.plane: ControlPlane = self.app.state.plane
+        share_statements(self.plane.db)
         self.plane.reconciler.patience_s = 30.0  # a turn is over when all that it asked has been answered
         self.plane.own()
         if self.plane.ownership.owns:

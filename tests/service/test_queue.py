@@ -207,7 +207,7 @@ def of(project: str, name: str, least: int = 1, **more: Any) -> Claim:
     weights=st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=2, max_size=4),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_a_project_that_waits_gets_its_share_to_within_a_job_and_its_turn_within_a_round(
     room: int, weights: list[float], seed: int
 ) -> None:

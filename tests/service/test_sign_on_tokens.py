@@ -6,6 +6,7 @@ import base64
 import hmac
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,12 @@ from pydantic import ValidationError
 
 from tests.service.control_plane_harness import Service, spec
 from tests.service.issuer import CLIENT, PUBLIC, TestIssuer, issuer
+from thinwire.contract.people import Role
 from thinwire.service.config import Settings
+from thinwire.service.db import Database
+from thinwire.service.errors import Forbidden
 from thinwire.service.people.oidc_issuer import PAUSE_S
+from thinwire.service.people.oidc_people import IssuerPeople
 
 ROLES = {"ml": "user", "ml-admins": "operator", "guests": "viewer"}
 API = "https://thinwire.example/api"
@@ -312,6 +317,7 @@ def test_a_name_is_whose_who_came_with_it_first_and_who_is_blocked_stays_out(tmp
         service.close()
 
 
+@pytest.mark.slow
 def test_an_address_of_mail_counts_where_the_issuer_has_verified_it(tmp_path: Path, real: TestIssuer) -> None:
     by_mail = {"oidc_name_claim": "email", "oidc_groups_claim": "email", "oidc_roles": {"anna@example.com": "user"}}
     service = at(tmp_path / "home", real, **by_mail)
@@ -324,6 +330,7 @@ def test_an_address_of_mail_counts_where_the_issuer_has_verified_it(tmp_path: Pa
         service.close()
 
 
+@pytest.mark.slow
 def test_roles_may_stand_deep_in_a_token_and_settings_that_are_half_are_refused(
     tmp_path: Path, real: TestIssuer
 ) -> None:
@@ -344,3 +351,37 @@ def test_roles_may_stand_deep_in_a_token_and_settings_that_are_half_are_refused(
     ):
         with pytest.raises(ValidationError, match=r"(?i)oidc"):
             Settings(home=tmp_path, **wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_of_many_who_come_with_one_name_at_once_one_has_it(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = f"sqlite:///{tmp_path}/a.db" if kind == "sqlite" else request.getfixturevalue("new_database")()
+    db = Database(url)
+    db.upgrade()
+    people = IssuerPeople(db, "https://idp.example", {"ml": Role.USER}, {}, clock=time.time)
+    start = threading.Barrier(24)
+    found: dict[int, str] = {}
+
+    def come(number: int) -> None:
+        start.wait()
+        try:
+            with db.read() as session:
+                found[number] = people.admit(session, f"sub-{number % 3}", "anna@idp", ["ml"]).name
+        except Forbidden:
+            found[number] = "refused"
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in range(24)]
+    try:
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(120)
+        (row,) = people.list(10, None).people
+        assert {number: words == "anna@idp" for number, words in found.items()} == {
+            number: f"sub-{number % 3}" == row.subject for number in range(24)
+        }
+    finally:
+        db.close()

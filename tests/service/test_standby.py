@@ -25,6 +25,7 @@ from tests.certificates import authority, signed
 from tests.service.control_plane_harness import SERVICE_URL, Clock, Service, event_loop, spec, wait_until
 from tests.service.test_server_process import Server, servers
 from tests.service.test_tls import free_port
+from thinwire.contract.people import EXPIRES_HEADER
 from thinwire.service import standby as standby_module
 from thinwire.service.config import Settings
 from thinwire.service.launch.fake import FakeLauncher
@@ -120,8 +121,11 @@ def test_the_owner_learns_who_asks_from_where_and_what_the_request_is_called(pai
     (crossed,) = pair.wire.crossed
     assert crossed.headers["x-request-id"] == answer.headers["x-request-id"]
     assert "x-forwarded-for" not in crossed.headers
-    names = [name.lower() for name, _ in answer.headers.raw]
-    assert len(names) == len(set(names))
+    soon = pair.client.get("/v1/jobs", headers=pair.owner.person("anna", days=1))
+    assert EXPIRES_HEADER in soon.headers
+    for given in (answer, soon):
+        names = [name.lower() for name, _ in given.headers.raw]
+        assert len(names) == len(set(names))
 
 
 def test_a_browser_signs_in_at_either_and_is_signed_in_at_both(pair: Pair) -> None:

@@ -299,7 +299,7 @@ def test_a_person_signs_on_in_a_browser_below_a_prefix_and_comes_back_to_where_t
                 page.get_by_text("does not answer now").wait_for()
                 page.get_by_label("Your token").fill(desk.service.token)
                 page.keyboard.press("Enter")
-                page.get_by_text("operator (operator)").wait_for()
+                page.get_by_text("operator (operator").wait_for()
                 assert [one for one in desk.complaints if "default-src 'self'" not in one] == []  # the issuer's own
         finally:
             desk.close()

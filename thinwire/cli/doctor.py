@@ -81,6 +81,14 @@ def doctor(
             help="With --kubernetes: a RayJob, as of `thinwire manifest`.", envvar="THINWIRE_KUBERAY_TEMPLATE"
         ),
     ] = None,
+    added: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --kubernetes: a file with what is added to the pods, as kuberay.pods of the chart.",
+            envvar="THINWIRE_KUBERAY_PODS",
+            show_default=False,
+        ),
+    ] = None,
     image: Annotated[
         str | None,
         typer.Option(help="With --kubernetes: of head and workers.", envvar="THINWIRE_KUBERAY_IMAGE"),
@@ -162,7 +170,7 @@ def doctor(
             raise Unusable("--address, --peers and --kubernetes: give one, all that it names is examined")
         order = Order(questions, _ports(ports), seconds, CLUSTER_LIMIT_S, _say)
         if kubernetes:
-            seen = _pods(pods, spec, (namespace, template, image), order)
+            seen = _pods(pods, spec, (namespace, template, image, added), order)
         elif address is not None:
             seen = examine_cluster(address, "" if token_file is None else _token(token_file), order, python)
         elif peers is not None:
@@ -208,19 +216,19 @@ def _asked(
 def _pods(
     pods: int | None,
     spec: TrainSpec | ScriptSpec | None,
-    kind: tuple[str | None, Path | None, str | None],
+    kind: tuple[str | None, Path | None, str | None, Path | None],
     order: Order,
 ) -> Examination:
-    """kind: namespace, template and image."""
+    """kind: namespace, template, image, and what is added to the pods."""
     try:
         from thinwire.service.launch.kuberay.kube import connect
         from thinwire.tools.doctor.pods import examine_pods
     except ModuleNotFoundError as error:
         raise Unusable("--kubernetes needs the Kubernetes client: pip install 'thinwire[kubernetes]'") from error
-    namespace, template, image = kind
+    namespace, template, image, added = kind
     number = pods or (2 if spec is None else spec.workers.max)
     try:
-        return examine_pods(connect(namespace), number, order, spec=spec, template=template, image=image)
+        return examine_pods(connect(namespace), number, order, spec=spec, template=template, image=image, added=added)
     except LauncherError as error:
         raise Unusable(str(error)) from error
 

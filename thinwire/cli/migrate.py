@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from thinwire.cli.exit_codes import FAILURE, WRONG_INPUT
 from thinwire.cli.job_file import STDIN, named_file
 from thinwire.cli.migrate_keys import Migration, Rates, migration_of
-from thinwire.cli.migrate_reader import ConfigRefused, Said, Verdict, shown
+from thinwire.cli.migrate_reading import ConfigRefused, Said, Verdict, shown
 from thinwire.cli.screen import complain, note
 from thinwire.contract.spec import read_spec
 from thinwire.service.problems import problems_of_spec

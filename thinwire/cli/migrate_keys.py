@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.cli.migrate_reader import AUTO, BY_TRAINER, ConfigRefused, Reader, Said, Verdict, shown
+from thinwire.cli.migrate_reading import AUTO, BY_TRAINER, ConfigRefused, Reader, Said, Verdict, shown
 from thinwire.contract.spec import MOST_WORKERS
 
 
@@ -219,10 +219,8 @@ def migration_of(config: Mapping[str, Any], steps: int | None = None) -> Migrati
 def _optimizer(reader: Reader, found: Migration) -> None:
     given = reader.block("optimizer")
     if given is None:
-        why = (
-            "it is the one that your code gives to deepspeed.initialize(): the lines have OneBitAdam with its defaults"
-        )
-        reader.say("optimizer", "not given", Verdict.IGNORED, why)
+        words = "OneBitAdam stands in the place of the optimizer that you give to deepspeed.initialize()"
+        reader.say("optimizer", "not given", Verdict.TAKEN, words)
         return
     reader.block("optimizer.params")
     kind = reader.take("optimizer.type")
@@ -362,7 +360,9 @@ def _scheduler(reader: Reader, found: Migration, steps_of_run: int | None) -> No
         elif shape == "linear":
             rate = 1e-3
             reader.missing(at + "warmup_max_lr", Verdict.TAKEN, "lr=0.001, WarmupDecayLR's own default")
-        lowest = (low or 0.0) / rate if rate else 0.0
+        if low and not rate:
+            raise ConfigRefused(f"{at}warmup_min_lr = {low}: must be 0 where the highest rate is 0")
+        lowest = low / rate if low else 0.0
         if low is not None:
             reader.say(at + "warmup_min_lr", low, Verdict.TAKEN, "what the schedule begins with")
     found.options["lr"] = rate

@@ -332,7 +332,7 @@ def manifest(
         typer.Option(help="Of head and workers. Default: those of the template.", envvar="THINWIRE_KUBERAY_IMAGE"),
     ] = None,
     namespace: Annotated[str, typer.Option(help="Of the RayJob.", envvar="THINWIRE_KUBERAY_NAMESPACE")] = "default",
-    pods: Annotated[
+    added: Annotated[
         Path | None,
         typer.Option(
             help="A file with what is added to the pods, as kuberay.pods of the chart.", envvar="THINWIRE_KUBERAY_PODS"
@@ -359,7 +359,7 @@ def manifest(
         words = script_of_workers(Code(None, sha256, recipe.working_dir, recipe.pip, recipe.env_vars))
     try:
         made = rayjob(
-            read_template(template, image, pods),
+            read_template(template, image, added),
             Attempt(
                 service_id="SERVICE",
                 submission_id=job_id,

@@ -129,9 +129,7 @@ def load_checkpoint(
     except (CheckpointRefused, MemoryError):
         raise
     except Exception as error:  # whatever a value of another kind than DeepSpeed's, somewhere in the files, runs into
-        raise CheckpointRefused(
-            f"{found} has not the layout that DeepSpeed 0.19.6 writes: {type(error).__name__}: {error}"
-        ) from error
+        raise CheckpointRefused(f"{found} is not laid out as DeepSpeed 0.19.6 lays it out ({error!r})") from error
     model.load_state_dict(weights)
     take_over(optimizer, moments, frozen_at=frozen_at)
     own = ("module", "optimizer", "ds_config", "lr_scheduler", "param_shapes", "buffer_names", "shared_params")
@@ -345,6 +343,10 @@ def _weights(module: Mapping[str, Any], rows: Sequence[_Row], model: torch.nn.Mo
             f"the checkpoint and the model differ in {other[:5]}: build the same model, without DDP"
         )
     named = {id(p): name for name, p in model.named_parameters()}
+    if any(id(param) not in named for param, _, _ in rows):
+        raise CheckpointRefused(
+            "the optimizer has parameters that the model has not: give the model that it was made of"
+        )
     weights |= {named[id(param)]: master for param, _, master in rows if master is not None}
     for name, here in own.items():
         if isinstance(here, Tensor) and weights[name].shape != here.shape:

@@ -8,7 +8,7 @@ const LINES = 50;
 const RESOURCES = ["running_jobs", "queued_jobs", "workers", "gpus", "package_bytes", "kept_bytes"];
 const amount = (name, value) => (name.endsWith("_bytes") ? bytesText(value) : String(value));
 
-export function view(place, route, { failed }) {
+export function view(place, route, { me, failed }) {
   const refused = h("p", { class: "problem", role: "alert" }), made = h("div", { role: "status" });
   const rows = h("tbody"), lines = h("tbody"), older = h("button", { type: "button", hidden: true }, "Older lines");
   const [nameId, roleId, daysId, projectId] = ["name", "role", "days", "project"].map(newId);
@@ -56,7 +56,7 @@ export function view(place, route, { failed }) {
         h("td", {}, one.revoked_at ? `revoked ${timeText(one.revoked_at)}` : one.expires_at ? timeText(one.expires_at) : "never"),
         h("td", {}, one.valid ? h("button", { type: "button", class: "danger", "aria-label": `Revoke ${one.name}`, on: { click: () => revoke(one.name) } }, "Revoke") : ""))));
     }
-    const people = await all("people", signal), seen = JSON.stringify(people);
+    const people = me.project === "*" ? await all("people", signal) : [], seen = JSON.stringify(people);
     comers.hidden = people.length === 0;
     if (seen !== came.shown) {
       came.shown = seen;

@@ -34,16 +34,24 @@ T = TypeVar("T")
 
 
 def examine_pods(
-    kube: Kube, pods: int, order: Order, *, spec: JobSpec | None, template: Path | None, image: str | None
+    kube: Kube,
+    pods: int,
+    order: Order,
+    *,
+    spec: JobSpec | None,
+    template: Path | None,
+    image: str | None,
+    added: Path | None = None,
 ) -> Examination:
-    """Run the doctor in `pods` worker pods and the head. spec: of the job that they are to be like.
+    """Run the doctor in `pods` worker pods and the head.
 
+    spec: of the job that they are to be like. added: a file with what is added to the pods.
     Raises: NotExamined.
     """
     like = {"name": "doctor", "steps": 1, "global_batch": pods, "optimizer": {"name": "adam"}}
     try:
         made = rayjob(
-            read_template(template, image),
+            read_template(template, image, added),
             Attempt(
                 service_id="doctor",
                 submission_id=f"doctor-{secrets.token_hex(4)}",

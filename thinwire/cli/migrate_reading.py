@@ -1,9 +1,8 @@
-"""Reading a DeepSpeed configuration key by key, so that each is named once with what became of it."""
+"""A DeepSpeed configuration whose keys are taken one by one, each with what became of it; what is left is unknown."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,6 +34,8 @@ class ConfigRefused(Exception):
     """The configuration is none, or a value in it cannot be; the message says where and what it must be."""
 
 
+LARGEST = 1e15
+"""No number of a configuration is larger: of such a one nothing sensible follows."""
 AUTO = "auto"
 """What the Trainer of transformers fills in before DeepSpeed sees it."""
 BY_TRAINER = (
@@ -103,7 +104,7 @@ class Reader:
         except ValidationError as error:
             raise ConfigRefused(f"{path} = {shown(value)}: must be true or false") from error
 
-    def number(self, path: str, *, least: float = 0.0, most: float = sys.float_info.max, whole: bool = False) -> Any:
+    def number(self, path: str, *, least: float = 0.0, most: float = LARGEST, whole: bool = False) -> Any:
         """The number there, or None; "auto" is said, and counts as None. Raises: ConfigRefused."""
         value = self.take(path)
         if value is None:
@@ -114,8 +115,7 @@ class Reader:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
         if not fits or (whole and value != int(value)):
             kind = "a whole number" if whole else "a number"
-            upper = f" and at most {most:g}" if isinstance(value, int | float) and value > most else ""
-            raise ConfigRefused(f"{path} = {shown(value)}: must be {kind}, at least {least:g}{upper}")
+            raise ConfigRefused(f"{path} = {shown(value)}: must be {kind}, from {least:g} to {most:g}")
         return int(value) if whole else value
 
     def leave(self, path: str) -> dict[str, Any]:
