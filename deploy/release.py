@@ -68,21 +68,27 @@ def stated(root: Path) -> dict[str, list[str]]:
 def write_version(root: Path, version: str) -> None:
     """Put the version into all places, and its heading into CHANGELOG.md. Modifies the files of PLACES.
 
-    Raises: ReleaseRefused.
+    Raises: ReleaseRefused where the files say a later one, or CHANGELOG.md has nothing that is not released.
     """
-    _checked(version)
-    stated(root)
+    number, newest = _checked(version), max(_checked(one) for found in stated(root).values() for one in found)
+    if number < newest:
+        raise ReleaseRefused(f"VERSION = {version}: the files say {'.'.join(map(str, newest))}, which is later")
+    changes, heading = root / CHANGELOG, HEADING.format(version=version)
+    text = changes.read_text()
+    if heading not in text.splitlines():
+        before, first, after = text.partition("\n## ")
+        if (above := re.findall(rf"(?m)^# {NUMBER}$", before)) or not first:
+            since = f" since {above[0]}" if above else ""
+            raise ReleaseRefused(
+                f"{CHANGELOG} says of no change{since}: write what has changed above, below a ## of its own"
+            )
+        changes.write_text(f"{before.rstrip()}\n\n{heading}\n{first}{after}")
     for name, patterns in PLACES.items():
         path = root / name
         text = path.read_text()
         for pattern in patterns:
             text = re.sub(pattern, lambda match: match[0].replace(match[1], version), text)
         path.write_text(text)
-    changes, heading = root / CHANGELOG, HEADING.format(version=version)
-    text = changes.read_text()
-    if heading not in text.splitlines():
-        before, first, after = text.partition("\n## ")
-        changes.write_text(f"{before.rstrip()}\n\n{heading}\n{first}{after}")
 
 
 def notes(root: Path, version: str) -> str:

@@ -39,6 +39,8 @@ def test_a_refused_file_lists_path_value_and_what_is_allowed(
         ("", "holds nothing, not a mapping of fields"),
         ("just words", "holds text, not a mapping of fields"),
         ("steps: .nan", "steps = nan: must be a finite number"),
+        ("optimizer: {lr: .NaN, eps: -.Inf}", "optimizer.lr = nan: must be a finite number; optimizer.eps = -inf"),
+        ('optimizer: {lr: !!float ""}', "holds a value that JSON cannot carry"),
         ("optimizer: {betas: [0.9, .inf]}", "optimizer.betas.1 = inf: must be a finite number"),
         ("name: !!binary aGVsbG8=", "name is of YAML type bytes"),
         ("x: " + "y" * (1 << 20), "has 1048579 bytes; a job file may have at most 1048576"),

@@ -220,7 +220,12 @@ def test_comments_and_commas_of_hjson_are_read_and_those_in_texts_are_kept(thinw
         ('{"scheduler": {"type": "WarmupDecayLR", "params": {}}}', "total_num_steps"),
         ('{"zero_optimization": {"stage": "two"}}', "must be a whole number"),
         ('{"fp16": true}', "must be an object"),
-        ('{"fp16": {"enabled": "yes"}}', "must be true or false"),
+        ('{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}', "give --steps"),
+        ('{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "both enabled"),
+        ('{"fp16": {"enabled": "perhaps"}}', "true or false"),
+        ('{"gradient_clipping": 1' + 400 * "0" + "}", "from 0 to"),
+        ('{"gradient_clipping": 1' + 5000 * "0" + "}", "digits"),
+        (700 * '{"a": ' + "1" + 700 * "}", "inside one another"),
         ('{"fp16": {"enabled": true, "initial_scale_power": 5000}}', "from 0 to 127"),
         ('{"gradient_accumulation_steps": 10000000000000000000000}', "from 1 to"),
         ("{" * 100_000, "is no JSON"),
@@ -242,3 +247,31 @@ def test_auto_of_the_trainer_is_no_value(thinwire, given):
     assert run.code == 0
     assert "auto" not in run.out
     assert "with_thinwire" in run.err
+
+
+def test_a_file_for_the_trainer_needs_the_steps_alone_and_names_each_key_once():
+    auto = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    optimizer = {"type": "OneBitAdam", "params": {"lr": "auto", "freeze_step": "auto"}}
+    found = migration_of({"optimizer": optimizer, "scheduler": {"type": "WarmupDecayLR", "params": auto}}, 500)
+    assert found.options["total_steps"] == 500
+    assert found.rates is not None
+    assert found.rates.total == 500
+    assert len({one.key for one in found.said}) == len(found.said)
+    given = {one.key: one.value for one in found.said}
+    assert {given[f"scheduler.params.{name}"] for name in auto} == {given["optimizer.params.freeze_step"]} == {"auto"}
+
+
+def test_what_deepspeed_takes_is_taken_in_whatever_way_it_is_written():
+    assert (
+        migration_of({"fp16": {"enabled": "True"}}).dtype == migration_of({"fp16": {"enabled": 1}}).dtype == "float16"
+    )
+    assert [one.key for one in migration_of({}).said] == ["optimizer"]
+    sgd = migration_of({"optimizer": {"type": "SGD", "params": {"nesterov": True, "dampening": 0}}})
+    assert {one.key.split(".")[-1]: one.verdict.value for one in sgd.said} == {
+        "type": "taken over",
+        "nesterov": "no counterpart",
+        "dampening": "not needed",
+    }
+    elastic = {"elasticity": {"enabled": True, "max_gpus": 10_000}}
+    assert migration_of(elastic).workers["max"] == 4096
+    assert migration_of(elastic | {"train_batch_size": 8}).workers["max"] == 8

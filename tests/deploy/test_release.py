@@ -40,6 +40,8 @@ def clone(tmp_path: Path) -> Path:
 
 
 def released(root: Path, version: str) -> None:
+    changes = root / "CHANGELOG.md"
+    changes.write_text(f"# Changelog\n\n## In {version}\n\n* New.\n\n{changes.read_text().removeprefix('# Changelog')}")
     write_version(root, version)
     git(root, "commit", "-qam", f"Version {version}")
     git(root, "tag", f"v{version}")
@@ -62,16 +64,19 @@ def test_what_is_unfit_is_refused_with_what_to_do(clone):
     refused(clone, "0.2.0", "there is no tag v0.2.0")
     git(clone, "tag", "v0.2.0")
     refused(clone, "0.2.0", "pyproject.toml: 0.1.0")
-    write_version(clone, "0.2.0")
-    refused(clone, "0.2.0", "not committed")
-    git(clone, "commit", "-qam", "Version 0.2.0")
+    git(clone, "tag", "-d", "v0.2.0")
+    git(clone, "branch", "before")
+    released(clone, "0.2.0")
+    git(clone, "tag", "-f", "v0.2.0", "before")
     refused(clone, "0.2.0", "and HEAD at")
     git(clone, "tag", "-f", "v0.2.0")
     refuse_unfit(clone, "0.2.0")
     (clone / "left.txt").write_text("behind")
     refused(clone, "0.2.0", "left.txt")
     (clone / "left.txt").unlink()
-    released(clone, "0.1.9")
+    with pytest.raises(ReleaseRefused, match=re.escape("the files say 0.2.0, which is later")):
+        write_version(clone, "0.1.9")
+    git(clone, "tag", "v0.1.9")
     refused(clone, "0.1.9", "must be above 0.2.0")
 
 
@@ -86,6 +91,18 @@ def test_the_notes_are_the_section_of_the_version_alone(clone):
     assert changes.read_text().count("# 0.2.0") == 1, "a heading that is there stays where it is"
     with pytest.raises(ReleaseRefused, match=re.escape("no entry below a heading '# 0.3.0'")):
         notes(clone, "0.3.0")
+
+
+def test_notes_that_are_released_do_not_become_those_of_the_next_version(clone):
+    released(clone, "0.2.0")
+    before = {name: (clone / name).read_bytes() for name in (*PLACES, "CHANGELOG.md")}
+    with pytest.raises(ReleaseRefused, match=re.escape("of no change since 0.2.0")):
+        write_version(clone, "0.3.0")
+    assert {name: (clone / name).read_bytes() for name in before} == before
+    changes = clone / "CHANGELOG.md"
+    changes.write_text(changes.read_text().replace("# 0.2.0", "## New\n\n* Third.\n\n# 0.2.0"))
+    write_version(clone, "0.3.0")
+    assert notes(clone, "0.3.0") == "# Thinwire 0.3.0\n\n## New\n\n* Third.\n"
 
 
 def test_an_archive_says_nothing_of_when_and_by_whom_it_was_made(tmp_path):

@@ -220,6 +220,20 @@ def test_what_is_no_such_checkpoint_is_refused_in_words(tmp_path):
     refused(changed(tmp_path, "adamw", optimizer={**outer, "state": states}), "exp_avg, exp_avg_sq and step are needed")
     states = {i: {**one, "exp_avg": one["exp_avg"] * torch.nan} for i, one in outer["state"].items()}
     refused(changed(tmp_path, "adamw", optimizer={**outer, "state": states}), "not finite")
+    sparse = {i: {**one, "exp_avg": one["exp_avg"].to_sparse()} for i, one in outer["state"].items()}
+    huge = {i: {**one, "step": 10**30} for i, one in outer["state"].items()}
+    weights = read("adamw")["module"]
+    name = next(name for name, _ in model.named_parameters())
+    for keys, said in (
+        ({"optimizer": {**outer, "state": sparse}}, "must be a dense tensor"),
+        ({"optimizer": {**outer, "state": huge}}, "step count"),
+        ({"module": {**weights, name: weights[name] * torch.nan}}, f"{name}.*not finite"),
+        ({"module": {**weights, name: "text"}}, "is not laid out"),
+        ({"optimizer": {**outer, "param_groups": [1, 2]}}, "is not laid out"),
+        ({"optimizer": {**outer, "param_groups": [{}, {}]}}, "is not laid out"),
+        ({"dp_world_size": "many"}, "is not laid out"),
+    ):
+        refused(changed(tmp_path, "adamw", **keys), said)
     refused(changed(tmp_path, "adamw", optimizer={**outer, "param_groups": [{}, {}]}), "is not laid out as")
     refused(changed(tmp_path, "adamw", optimizer={**outer, "state": {0: 3, 1: 3, 2: 3, 3: 3}}), "is not laid out as")
     one_group = optim.Adam(model.parameters(), model=model)
@@ -230,7 +244,7 @@ def test_what_is_no_such_checkpoint_is_refused_in_words(tmp_path):
     part = tmp_path / "adamw-zero2"
     shutil.copytree(SAVED / "adamw-zero2", part)
     (part / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    refused(part, r"those of \[1\] are missing")
+    refused(part, "that of rank 1 is missing")
     (part / MODEL).rename(part / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     refused(part, "ZeRO-3")
 

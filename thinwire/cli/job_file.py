@@ -75,7 +75,7 @@ def _json_in(text: str, path: str) -> JsonValue:
         document: JsonValue = json.loads(json.dumps(found, allow_nan=False))
     except yaml.YAMLError as error:
         raise JobFileError(f"{path} is neither YAML nor JSON: {_one_line(error)}") from error
-    except (TypeError, ValueError, RecursionError) as error:
+    except (IndexError, TypeError, ValueError, RecursionError) as error:  # IndexError: PyYAML's, of !!float ""
         raise JobFileError(f"{path} holds a value that JSON cannot carry: {error}") from error
     return document
 
@@ -162,7 +162,9 @@ _JsonLikeLoader.add_implicit_resolver(
 )
 _JsonLikeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|nan))$"),
+    re.compile(
+        r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
     list("-+.0123456789"),
 )
 _JsonLikeLoader.add_implicit_resolver(

@@ -68,8 +68,9 @@ def migrate(
     try:
         found = migration_of(read_config(file), steps)
         lines = as_script(found) if form is Form.SCRIPT else as_job(found)
-    except ConfigRefused as error:
-        complain(f"{named_file(file)}: {error}")
+    except (ConfigRefused, RecursionError) as error:
+        why = error if isinstance(error, ConfigRefused) else "holds objects inside one another, more than can be read"
+        complain(f"{named_file(file)}: {why}")
         raise typer.Exit(WRONG_INPUT) from None
     if as_json:
         keys = [{"key": s.key, "value": s.value, "verdict": s.verdict.value, "words": s.words} for s in found.said]
@@ -106,7 +107,7 @@ def read_config(file: Path) -> dict[str, Any]:
         raise ConfigRefused(f"has more than {LARGEST_FILE} bytes: no DeepSpeed configuration is so long")
     try:
         document = json.loads(_plain_json(text), object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of more digits than Python reads
         raise ConfigRefused(f"is no JSON: {error}") from error
     if not isinstance(document, dict):
         raise ConfigRefused(f"holds {shown(document)}: must be an object of DeepSpeed's keys")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.cli.migrate_reading import AUTO, BY_TRAINER, ConfigRefused, Reader, Said, Verdict, shown
+from thinwire.contract.spec import MOST_WORKERS
 
 
 @dataclass(slots=True)
@@ -85,8 +86,6 @@ _PARAMS = {
     "eps": _SAME,
     "weight_decay": "the same argument: decoupled there and here",
     "momentum": _SAME,
-    "dampening": _SAME,
-    "nesterov": _SAME,
     **{name: f"bounds=LambBounds({name}=...)" for name in _BOUNDS},
     **{name: f"schedule=ZeroOneSchedule({name}=...)" for name in _SCHEDULE},
 }
@@ -97,6 +96,10 @@ _OF = {
     "Lamb": ("lr", "betas", "eps", "weight_decay", "max_coeff", "min_coeff"),
     "ZeroOneAdam": ("lr", "betas", "eps", "weight_decay", *_SCHEDULE),
     "SGD": ("lr", "momentum", "weight_decay"),
+}
+_PARAMS_OF_SGD = {
+    "nesterov": "SGD and OneBitSGD have plain momentum",
+    "dampening": "SGD and OneBitSGD have plain momentum",
 }
 _PARAMS_IGNORED = {
     "comm_backend_name": "what carries the bytes is torch's process group: NCCL or gloo",
@@ -192,7 +195,7 @@ def migration_of(config: Mapping[str, Any], steps: int | None = None) -> Migrati
     reader, found = Reader(config), Migration()
     found.said = reader.said
     _optimizer(reader, found)
-    _scheduler(reader, found)
+    _scheduler(reader, found, steps)
     _precision(reader, found)
     _batches(reader, found)
     _zero(reader)
@@ -283,6 +286,9 @@ def _params(reader: Reader, found: Migration, kind: str, *, torch_adam: bool) ->
         words = "DeepSpeed refuses it there and takes gradient_clipping"
         reader.say(at + "max_grad_norm", clip, Verdict.TAKEN, f"max_grad_norm={clip!r}: {words}")
         found.options["max_grad_norm"] = clip
+    for name, why in _PARAMS_OF_SGD.items() if found.optimizer == "SGD" else ():
+        if (value := reader.take(at + name)) is not None:
+            reader.say(at + name, value, Verdict.NONE if value else Verdict.IGNORED, why if value else "it is off")
     reader.all_of(_PARAMS_IGNORED, Verdict.IGNORED, at)
 
 
@@ -305,7 +311,7 @@ def _freeze(reader: Reader, found: Migration) -> None:
         step = reader.number(path, least=1, whole=True)
         if step is None:
             why = '100000 there; warmup="auto" here finds the end by the variance'
-            reader.say(path, "not given", Verdict.IGNORED, why)
+            reader.missing(path, Verdict.IGNORED, why)
             return
         found.options["warmup"] = max(1, step - 1)
         words = f"warmup={max(1, step - 1)}: its count is one ahead, because its first step() trains nothing"
@@ -314,7 +320,7 @@ def _freeze(reader: Reader, found: Migration) -> None:
         path = "optimizer.params.var_freeze_step"
         step = reader.number(path, least=1, whole=True)
         if step is None:
-            reader.say(path, "not given", Verdict.IGNORED, "100000 there; here it is found by the learning rate")
+            reader.missing(path, Verdict.IGNORED, "100000 there; here it is found by the learning rate")
             return
         found.options["var_freeze_step"] = step
         reader.say(path, step, Verdict.TAKEN, f"var_freeze_step={step}, the same argument")
@@ -327,7 +333,7 @@ _OTHER_SCHEDULERS = {
 }
 
 
-def _scheduler(reader: Reader, found: Migration) -> None:
+def _scheduler(reader: Reader, found: Migration, steps_of_run: int | None) -> None:
     if reader.block("scheduler") is None:
         return
     reader.block("scheduler.params")
@@ -353,7 +359,7 @@ def _scheduler(reader: Reader, found: Migration) -> None:
             rate = high
         elif shape == "linear":
             rate = 1e-3
-            reader.say(at + "warmup_max_lr", "not given", Verdict.TAKEN, "lr=0.001, WarmupDecayLR's own default")
+            reader.missing(at + "warmup_max_lr", Verdict.TAKEN, "lr=0.001, WarmupDecayLR's own default")
         if low and not rate:
             raise ConfigRefused(f"{at}warmup_min_lr = {low}: must be 0 where the highest rate is 0")
         lowest = low / rate if low else 0.0
@@ -374,12 +380,18 @@ def _scheduler(reader: Reader, found: Migration) -> None:
     if (start := reader.take(at + "last_batch_iteration")) not in (None, -1):
         reader.say(at + "last_batch_iteration", start, Verdict.NONE, "load the state of the scheduler instead")
     if shape != "constant" and total is None:
-        raise ConfigRefused(f"{at}total_num_steps is not given: {kind} needs the steps of the run")
+        if steps_of_run is None:
+            raise ConfigRefused(f"{at}total_num_steps: no number is given, and {kind} needs the steps: give --steps")
+        total = steps_of_run
+        reader.missing(at + "total_num_steps", Verdict.TAKEN, f"total_steps={total}, of --steps")
+    elif total is not None:
+        reader.say(at + "total_num_steps", total, Verdict.TAKEN, f"total_steps={total}")
     steps = max(2, 1000 if warmup is None else warmup)
     reader.say("scheduler.type", kind, Verdict.TAKEN, "a LambdaLR of torch with the same rates, step for step")
-    reader.say(at + "warmup_num_steps", warmup or "not given", Verdict.TAKEN, f"{steps} steps")
-    if total is not None:
-        reader.say(at + "total_num_steps", total, Verdict.TAKEN, f"total_steps={total}")
+    if warmup is None:
+        reader.missing(at + "warmup_num_steps", Verdict.TAKEN, f"{steps} steps")
+    else:
+        reader.say(at + "warmup_num_steps", warmup, Verdict.TAKEN, f"{steps} steps")
     found.rates = Rates(shape, steps, is_log, lowest, last, total)
 
 
@@ -387,17 +399,15 @@ def _precision(reader: Reader, found: Migration) -> None:
     for name in ("fp16", "bf16", "bfloat16"):
         if reader.block(name) is None:
             continue
-        enabled = reader.take(f"{name}.enabled")
-        if enabled == AUTO:
-            reader.say(f"{name}.enabled", enabled, Verdict.IGNORED, BY_TRAINER)
-        if enabled not in (True, False, None, AUTO):
-            raise ConfigRefused(f"{name}.enabled = {shown(enabled)}: must be true or false")
-        if enabled is not True:
+        enabled = reader.switch(f"{name}.enabled")
+        if not enabled:
             for path, value in {f"{name}.enabled": enabled, **reader.leave(name)}.items():
                 if value is not None and value != AUTO:
                     reader.say(path, value, Verdict.IGNORED, f"{name} is not turned on")
             continue
         if name != "fp16":
+            if found.dtype == "float16":
+                raise ConfigRefused(f"fp16 and {name} are both enabled: DeepSpeed refuses that too")
             found.dtype = "bfloat16"
             reader.say(
                 f"{name}.enabled", True, Verdict.TAKEN, "parameters in bfloat16; the optimizer keeps fp32 masters"
@@ -494,8 +504,11 @@ def _elasticity(reader: Reader, found: Migration) -> None:
     if given.get("enabled") is not False:
         for name, here in (("min_gpus", "min"), ("max_gpus", "max")):
             if (value := reader.number(f"elasticity.{name}", least=1, whole=True)) is not None:
-                found.workers[here] = value
-                reader.say(f"elasticity.{name}", value, Verdict.TAKEN, f"workers.{here}: {value} in a job file")
+                limit = min(MOST_WORKERS, found.global_batch or MOST_WORKERS) if here == "max" else value
+                found.workers[here] = most = min(value, limit)
+                more = f", no more than samples in its batch and {MOST_WORKERS}" if value > most else ""
+                words = f"workers.{here}: {most} in a job file{more}"
+                reader.say(f"elasticity.{name}", value, Verdict.TAKEN, words)
     why = "a job keeps its global batch with any number of workers (docs/elasticity.md)"
     for path, value in reader.leave("elasticity").items():
         reader.say(path, value, Verdict.IGNORED, why)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 
 class Verdict(StrEnum):
     """What became of a key."""
@@ -40,6 +42,8 @@ BY_TRAINER = (
     'the Trainer of transformers fills "auto" in: with_thinwire(Trainer(...)) takes it from its arguments '
     "(docs/integrations.md)"
 )
+_SWITCH = TypeAdapter(bool)
+"""As DeepSpeed's own models read one: 1 and "True" are true."""
 
 
 class Reader:
@@ -79,6 +83,26 @@ class Reader:
         for name, why in words.items():
             if (value := self.take(prefix + name)) is not None:
                 self.say(prefix + name, value, verdict, why)
+
+    def missing(self, path: str, verdict: Verdict, words: str) -> None:
+        """What holds for a key that is not given, or is "auto", which is said in the place of what was said of that."""
+        auto = [one for one in self.said if one.key == path]
+        if auto:
+            self.said.remove(auto[0])
+            words += f"; {BY_TRAINER}"
+        self.say(path, AUTO if auto else "not given", verdict, words)
+
+    def switch(self, path: str) -> bool | None:
+        """Is it on? None where it is not given; "auto" is said, and counts as that. Raises: ConfigRefused."""
+        value = self.take(path)
+        if value is None or value == AUTO:
+            if value == AUTO:
+                self.say(path, value, Verdict.IGNORED, BY_TRAINER)
+            return None
+        try:
+            return _SWITCH.validate_python(value)
+        except ValidationError as error:
+            raise ConfigRefused(f"{path} = {shown(value)}: must be true or false") from error
 
     def number(self, path: str, *, least: float = 0.0, most: float = LARGEST, whole: bool = False) -> Any:
         """The number there, or None; "auto" is said, and counts as None. Raises: ConfigRefused."""

@@ -111,19 +111,25 @@ def load_checkpoint(
     Raises: CheckpointRefused, ValueError; then the model may have the weights, and the optimizer is as it was.
     """
     found = _folder(Path(folder), tag)
-    state = _read(found / MODEL)
-    if not isinstance(state.get("module"), Mapping):
-        raise CheckpointRefused(f"{found / MODEL} has no weights under 'module': it is no file of DeepSpeed's engine")
-    partitions, params = _partitions(found), _params(state.get("ds_config"))
     try:
+        state = _read(found / MODEL)
+        if not isinstance(state.get("module"), Mapping):
+            raise CheckpointRefused(
+                f"{found / MODEL} has no weights under 'module': it is no file of DeepSpeed's engine"
+            )
+        partitions = _partitions(found)
         saved = _of_zero(found, partitions, state) if partitions else _of_one_file(found / MODEL, state, optimizer)
         groups = _matched(saved, model, optimizer)
         weights = _weights(state["module"], groups, model)
+        params = _params(state.get("ds_config"))
         kind, moments = _moments(groups, params)
-    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        steps = max(one.steps for one in moments.values())
+        frozen_at = _frozen_at(kind, groups, steps, params, optimizer)
+        ranks = int(state.get("dp_world_size") or 1)
+    except (CheckpointRefused, MemoryError):
+        raise
+    except Exception as error:  # whatever a value of another kind than DeepSpeed's, somewhere in the files, runs into
         raise CheckpointRefused(f"{found} is not laid out as DeepSpeed 0.19.6 lays it out ({error!r})") from error
-    steps = max(one.steps for one in moments.values())
-    frozen_at = _frozen_at(kind, groups, steps, params, optimizer)
     model.load_state_dict(weights)
     take_over(optimizer, moments, frozen_at=frozen_at)
     own = ("module", "optimizer", "ds_config", "lr_scheduler", "param_shapes", "buffer_names", "shared_params")
@@ -132,7 +138,7 @@ def load_checkpoint(
         optimizer=kind,
         steps=steps,
         frozen_at=frozen_at,
-        ranks=int(state.get("dp_world_size") or 1),
+        ranks=ranks,
         zero_stage=_stage(partitions),
         released=_released(groups),
         scheduler=scheduler if isinstance(scheduler, dict) else None,
@@ -198,10 +204,9 @@ def _partitions(folder: Path) -> list[dict[str, Any]]:
     count = found[0].get("partition_count", len(found))
     ranks = max(count) if isinstance(count, list | tuple) else int(count)
     if sorted(paths) != list(range(ranks)):
-        missing = [rank for rank in range(ranks) if rank not in paths]
-        raise CheckpointRefused(
-            f"{folder} has partitions of ranks {sorted(paths)} of {ranks}: those of {missing} are missing"
-        )
+        missing = next((rank for rank in range(ranks) if rank not in paths), None)
+        what = f"that of rank {missing} is missing" if missing is not None else "there are too many"
+        raise CheckpointRefused(f"{folder} has partitions of {len(paths)} ranks, saved by {ranks}: {what}")
     if _stage(found) > 2:
         raise CheckpointRefused(f"{folder} is of ZeRO-{_stage(found)}: stages 1 and 2 can be read")
     return found
@@ -342,12 +347,13 @@ def _weights(module: Mapping[str, Any], rows: Sequence[_Row], model: torch.nn.Mo
         raise CheckpointRefused(
             "the optimizer has parameters that the model has not: give the model that it was made of"
         )
-    for param, _, master in rows:
-        if param.shape != torch.Size(weights[named[id(param)]].shape):
-            name = named[id(param)]
-            raise CheckpointRefused(f"{name} is {list(weights[name].shape)} there and {list(param.shape)} here")
-        if master is not None:
-            weights[named[id(param)]] = master
+    weights |= {named[id(param)]: master for param, _, master in rows if master is not None}
+    for name, here in own.items():
+        if isinstance(here, Tensor) and weights[name].shape != here.shape:
+            raise CheckpointRefused(f"{name} is {list(weights[name].shape)} there and {list(here.shape)} here")
+    damaged = [name for param, _, _ in rows if not weights[name := named[id(param)]].isfinite().all()]
+    if damaged:
+        raise CheckpointRefused(f"the weights {damaged[:5]} have values that are not finite: load another checkpoint")
     return weights
 
 
@@ -370,6 +376,14 @@ def _moments(rows: Sequence[_Row], params: Mapping[str, Any]) -> tuple[str, dict
         steps = int(counted) - hidden
         if steps < 1:
             raise CheckpointRefused("the checkpoint has no moments: it was saved before the first step")
+        if steps >= 1 << 53:
+            raise CheckpointRefused(f"the checkpoint has a step count of {steps:.3g}: it is damaged, load another one")
+        for name in ("exp_avg", "exp_avg_sq"):
+            if not isinstance(x := state[name], Tensor) or x.layout is not torch.strided or x.device.type != "cpu":
+                kind_of = f"{x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+                raise CheckpointRefused(
+                    f"{name} in the checkpoint is {kind_of}: must be a dense tensor with its values"
+                )
         found[param] = Moments(
             steps,
             state["exp_avg"],
