@@ -20,7 +20,10 @@ FOLDER = ROOT / "deploy/grafana"
 OF_THE_SERVICE = {
     *(f"thinwire_service_job_{name}" for name in HELP),
     *(f"thinwire_service_{name}" for name in ("jobs", "launcher_ready", "launcher_answer_age_seconds")),
-    *(f"thinwire_service_{name}" for name in ("disk_free_bytes", "disk_bytes", "database_ready", "spans_total")),
+    *(
+        f"thinwire_service_{name}"
+        for name in ("token_expires_at_seconds", "disk_free_bytes", "disk_bytes", "database_ready", "spans_total")
+    ),
     "thinwire_service_reconcile_age_seconds",
     "thinwire_service_requests_total",
     *(

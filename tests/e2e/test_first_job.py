@@ -118,6 +118,7 @@ def on_the_train_page(server, job_id) -> set[int]:
 @pytest.fixture(scope="module")
 def followed(server, prometheus) -> Followed:
     """One job for all of these laws, as a job takes half a minute to start."""
+    server.call("POST", "/v1/tokens", json={"name": "a-week", "role": "viewer", "days": 7})  # of one is told how long
     job_id = server.submit(**FOLLOWED)
 
     def both_compressed():

@@ -383,23 +383,6 @@ def test_a_queue_of_kueue_is_refused_where_nobody_would_admit(service: Service) 
     assert answer.json()["problems"][0]["path"] == "kueue.queue"
 
 
-def test_workers_of_several_processes_are_refused_on_kubernetes_before_the_job_is_accepted(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service.launcher, "name", "kuberay")
-    recipe = {"name": "script", "entry": "train.py", "working_dir": "/code"}
-    answer = service.client.post("/v1/jobs", json={"recipe": recipe, "workers": {"per_box": 2}})
-    assert answer.status_code == 422, answer.text
-    assert answer.json()["problems"] == [
-        {
-            "path": "workers.per_box",
-            "value": 2,
-            "message": "a pod is a worker of one process: say 1, or submit to a service whose launcher is local or ray",
-        }
-    ]
-    assert not service.client.get("/v1/jobs").json()["jobs"]
-
-
 def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
