@@ -190,6 +190,7 @@ x, y = data(5)
 (model(x) - y).square().mean().backward()
 if rank == 3:
     def interrupt():
+        time.sleep(LATER_S)
         raise KeyboardInterrupt
     optimizer.reduce.finish = interrupt
 began = time.monotonic()
@@ -219,16 +220,18 @@ os._exit(0)
 
 @pytest.mark.law
 @pytest.mark.slow
-def test_ctrl_c_in_one_process_takes_its_box_out_at_once_and_the_other_box_goes_on(tmp_path):
+@pytest.mark.parametrize("later_s", [0, 15])
+def test_ctrl_c_in_one_process_takes_its_box_out_at_once_and_the_other_box_goes_on(tmp_path, later_s):
     """It lives on, so that no connection of its box is closed: its word is all that the others of the box have.
 
     Its thread may have served by then all that the other box wants of it, and so may its neighbour's: then the step
     stands there, on both ranks, as one does whose peers die behind it.
     """
-    ranks = start(SETUP + INTERRUPTED, 4, tmp_path, timeout_s=100)
+    ranks = start(SETUP + f"LATER_S = {later_s}\n" + INTERRUPTED, 4, tmp_path, timeout_s=100)
     assert [rank.wait(timeout=200) for rank in ranks] == [0] * 4
     of_rank = [json.loads(said(tmp_path, rank, "found")) for rank in range(4)]
     stood = "lost" not in of_rank[0]
+    assert stood or not later_s, "all that it sends has been sent by then"
     for rank, found in enumerate(of_rank):
         assert found["seconds"] < 50, "it waited for a time-out"
         assert ("out" in found) == (rank in (2, 3)), (rank, found)
