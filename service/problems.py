@@ -21,6 +21,8 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from thinwire.contract.job_names import LABEL, fitting_name
 from thinwire.contract.jobs import Problem
 from thinwire.contract.labels import KEY, LONGEST_KEY, VALUE
+from thinwire.contract.people import TOKEN_NAME
+from thinwire.contract.projects import PROJECT_NAME
 from thinwire.contract.redaction import redacted_json
 from thinwire.contract.script import ABSOLUTE, REQUIREMENT, SHA256, VARIABLE, ScriptRecipe
 from thinwire.contract.spec import AnySpec
@@ -341,6 +343,8 @@ _PATTERNS = {
     VALUE: "up to 63 letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit; or "
     "nothing",
     LABEL: "lower-case letters, digits, dots and dashes, beginning and ending with a letter or digit",
+    TOKEN_NAME: "up to 63 lower-case letters, digits, dots, dashes and underscores, beginning with a letter or digit",
+    PROJECT_NAME: "up to 63 lower-case letters, digits and dashes, beginning and ending with a letter or digit",
     SHA256: "the sha256 of a package, 64 hexadecimal digits in lower case",
     VARIABLE: "of letters, digits and underscores, not beginning with a digit",
     ABSOLUTE: "an absolute path",

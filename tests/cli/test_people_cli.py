@@ -67,7 +67,9 @@ def test_projects_are_made_limited_and_shown_and_a_token_moves_between_them(
     thinwire: Callable[..., Run], live: LiveService, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert thinwire("project", "create", "vision").code == 0
-    assert thinwire("project", "create", "Vision").code == 2
+    for command in ("project", "token"):
+        refused = thinwire(command, "create", "Vision")
+        assert (refused.code, "= 'Vision': must be text: up to 63 lower-case letters" in refused.err) == (2, True)
     limits = ("--limit", "workers=4", "--person-limit", "queued_jobs=1", "--weight", "2", "--priority", "low,normal")
     assert thinwire("project", "set", "vision", *limits).code == 0
     for wrong in (("--limit", "workers=x"), ("--limit", "cpus=1"), ("--priority", "urgent"), ()):

@@ -42,9 +42,13 @@ def complain(message: str) -> None:
 
 def complain_of(error: ValidationError) -> None:
     """A line for each option with a value that it cannot have."""
+    from thinwire.service.problems import named  # not at the top: most commands have nothing to complain of
+
     for problem in error.errors():
         name = ".".join(map(str, problem["loc"]))
-        complain(f"{name} = {redacted_json(problem['input'], name)!r}: {problem['msg']}")
+        is_pattern = problem["type"] == "string_pattern_mismatch"
+        words = f"must be text: {named(problem['ctx']['pattern'])}" if is_pattern else problem["msg"]
+        complain(f"{name} = {redacted_json(problem['input'], name)!r}: {words}")
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class Role(StrEnum):
 
 OfProject = ProjectName | Annotated[Literal["*"], WithJsonSchema({"type": "string", "enum": [EVERY]})]
 """A project, or all of them."""
-TokenName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="whose it is, in lower case")]
+TOKEN_NAME: Final = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+TokenName = Annotated[str, Field(pattern=TOKEN_NAME, description="whose it is, in lower case")]
 
 
 _PART = r"[a-z0-9][a-z0-9._-]*"

@@ -17,7 +17,8 @@ EVERY: Final = "*"
 LARGEST: Final = 2**53 - 1
 """Of a limit: what every reader of JSON takes for a whole number."""
 
-ProjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="in lower case")]
+PROJECT_NAME: Final = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+ProjectName = Annotated[str, Field(pattern=PROJECT_NAME, description="in lower case")]
 Limit = Annotated[int | None, Field(ge=0, le=LARGEST)]
 _ObjectName = Annotated[str, Field(min_length=1, max_length=63, pattern=LABEL)]
 
