@@ -25,7 +25,8 @@ from thinwire.service.auth import Person, token_hash
 from thinwire.service.cursors import cursor, key_of
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import Forbidden, PersonNotFound, Unauthorized
-from thinwire.service.people.audit import PAUSE_S, Change
+from thinwire.service.occasions import Occasion
+from thinwire.service.people.audit import Change
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class IssuerPeople:
         self._db, self.issuer, self._roles, self._projects, self._clock = db, issuer, roles, projects, clock
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[float, Role]] = {}
-        self._due = float("-inf")
+        self._prunes = Occasion(clock)
 
     def admit(self, session: Session, subject: str, name: str, groups: Collection[str]) -> Person:
         """The person of this subject, who has come with a token; a new one is written down.
@@ -159,10 +160,8 @@ class IssuerPeople:
 
     def prune(self) -> None:
         """Write who has come, once in a while."""
-        now = self._clock()
-        if now < self._due:
+        if not self._prunes.has_come():
             return
-        self._due = now + PAUSE_S
         with self._lock:
             seen, self._seen = self._seen, {}
         if seen:

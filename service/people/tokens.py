@@ -40,7 +40,8 @@ from thinwire.service.errors import (
 )
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.people.audit import PAUSE_S, SERVICE, Change
+from thinwire.service.occasions import Occasion
+from thinwire.service.people.audit import SERVICE, Change
 from thinwire.service.people.project_rows import locked
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Tokens:
         self._db, self._keep_s, self._clock = db, keep_days * DAY_S, clock
         self._lock = threading.Lock()
         self._used: dict[int, float] = {}
-        self._due = float("-inf")
+        self._prunes = Occasion(clock)
 
     def create(self, asked: NewToken, change: Change, project: str | None) -> MadeToken:
         """A new token, with its text, which is not shown again. project: of who asks, who makes none for another one.
@@ -219,13 +220,11 @@ class Tokens:
 
     def prune(self) -> None:
         """Write when tokens were last used, and forget those that have long been over; once in a while."""
-        now = self._clock()
-        if now < self._due:
+        if not self._prunes.has_come():
             return
-        self._due = now + PAUSE_S
         with self._lock:
             used, self._used = self._used, {}
-        old = now - self._keep_s
+        old = self._clock() - self._keep_s
         over = (TokenRow.revoked_at < old) | (TokenRow.expires_at < old)
         with self._db.read() as session:
             forgotten = session.scalars(select(TokenRow.id).where(over)).all()
