@@ -6,11 +6,12 @@ import gc
 import importlib.util
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,21 +38,46 @@ def _tiny_or_worker_command(run_dir: Path, attempt: int) -> list[str]:
     return worker_command(run_dir, attempt)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test with the mark `few(k)`, all but k get the mark `slow`; the first stays."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for several in cases.values():
-        marks = several[0].get_closest_marker("few")
-        assert marks is not None
-        (k,) = marks.args
-        usual = {round(place * (len(several) - 1) / max(k - 1, 1)) for place in range(k)}
-        for place, item in enumerate(several):
-            if place not in usual:
-                item.add_marker(pytest.mark.slow)
+def _unasked(config: pytest.Config) -> set[str]:
+    """The marks that `-m` rules out by a "not NAME" that all else is joined to by "and"; none where it is not plain."""
+    expression: str = config.option.markexpr
+    if not re.fullmatch(r"(not )?\w+( and (not )?\w+)*", expression):
+        return set()
+    return {part.removeprefix("not ") for part in expression.split(" and ") if part.startswith("not ")}
+
+
+def _is_slow(marks: Iterable[pytest.Mark | pytest.MarkDecorator]) -> bool:
+    return any(mark.name == "slow" for mark in marks)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which all tests have a mark that `-m` rules out is not imported to find that out."""
+    unasked = _unasked(config)
+    if not unasked or not collection_path.match("test_*.py"):
+        return None
+    marks = re.search(r"^pytestmark = (\[.*?\]\n|[^\n]*)", collection_path.read_text(), re.MULTILINE | re.DOTALL)
+    return True if marks and unasked & set(re.findall(r"pytest\.mark\.(\w+)", marks[1])) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Of the cases of a test with the mark `few(k)`, all but k get the mark `slow`; the first stays.
+
+    Cases with that mark are not made where `-m` rules it out: two of three are, and each process that runs tests would
+    make them all. One is, where there is no other: without cases pytest takes a test for one that has no parameters.
+    """
+    yield
+    cases = metafunc._calls
+    usual = [case for case in cases if not _is_slow(case.marks)]
+    few = metafunc.definition.get_closest_marker("few")
+    if few and not metafunc.definition.get_closest_marker("slow"):
+        (k,) = few.args
+        kept = {round(place * (len(usual) - 1) / max(k - 1, 1)) for place in range(k)}
+        for place, case in enumerate(usual):
+            if place not in kept:
+                case.marks.append(pytest.mark.slow.mark)
+    if "slow" in _unasked(metafunc.config):
+        cases[:] = [case for case in cases if not _is_slow(case.marks)] or cases[:1]
 
 
 @pytest.hookimpl(wrapper=True)
