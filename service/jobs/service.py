@@ -61,7 +61,7 @@ from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resiz
 from thinwire.service.launch.protocol import Launcher, LauncherError, LogChunk, NoLog, read_part
 from thinwire.service.packages.store import Packages
 from thinwire.service.people.audit import Change, deleted_jobs
-from thinwire.service.people.quotas import refuse_beyond, refuse_growth
+from thinwire.service.people.quotas import refuse_beyond, refuse_growth, waits_for
 
 logger = logging.getLogger(__name__)
 
@@ -504,7 +504,7 @@ class JobService:
         try:
             with self._db.write() as session:
                 self._refuse_too_much(session, row)
-                row.arrival = JobRepository(session).next_arrival()
+                row.arrival, row.reason = JobRepository(session).next_arrival(), waits_for(session, row)
                 JobRepository(session).add(row)
                 put_labels(session, row, row.labels)
                 record(session, [row], row.created_at)
