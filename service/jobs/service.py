@@ -451,6 +451,7 @@ class JobService:
 
     def _checked(self, spec: TrainSpec | ScriptSpec, project: str) -> TrainSpec | ScriptSpec:
         """The job, which says where its start lies. Raises InvalidRequest, Unavailable where it could not run here."""
+        self._starts.refuse_foreign(spec, project)
         if isinstance(spec, ScriptSpec):
             self._check_package(spec.recipe, project)
         self._check_places(spec)

@@ -52,8 +52,6 @@ class Starts:
 
     def found(self, spec: TrainSpec | ScriptSpec, project: str) -> TrainSpec | ScriptSpec:
         """The same job, of this project, which says where the checkpoints lie. Raises: InvalidRequest, Unavailable."""
-        for field, named in _places(spec):
-            self._refuse_foreign(field, named, project)
         start = spec.start
         if start is None:
             return spec
@@ -72,12 +70,23 @@ class Starts:
                     _check_whole(spec, start, _listed(path_of(place)), path)
         return spec.model_copy(update={"start": start})
 
+    def refuse_foreign(self, spec: TrainSpec | ScriptSpec, project: str) -> None:
+        """Nobody reads or writes in the folder of a job of another project. Before anything there is looked at.
+
+        Raises: InvalidRequest.
+        """
+        for path, place in _places(spec):
+            self._refuse_foreign(path, place, project)
+
     def _refuse_foreign(self, path: str, place: str, project: str) -> None:
         """Nobody names a place with what a job of another project has saved, here or in its checkpoint.store.
 
         Raises: InvalidRequest.
         """
-        pieces = [_plain_place(one) for one in {place, *place.split("::")}]  # file:///a in simplecache::file:///a
+        named = {place, *place.split("::")}  # file:///a in simplecache::file:///a
+        pieces = {_plain_place(one) for one in named}
+        # a/.. of a link: the kernel goes to the folder above its target, libraries may strike both.
+        pieces |= {os.path.realpath(one.partition("://")[2] or one) for one in named if is_local(one)}
         names = {name for one in pieces for name in one.split("/") if name}
         names |= {job_id for one in pieces if (job_id := self._folders.job_of(Path(one))) is not None}
         with self._db.read() as session:

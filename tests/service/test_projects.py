@@ -412,7 +412,9 @@ def test_a_job_that_running_jobs_lets_wait_says_so_and_what_is_used(service: Ser
     service.turn()
     waiting = service.client.post("/v1/jobs", json=spec(), headers=bert).json()
     assert waiting["reason"].startswith("project vision has 2 of 2 running_jobs")
-    service.client.patch("/v1/projects/vision", json={"limits": {"running_jobs": None}, "person_limits": {}})
+    service.client.patch(
+        "/v1/projects/vision", json={"limits": {"running_jobs": None}, "person_limits": {"running_jobs": None}}
+    )
     service.turn(2)
     assert service.job(waiting["id"])["reason"] is None
 
@@ -426,7 +428,7 @@ def test_nobody_keeps_or_reads_in_the_folder_of_anothers_job(two: Two, tmp_path:
         (spec(checkpoint={"store": str(link)}), "checkpoint.store"),
         (spec(checkpoint={"store": f"file://{theirs}/../{two.their_job}/x"}), "checkpoint.store"),
         (script, "recipe.working_dir"),
-        (spec(data={"source": "text_file", "path": str(theirs / "job.json")}), "data.path"),
+        (spec(data={"source": "text-file", "path": str(theirs / "job.json")}), "data.path"),
     ):
         answer = two.service.client.post("/v1/jobs:validate", json=changes, headers=two.me)
         problem = answer.json()["problems"][0]
