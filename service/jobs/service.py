@@ -59,6 +59,7 @@ from thinwire.service.jobs.views import (
 )
 from thinwire.service.jobs.worker_numbers import limits_now, refuse_never, resize, write_wanted
 from thinwire.service.launch.protocol import Launcher, LauncherError, LogChunk, NoLog, read_part
+from thinwire.service.occasions import Occasion
 from thinwire.service.packages.store import Packages
 from thinwire.service.people.audit import Change, deleted_jobs
 from thinwire.service.people.quotas import refuse_beyond, refuse_growth, waits_for
@@ -83,8 +84,6 @@ LINE_BYTES, KEY_BYTES = 4096, 16384
 DAY_S = 86_400.0
 DELETED_AT_ONCE = 20
 """Jobs deleted in one call: a folder of checkpoints may take a second to remove."""
-PAUSE_S = 60.0
-"""Between two looks at the clock of the service, unless the last one left something."""
 
 
 class JobService:
@@ -132,7 +131,7 @@ class JobService:
         self._shared_folders = shared_folders
         self._keep_jobs, self._keep_days = keep_jobs, keep_days
         self._person_jobs, self._person_bytes = person_jobs, person_bytes
-        self._prune_due = self._sweep_due = float("-inf")
+        self._prunes, self._sweeps = Occasion(clock), Occasion(clock)
         self._undeletable: set[str] = set()
         self._starts = Starts(db, folders, own_cluster=launcher.own_cluster, shared=shared_folders)
 
@@ -291,10 +290,9 @@ class JobService:
 
     def prune(self, change: Callable[[], Change]) -> None:
         """Delete some of the jobs that need not be kept, oldest first. One that cannot be deleted keeps no other."""
-        now = self._clock()
-        if (self._keep_jobs is None and self._keep_days is None) or now < self._prune_due:
+        if (self._keep_jobs is None and self._keep_days is None) or not self._prunes.has_come():
             return
-        before = None if self._keep_days is None else now - self._keep_days * DAY_S
+        before = None if self._keep_days is None else self._clock() - self._keep_days * DAY_S
         with self._db.read() as session:
             limit = DELETED_AT_ONCE + len(self._undeletable)
             ids = JobRepository(session).finished(before=before, beyond=self._keep_jobs, limit=limit)
@@ -306,7 +304,8 @@ class JobService:
                 logger.warning("job_not_deleted job_id=%s error=%s", job_id, error)
                 self._undeletable.add(job_id)
         self._undeletable &= set(ids)
-        self._prune_due = now if len(ids) == limit else now + PAUSE_S
+        if len(ids) == limit:
+            self._prunes.come_again()
 
     def sweep(self) -> None:
         """Remove what lies in the folders of jobs that have been deleted: their processes may have gone on writing.
@@ -314,10 +313,8 @@ class JobService:
         Of jobs alone whose deletion is in the audit: a database that was put back knows others no more, and they may
         run. Raises OSError.
         """
-        now = self._clock()
-        if now < self._sweep_due:
+        if not self._sweeps.has_come():
             return
-        self._sweep_due = now + PAUSE_S
         found = self._folders.job_ids()  # first: the row of a new job is there before its folder
         with self._db.read() as session:
             gone = deleted_jobs(session, found - JobRepository(session).ids())

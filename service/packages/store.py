@@ -47,14 +47,13 @@ from thinwire.contract.projects import DEFAULT, ProjectSettings, whose_limits
 from thinwire.contract.script import SHA256
 from thinwire.service.cursors import cursor, key_of
 from thinwire.service.errors import BodyTooLarge, InsufficientStorage, InvalidRequest, QuotaReached, Unavailable
+from thinwire.service.occasions import Occasion
 
 logger = logging.getLogger(__name__)
 
 DAY_S = 86_400.0
 ABOUT_TO_BE_USED_S = 3600.0
 """A package as young as this stays however full the store is: the job that names it may be on its way."""
-PAUSE_S = 60.0
-"""Between two looks at what need not be kept."""
 LEAST_FREE_BYTES = 64 << 20
 """Stays free on the disk: a job that is accepted must be written down."""
 _UPLOAD = ".upload-"
@@ -95,7 +94,7 @@ class Packages:
         self._named, self._confirm_owner, self._clock = named, confirm_owner, clock
         self._lock = threading.Lock()
         self._reserved: dict[Upload, int] = {}
-        self._due = float("-inf")
+        self._prunes = Occasion(clock)
 
     def find(self, sha256: str, project: str | None) -> Package | None:
         """The package; None where there is none, or the project has it not. project: None for any.
@@ -216,10 +215,8 @@ class Packages:
 
     def prune(self) -> None:
         """Remove what was left of uploads, and packages that no job names any more. Raises OSError."""
-        now = self._clock()
-        if now < self._due or not self._folder.is_dir():
+        if not self._folder.is_dir() or not self._prunes.has_come():
             return
-        self._due = now + PAUSE_S
         with self._lock:
             self._remove_leftovers()
             self._remove_unnamed(older_than=self._keep_s)

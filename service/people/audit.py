@@ -28,6 +28,7 @@ from thinwire.service.db import Base, Database
 from thinwire.service.errors import NotOwner, TooMuch, error_response
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRow
+from thinwire.service.occasions import Occasion
 from thinwire.service.people.project_rows import ProjectRow
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,6 @@ MOST_LINES = 1_000_000
 """About 200 MB. Beyond, the oldest go of whom most lines are, done or refused: nobody pushes out what others did."""
 AT_ONCE = 10_000
 """Lines removed in one transaction."""
-PAUSE_S = 60.0
-"""Between two looks at what is too old, unless the last one left something."""
 
 
 class AuditRow(Base):
@@ -196,7 +195,7 @@ class Audit:
 
     def __init__(self, db: Database, *, keep_days: float, clock: Callable[[], float]) -> None:
         self._db, self._keep_s, self._clock = db, keep_days * 86_400.0, clock
-        self._due = float("-inf")
+        self._prunes = Occasion(clock)
 
     def by_service(self, what: str) -> Change:
         """A change that the service makes by itself, such as of retention."""
@@ -231,18 +230,18 @@ class Audit:
 
     def prune(self) -> None:
         """Remove some of what need not be kept any longer, oldest first."""
-        now = self._clock()
-        if now < self._due:
+        if not self._prunes.has_come():
             return
         with self._db.read() as session:
-            due = session.scalars(_oldest(AuditRow.time < now - self._keep_s).limit(AT_ONCE)).all()
+            due = session.scalars(_oldest(AuditRow.time < self._clock() - self._keep_s).limit(AT_ONCE)).all()
             if not due:
                 due = _beyond(session, AT_ONCE)
         if due:
             with self._db.write() as session:
                 session.execute(delete(AuditRow).where(AuditRow.id.in_(due)))
             logger.info("audit_pruned lines=%d", len(due))
-        self._due = now if len(due) == AT_ONCE else now + PAUSE_S
+        if len(due) == AT_ONCE:
+            self._prunes.come_again()
 
 
 def deleted_jobs(session: Session, job_ids: Collection[str]) -> set[str]:

@@ -24,7 +24,8 @@ from thinwire.service.auth import Person, token_hash
 from thinwire.service.cursors import cursor, key_of
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import Forbidden, PersonNotFound, Unauthorized
-from thinwire.service.people.audit import PAUSE_S, Change
+from thinwire.service.occasions import Occasion
+from thinwire.service.people.audit import Change
 from thinwire.service.people.last_seen import LastSeen
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class IssuerPeople:
     ) -> None:
         self._db, self.issuer, self._roles, self._projects, self._clock = db, issuer, roles, projects, clock
         self._seen = LastSeen[str, tuple[float, Role]]()
-        self._due = float("-inf")
+        self._prunes = Occasion(clock)
 
     def admit(self, session: Session, subject: str, name: str, groups: Collection[str]) -> Person:
         """The person of this subject, who has come with a token; a new one is written down.
@@ -156,10 +157,8 @@ class IssuerPeople:
 
     def prune(self) -> None:
         """Write who has come, once in a while."""
-        now = self._clock()
-        if now < self._due:
+        if not self._prunes.has_come():
             return
-        self._due = now + PAUSE_S
         if seen := self._seen.take():
             with self._db.write() as session:
                 for name, (at, role) in seen.items():

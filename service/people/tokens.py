@@ -40,7 +40,8 @@ from thinwire.service.errors import (
 )
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository
-from thinwire.service.people.audit import PAUSE_S, SERVICE, Change
+from thinwire.service.occasions import Occasion
+from thinwire.service.people.audit import SERVICE, Change
 from thinwire.service.people.last_seen import LastSeen
 from thinwire.service.people.project_rows import locked
 
@@ -101,7 +102,7 @@ class Tokens:
     def __init__(self, db: Database, *, keep_days: float, clock: Callable[[], float]) -> None:
         self._db, self._keep_s, self._clock = db, keep_days * DAY_S, clock
         self._used = LastSeen[int, float]()
-        self._due = float("-inf")
+        self._prunes = Occasion(clock)
 
     def create(self, asked: NewToken, change: Change, project: str | None) -> MadeToken:
         """A new token, with its text, which is not shown again. project: of who asks, who makes none for another one.
@@ -223,11 +224,9 @@ class Tokens:
 
     def prune(self) -> None:
         """Write when tokens were last used, and forget those that have long been over; once in a while."""
-        now = self._clock()
-        if now < self._due:
+        if not self._prunes.has_come():
             return
-        self._due = now + PAUSE_S
-        used, old = self._used.take(), now - self._keep_s
+        used, old = self._used.take(), self._clock() - self._keep_s
         over = (TokenRow.revoked_at < old) | (TokenRow.expires_at < old)
         with self._db.read() as session:
             forgotten = session.scalars(select(TokenRow.id).where(over)).all()

@@ -18,7 +18,8 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 from thinwire.service.auth import Caller, Person, token_hash
 from thinwire.service.db import Base, Database
 from thinwire.service.errors import Unauthorized
-from thinwire.service.people.audit import PAUSE_S, Change
+from thinwire.service.occasions import Occasion
+from thinwire.service.people.audit import Change
 from thinwire.service.people.oidc_people import IssuerPeople, groups_kept, kept_groups, owner_of
 from thinwire.service.people.tokens import Callers
 
@@ -54,7 +55,7 @@ class Sessions:
     ) -> None:
         self._db, self._callers, self._people = db, callers, people
         self._lifetime_s, self._clock = lifetime_s, clock
-        self._due = float("-inf")
+        self._prunes = Occasion(clock)
 
     @property
     def lifetime_s(self) -> float:
@@ -122,11 +123,9 @@ class Sessions:
 
     def prune(self) -> None:
         """Forget those that are over; once in a while."""
-        now = self._clock()
-        if now < self._due:
+        if not self._prunes.has_come():
             return
-        self._due = now + PAUSE_S
-        over = SessionRow.expires_at <= now
+        over = SessionRow.expires_at <= self._clock()
         with self._db.read() as session:
             if session.scalar(select(SessionRow.id_hash).where(over).limit(1)) is None:
                 return

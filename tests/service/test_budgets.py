@@ -28,6 +28,7 @@ from thinwire.service.jobs.repository import EventRow, SampleRow
 from thinwire.service.large_answers import PART_BYTES, Paced, Slots
 from thinwire.service.launch.protocol import LaunchState
 from thinwire.service.main import JOBS_SHOWN_AT_ONCE
+from thinwire.service.occasions import PAUSE_S
 
 GRACE_S = 300.0
 BLOB = "x" * 15_000
@@ -503,7 +504,7 @@ def test_what_a_deleted_job_writes_later_is_swept_and_what_nobody_deleted_is_not
     (service.run_dir(gone) / "checkpoints").mkdir(parents=True)
     unknown = service.run_dir("restored-from-a-backup")
     unknown.mkdir()
-    service.clock.pass_(jobs_service.PAUSE_S)
+    service.clock.pass_(PAUSE_S)
     service.turn()
     assert not service.run_dir(gone).exists()
     assert unknown.exists()

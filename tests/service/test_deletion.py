@@ -14,6 +14,7 @@ from tests.service.test_starts_api import put, saved
 from thinwire.service.config import Settings
 from thinwire.service.jobs import service as jobs_service
 from thinwire.service.jobs.job_folder import REMOVED
+from thinwire.service.occasions import PAUSE_S
 
 DAY_S = 86_400
 
@@ -148,6 +149,6 @@ def test_what_cannot_be_deleted_keeps_no_other(service: Service, monkeypatch: py
     service.turn(2)
     assert listed(service) == {*jobs[:3]}  # they are tried again, but not at once
     for _ in range(2):
-        service.clock.pass_(jobs_service.PAUSE_S)
+        service.clock.pass_(PAUSE_S)
         service.turn()
     assert listed(service) == set()

@@ -12,8 +12,9 @@ from sqlalchemy import event, select
 
 from tests.service.control_plane_harness import STORE, Service, spec
 from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.occasions import PAUSE_S
 from thinwire.service.people import tokens
-from thinwire.service.people.audit import PAUSE_S, AuditRow
+from thinwire.service.people.audit import AuditRow
 from thinwire.service.people.tokens import TokenRow
 
 DAY_S = 86_400.0
