@@ -364,7 +364,7 @@ class ProjectInUse(Conflict):
 
 
 class TokenExists(Conflict):
-    """The name has a token that is not revoked."""
+    """The name has a valid token."""
 
     code = "token_exists"
 

@@ -20,6 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from thinwire.contract.files import private_folder
+from thinwire.contract.projects import EVERY
 from thinwire.contract.reports import Telemetry
 from thinwire.contract.streams import MODELS
 from thinwire.contract.tls import read_ca
@@ -51,7 +52,7 @@ from thinwire.service.people.projects import Projects
 from thinwire.service.people.quotas import Quotas
 from thinwire.service.people.tokens import Callers, OperatorToken, Tokens
 from thinwire.service.request_ids import RequestIds
-from thinwire.service.requests import SCHEMAS
+from thinwire.service.requests import SCHEMAS, known_query
 from thinwire.service.standby import HandedOn, HandsOn, Standby
 from thinwire.service.tracing import Traced
 from thinwire.service.web import router as web_router
@@ -92,6 +93,10 @@ class ControlPlane:
         self._begun = self._closed = self._stood_by = False
         self._begun_at: float | None = None
         self._home = settings.home
+        self._projects_named = {
+            "THINWIRE_OIDC_PROJECTS": {*settings.oidc_projects.values()} - {EVERY},
+            "THINWIRE_KUBERAY_NAMESPACES": {*settings.kuberay_namespaces},
+        }
         private_folder(settings.home)
         self.operator_token = OperatorToken(settings.token_file)
         self.operator_token_from = settings.operator_token_from
@@ -221,9 +226,20 @@ class ControlPlane:
         Raises: DatabaseOwned, DatabaseUnusable.
         """
         self.own()
+        self.name_unknown_projects()
         if self.ownership.owns:
             self._begin()
         self.ownership.start(self._begin, self._end)
+
+    def name_unknown_projects(self) -> None:
+        """Say in the log which projects the settings name that are not there: made later, or misspelt."""
+        for setting, names in self._projects_named.items():
+            for name in self.projects.unknown(names):
+                logger.warning(
+                    "project_unknown setting=%s project=%s: who comes by it sees no jobs and can submit none; make it "
+                    "with `thinwire project create %s`, or mend the setting and start again",
+                    *(setting, name, name),
+                )
 
     def _begin(self) -> None:
         """What only the owner does. Once."""
@@ -479,7 +495,9 @@ _METRICS_DOC: dict[int | str, dict[str, Any]] = {
 }
 
 
-@_own.get("/metrics", dependencies=[Depends(person)], response_class=Response, responses=_METRICS_DOC)
+@_own.get(
+    "/metrics", dependencies=[Depends(person), Depends(known_query)], response_class=Response, responses=_METRICS_DOC
+)
 def metrics(request: Request, project: InProject) -> Response:
     """The service's own metrics. Of jobs and tokens, those of the project or of all."""
     plane: ControlPlane = request.app.state.plane

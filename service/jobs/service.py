@@ -62,7 +62,7 @@ from thinwire.service.launch.protocol import Launcher, LauncherError, LogChunk, 
 from thinwire.service.occasions import Occasion
 from thinwire.service.packages.store import Packages
 from thinwire.service.people.audit import Change, deleted_jobs
-from thinwire.service.people.quotas import refuse_beyond, refuse_growth
+from thinwire.service.people.quotas import refuse_beyond, refuse_growth, waits_for
 
 logger = logging.getLogger(__name__)
 
@@ -448,6 +448,7 @@ class JobService:
 
     def _checked(self, spec: TrainSpec | ScriptSpec, project: str) -> TrainSpec | ScriptSpec:
         """The job, which says where its start lies. Raises InvalidRequest, Unavailable where it could not run here."""
+        self._starts.refuse_foreign(spec, project)
         if isinstance(spec, ScriptSpec):
             self._check_package(spec.recipe, project)
         self._check_places(spec)
@@ -501,7 +502,7 @@ class JobService:
         try:
             with self._db.write() as session:
                 self._refuse_too_much(session, row)
-                row.arrival = JobRepository(session).next_arrival()
+                row.arrival, row.reason = JobRepository(session).next_arrival(), waits_for(session, row)
                 JobRepository(session).add(row)
                 put_labels(session, row, row.labels)
                 record(session, [row], row.created_at)

@@ -14,7 +14,7 @@ import os
 import posixpath
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 from thinwire.contract.jobs import JobState
 from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import checkpoints_in
-from thinwire.contract.spec import ScriptSpec, TrainSpec
+from thinwire.contract.spec import ScriptSpec, TextFile, TrainSpec
 from thinwire.contract.start import Start
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest
@@ -70,12 +70,23 @@ class Starts:
                     _check_whole(spec, start, _listed(path_of(place)), path)
         return spec.model_copy(update={"start": start})
 
-    def _refuse_foreign(self, path: str, place: str, project: str) -> None:
-        """Nobody begins by a place with what a job of another project has saved, here or in its checkpoint.store.
+    def refuse_foreign(self, spec: TrainSpec | ScriptSpec, project: str) -> None:
+        """Nobody reads or writes in the folder of a job of another project. Before anything there is looked at.
 
         Raises: InvalidRequest.
         """
-        pieces = [_plain_place(one) for one in {place, *place.split("::")}]  # file:///a in simplecache::file:///a
+        for path, place in _places(spec):
+            self._refuse_foreign(path, place, project)
+
+    def _refuse_foreign(self, path: str, place: str, project: str) -> None:
+        """Nobody names a place with what a job of another project has saved, here or in its checkpoint.store.
+
+        Raises: InvalidRequest.
+        """
+        named = {place, *place.split("::")}  # file:///a in simplecache::file:///a
+        pieces = {_plain_place(one) for one in named}
+        # a/.. of a link: the kernel goes to the folder above its target, libraries may strike both.
+        pieces |= {os.path.realpath(one.partition("://")[2] or one) for one in named if is_local(one)}
         names = {name for one in pieces for name in one.split("/") if name}
         names |= {job_id for one in pieces if (job_id := self._folders.job_of(Path(one))) is not None}
         with self._db.read() as session:
@@ -87,7 +98,10 @@ class Starts:
             saved = None if store is None else _plain_place(checkpoints_in(store, job_id))
             for one in pieces:
                 if self._folders.job_of(Path(one)) == job_id or f"{one}/".startswith(f"{saved}/"):
-                    raise InvalidRequest.at(path, place, "must be the place of a job here: `thinwire jobs` lists them")
+                    words = "must be the place of a job here: `thinwire jobs` lists them"
+                    if not path.startswith("start."):
+                        words = "must not be in the folder of a job, unless it is one here (`thinwire jobs` lists them)"
+                    raise InvalidRequest.at(path, place, words)
 
     def _of_job(self, start: Start, job_id: str, project: str) -> tuple[Start, list[Saved]]:
         """The start with the place of that job's checkpoints, and what is there as far as the service knows."""
@@ -112,6 +126,17 @@ class Starts:
         if words is not None:
             where = "" if value == place else f"the checkpoints of {value} lie in {place}, which "
             raise InvalidRequest.at(path, value, where + words)
+
+
+def _places(spec: TrainSpec | ScriptSpec) -> Iterator[tuple[str, str]]:
+    """Where the job reads its files and writes its checkpoints, beside its start: field and place."""
+    if spec.checkpoint.store is not None:
+        yield "checkpoint.store", spec.checkpoint.store
+    if isinstance(spec, ScriptSpec):
+        if spec.recipe.working_dir is not None:
+            yield "recipe.working_dir", spec.recipe.working_dir
+    elif isinstance(spec.data, TextFile):
+        yield "data.path", spec.data.path
 
 
 def _check_whole(spec: TrainSpec | ScriptSpec, start: Start, whole: Sequence[Saved], path: str) -> None:

@@ -31,7 +31,7 @@ _PART_BYTES = 1 << 20
 
 packages = APIRouter(
     prefix="/v1/packages",
-    dependencies=[Depends(person)],
+    dependencies=[Depends(person), Depends(known_query)],
     responses=ALWAYS,
     tags=["packages"],
 )
@@ -41,7 +41,7 @@ Store = Annotated[Packages, of_plane("packages")]
 Sha256 = Annotated[str, Path(pattern=SHA256, description="of the zip, 64 hexadecimal digits in lower case")]
 
 
-@packages.get("", dependencies=[Depends(known_query), Depends(large_answer)])
+@packages.get("", dependencies=[Depends(large_answer)])
 def list_packages(
     store: Store,
     project: InProject,

@@ -21,6 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from thinwire.contract.people import AuditLine, AuditList, Role
+from thinwire.contract.projects import DEFAULT
 from thinwire.contract.redaction import redacted
 from thinwire.service.auth import READS, Caller
 from thinwire.service.db import Base, Database
@@ -28,6 +29,7 @@ from thinwire.service.errors import NotOwner, TooMuch, error_response
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRow
 from thinwire.service.occasions import Occasion
+from thinwire.service.people.project_rows import ProjectRow
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +208,10 @@ class Audit:
     def lines(
         self, limit: int, before: int | None, who: str | None, job_id: str | None, project: str | None
     ) -> AuditList:
-        """The newest lines, newest first: of one person, job or project, older than a line where that is given."""
+        """The newest lines, newest first: of one person, job or project, older than a line where that is given.
+
+        Those of a project that was deleted, and whose name another one has now, are for those of all projects.
+        """
         query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit + 1)
         if before is not None:
             query = query.where(AuditRow.id < before)
@@ -215,7 +220,9 @@ class Audit:
         if job_id is not None:
             query = query.where(AuditRow.job_id == job_id)
         if project is not None:
-            query = query.where(AuditRow.project == project)
+            began = select(ProjectRow.created_at).where(ProjectRow.name == project, ProjectRow.name != DEFAULT)
+            since = func.coalesce(began.scalar_subquery(), 0.0)
+            query = query.where(AuditRow.project == project, AuditRow.time >= since)
         with self._db.read() as session:
             rows = session.scalars(query).all()
         more, rows = len(rows) > limit, rows[:limit]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final
@@ -27,13 +26,12 @@ from thinwire.service.db import Base, Database
 from thinwire.service.errors import Forbidden, PersonNotFound, Unauthorized
 from thinwire.service.occasions import Occasion
 from thinwire.service.people.audit import Change
+from thinwire.service.people.last_seen import LastSeen
 
 logger = logging.getLogger(__name__)
 
 PEOPLE: Final = "people"
 """The list's name in its cursors."""
-COARSE_S: Final = 600.0
-"""When somebody came last is written this seldom."""
 
 
 class SignOnMissing(Exception):
@@ -82,8 +80,7 @@ class IssuerPeople:
         clock: Callable[[], float],
     ) -> None:
         self._db, self.issuer, self._roles, self._projects, self._clock = db, issuer, roles, projects, clock
-        self._lock = threading.Lock()
-        self._seen: dict[str, tuple[float, Role]] = {}
+        self._seen = LastSeen[str, tuple[float, Role]]()
         self._prunes = Occasion(clock)
 
     def admit(self, session: Session, subject: str, name: str, groups: Collection[str]) -> Person:
@@ -162,9 +159,7 @@ class IssuerPeople:
         """Write who has come, once in a while."""
         if not self._prunes.has_come():
             return
-        with self._lock:
-            seen, self._seen = self._seen, {}
-        if seen:
+        if seen := self._seen.take():
             with self._db.write() as session:
                 for name, (at, role) in seen.items():
                     query = update(IssuerPersonRow).where(IssuerPersonRow.name == name)
@@ -210,9 +205,7 @@ class IssuerPeople:
             when = f"{_time(row.blocked_at):%Y-%m-%d %H:%M}"
             raise Unauthorized(f"{row.name} was blocked here on {when} UTC: ask the operator")
         now = self._clock()
-        if row.last_at is None or now - row.last_at >= COARSE_S or row.role != role.value:
-            with self._lock:
-                self._seen[row.name] = (now, role)
+        self._seen.note(row.name, (now, role), now, row.last_at, changed=row.role != role.value)
         return Person(row.name, role, self._project(groups, role), issuer=row.issuer)
 
     def _project(self, groups: Collection[str], role: Role) -> str | None:

@@ -8,11 +8,11 @@ streams are told the project, and say nothing of others; a new job takes from it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from pydantic import JsonValue, ValidationError
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.exc import IntegrityError
 
 from thinwire.contract.merge_patch import merged
@@ -39,7 +39,7 @@ class Projects:
     def create(self, asked: NewProject, change: Change) -> Project:
         """A new one. Raises ProjectExists."""
         settings = asked.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
-        row = ProjectRow(name=asked.name, created_at=self._clock(), created_by=change.who, settings=settings)
+        row = ProjectRow(name=asked.name, created_at=change.now, created_by=change.who, settings=settings)
         change.project = asked.name
         try:
             with self._db.write() as session:
@@ -79,6 +79,7 @@ class Projects:
             if name == DEFAULT or jobs or tokens or packages:
                 raise ProjectInUse(name, jobs, tokens, packages=packages)
             session.delete(row)
+            session.execute(delete(TokenRow).where(TokenRow.project == name))  # all over: not for who takes the name
             change.write(session, about=name)
 
     def list(self, limit: int, after: str | None, project: str | None) -> ProjectList:
@@ -94,6 +95,11 @@ class Projects:
         return ProjectList(
             projects=[_view(row) for row in rows], next=cursor(PROJECTS, rows[-1].name) if more else None
         )
+
+    def unknown(self, names: Iterable[str]) -> Sequence[str]:
+        """Those of these names that are no projects."""
+        with self._db.read() as session:
+            return sorted(set(names) - set(session.scalars(select(ProjectRow.name))))
 
     def refuse_unknown(self, name: str) -> None:
         """Raises ProjectNotFound."""

@@ -115,6 +115,25 @@ def refuse_beyond(session: Session, row: JobRow, room: Room | None) -> None:
     _refuse(session, row, room, {"queued_jobs": 1, "workers": workers, "gpus": gpus, "kept_bytes": 1})
 
 
+def waits_for(session: Session, row: JobRow) -> str | None:
+    """Why a new job does not start at once, whatever places are free, in words; None where `running_jobs` lets it.
+
+    It waits in place of being refused: a limit on jobs that run is met again as soon as one of them is over, and by
+    nothing that who submits could mend. `queued_jobs` says how many may wait so.
+    """
+    settings = settings_of(locked(session, row.project))
+    for limits, who in ((settings.limits, None), (settings.person_limits, row.submitted_by)):
+        if limits.running_jobs is None:
+            continue
+        jobs = [one for one in JobRepository(session).unfinished(row.project) if who in (None, one.submitted_by)]
+        used = used_by_jobs((one for one in jobs if one.id != row.id), None)
+        if used.running_jobs + used.queued_jobs >= limits.running_jobs:
+            others = f", and {used.queued_jobs} more wait" if used.queued_jobs else ""
+            whose = f"{whose_limits(row.project, who)} has {used.running_jobs} of {limits.running_jobs} running_jobs"
+            return f"{whose}{others}: it starts when it is its turn"
+    return None
+
+
 def refuse_growth(session: Session, row: JobRow, change: WorkersChange, room: Room | None) -> None:
     """The same for a job that is to have other limits on its workers, before they are written. Raises QuotaReached."""
     if JobState(row.state).terminal or row.state == JobState.CANCELLING.value:

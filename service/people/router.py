@@ -77,7 +77,7 @@ After = Annotated[str | None, Query(max_length=LONGEST, description="`next` of a
 def create_token(asked: NewToken, tokens: AllTokens, change: Asked, project: InProject) -> MadeToken:
     """Make a token for a person or a program. Its text is in this answer and nowhere else.
 
-    A name that has a token which is not revoked is a conflict, whatever its project: names are of the whole service.
+    A name that has a valid token is a conflict, whatever its project: names are of the whole service.
     """
     return tokens.create(asked, change, project)
 

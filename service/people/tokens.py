@@ -42,6 +42,7 @@ from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.occasions import Occasion
 from thinwire.service.people.audit import SERVICE, Change
+from thinwire.service.people.last_seen import LastSeen
 from thinwire.service.people.project_rows import locked
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,6 @@ TOKENS = "tokens"
 """The list's name in its cursors."""
 PREFIX = "twp_"
 """Of every token of a person: who searches files for secrets finds it."""
-COARSE_S = 600.0
-"""When a token was used last is written this seldom."""
 DAY_S = 86_400.0
 WRONG_S = 5.0
 """How long a wrong token is remembered as wrong."""
@@ -66,7 +65,9 @@ LOOK_S = 1.0
 
 
 class TokenRow(Base):
-    """One token. A name has at most one that is not revoked; those that are stay for a while, to say so."""
+    """One token. A name has at most one that is not revoked; those that are stay for a while, to say so. One that has
+    expired counts as revoked from then on as soon as its name is given to another.
+    """
 
     __tablename__ = "tokens"
     __table_args__ = (
@@ -100,8 +101,7 @@ class Tokens:
 
     def __init__(self, db: Database, *, keep_days: float, clock: Callable[[], float]) -> None:
         self._db, self._keep_s, self._clock = db, keep_days * DAY_S, clock
-        self._lock = threading.Lock()
-        self._used: dict[int, float] = {}
+        self._used = LastSeen[int, float]()
         self._prunes = Occasion(clock)
 
     def create(self, asked: NewToken, change: Change, project: str | None) -> MadeToken:
@@ -131,6 +131,12 @@ class Tokens:
                 if row.project is not None:
                     locked(session, row.project)
                     change.project = row.project
+                has_expired = (TokenRow.name == asked.name) & (TokenRow.expires_at <= now)
+                session.execute(  # its name is free
+                    update(TokenRow)
+                    .where(has_expired, TokenRow.revoked_at.is_(None))
+                    .values(revoked_at=TokenRow.expires_at)
+                )
                 session.add(row)
                 session.flush()
                 change.write(session, about=f"{asked.name}:{asked.role.value}")
@@ -205,13 +211,11 @@ class Tokens:
         if row is None:
             return None
         now = self._clock()
+        if row.expires_at is not None and row.expires_at <= min(now, row.revoked_at or now):
+            raise Unauthorized(f"this token, {row.name!r}, expired on {_day(row.expires_at)}: ask the operator")
         if row.revoked_at is not None:
             raise Unauthorized(f"this token, {row.name!r}, was revoked on {_day(row.revoked_at)}: ask the operator")
-        if row.expires_at is not None and row.expires_at <= now:
-            raise Unauthorized(f"this token, {row.name!r}, expired on {_day(row.expires_at)}: ask the operator")
-        if row.last_used_at is None or now - row.last_used_at >= COARSE_S:
-            with self._lock:
-                self._used[row.id] = now
+        self._used.note(row.id, now, now, row.last_used_at)
         return Person(row.name, Role(row.role), row.project, row.expires_at)
 
     def now(self) -> float:
@@ -222,9 +226,7 @@ class Tokens:
         """Write when tokens were last used, and forget those that have long been over; once in a while."""
         if not self._prunes.has_come():
             return
-        with self._lock:
-            used, self._used = self._used, {}
-        old = self._clock() - self._keep_s
+        used, old = self._used.take(), self._clock() - self._keep_s
         over = (TokenRow.revoked_at < old) | (TokenRow.expires_at < old)
         with self._db.read() as session:
             forgotten = session.scalars(select(TokenRow.id).where(over)).all()

@@ -46,7 +46,7 @@ def sign_on_offered(request: Request) -> SignOn:
     return SignOn() if oidc is None else oidc.offer()
 
 
-@sign_on.get(BEGIN, include_in_schema=False)
+@sign_on.get(BEGIN, dependencies=[Depends(known_query)], include_in_schema=False)
 def begin(request: Request, view: Annotated[str, Query(pattern=VIEW)] = "") -> RedirectResponse:
     """Send the browser to the issuer. view: of the page, to show when it is back."""
     oidc = _oidc(request)

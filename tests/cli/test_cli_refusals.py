@@ -35,6 +35,7 @@ def test_a_refused_file_lists_path_value_and_what_is_allowed(
     [
         ("steps: 1\nname: [", "line 2"),
         ("steps: 1\nsteps: 2\n", "steps is given twice, first in line 1"),
+        ("labels: {0x1: a, 1.0: b}", "1.0, as a key 1, is given twice, first in line 1"),
         ("[1, 2]", "holds a list, not a mapping of fields"),
         ("", "holds nothing, not a mapping of fields"),
         ("just words", "holds text, not a mapping of fields"),

@@ -244,8 +244,9 @@ def test_auto_of_the_trainer_is_no_value(thinwire, given):
     auto = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}}}
     auto |= {"bf16": {"enabled": "auto"}, "train_batch_size": "auto", "gradient_clipping": "auto"}
     run = thinwire("migrate", given(auto))
-    assert run.code == 0
+    assert run.code == 1
     assert "auto" not in run.out
+    assert "NOT KNOWN:" in run.err
     assert "with_thinwire" in run.err
 
 
@@ -258,6 +259,8 @@ def test_a_file_for_the_trainer_needs_the_steps_alone_and_names_each_key_once():
     assert found.rates.total == 500
     assert len({one.key for one in found.said}) == len(found.said)
     given = {one.key: one.value for one in found.said}
+    verdicts = {one.key.split(".")[-1]: one.verdict.value for one in found.said}
+    assert {verdicts.pop("total_num_steps"), verdicts.pop("warmup_num_steps")} == {"taken over", "not known"}
     assert {given[f"scheduler.params.{name}"] for name in auto} == {given["optimizer.params.freeze_step"]} == {"auto"}
 
 

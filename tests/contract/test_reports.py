@@ -40,7 +40,15 @@ def test_number_that_json_cannot_carry_is_refused_at_once(name: str, value: floa
 
 
 @pytest.mark.parametrize(
-    "changes", [{"step": -1}, {"phase": "frozen"}, {"payload_bytes": -1}, {"world_size": 0}, {"extra": 1}]
+    "changes",
+    [
+        {"step": -1},
+        {"phase": "frozen"},
+        {"payload_bytes": -1},
+        {"world_size": 0},
+        {"extra": 1},
+        {"seconds_by_part": {"wire": -1.0}},
+    ],
 )
 def test_sample_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -96,6 +96,12 @@ def test_a_token_that_is_revoked_or_has_expired_says_so(either: Service) -> None
     assert either.client.get("/v1/jobs", headers=anna).status_code == 401
     states = [(one["name"], one["valid"]) for one in either.client.get("/v1/tokens").json()["tokens"]]
     assert states == [("anna", True), ("anna", False), ("bert", False)]
+    assert either.client.post("/v1/tokens", json={"name": "anna"}).json()["code"] == "token_exists"
+    second = either.person("bert", days=1.0)  # one that has expired holds its name no longer
+    assert either.client.get("/v1/jobs", headers=second).status_code == 200
+    assert "'bert', expired on" in either.client.get("/v1/jobs", headers=bert).json()["message"]
+    states = [(one["name"], one["valid"]) for one in either.client.get("/v1/tokens").json()["tokens"]]
+    assert states == [("anna", True), ("anna", False), ("bert", True), ("bert", False)]
 
 
 def test_the_last_use_is_known_to_ten_minutes_and_costs_no_write_each(either: Service) -> None:

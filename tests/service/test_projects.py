@@ -303,6 +303,17 @@ def test_a_project_with_anything_in_it_stays(service: Service) -> None:
     assert client.delete("/v1/projects/vision").status_code == 204
     for path, body in (("/v1/jobs?project=vision", spec()), ("/v1/tokens", {"name": "c", "project": "vision"})):
         assert client.post(path, json=body).json()["code"] == "project_not_found"
+    # Who takes the name has nothing of what was under it.
+    service.clock.pass_(1.0)
+    client.post("/v1/projects", json={"name": "vision"})
+    eve = service.person("eve", "operator", project="vision")
+    lines = client.get("/v1/audit", headers=eve).json()["lines"]
+    assert [(line["what"], line["about"]) for line in lines] == [
+        ("create_token", "eve:operator"),
+        ("create_project", "vision"),
+    ]
+    assert [one["name"] for one in client.get("/v1/tokens", headers=eve).json()["tokens"]] == ["eve"]
+    assert {"submit", "delete_project"} <= {line["what"] for line in client.get("/v1/audit").json()["lines"]}
 
 
 def test_who_is_of_a_project_makes_no_token_beyond_it(two: Two) -> None:
@@ -387,6 +398,47 @@ def test_a_quota_refuses_before_anything_is_made_and_says_what_is_used(service: 
     assert (
         'thinwire_service_quota_limit{project="vision",resource="workers"} 1.0' in service.client.get("/metrics").text
     )
+
+
+def test_a_job_that_running_jobs_lets_wait_says_so_and_what_is_used(service: Service) -> None:
+    anna = limited(service, limits={"running_jobs": 2}, person_limits={"running_jobs": 1})
+    bert = service.person("bert", project="vision")
+    reasons = [service.client.post("/v1/jobs", json=spec(), headers=who).json()["reason"] for who in (anna, anna, bert)]
+    assert reasons == [
+        None,
+        "anna in project vision has 0 of 1 running_jobs, and 1 more wait: it starts when it is its turn",
+        "project vision has 0 of 2 running_jobs, and 2 more wait: it starts when it is its turn",
+    ]
+    service.turn()
+    waiting = service.client.post("/v1/jobs", json=spec(), headers=bert).json()
+    assert waiting["reason"].startswith("project vision has 2 of 2 running_jobs")
+    service.client.patch(
+        "/v1/projects/vision", json={"limits": {"running_jobs": None}, "person_limits": {"running_jobs": None}}
+    )
+    service.turn(2)
+    assert service.job(waiting["id"])["reason"] is None
+
+
+def test_nobody_keeps_or_reads_in_the_folder_of_anothers_job(two: Two, tmp_path: Path) -> None:
+    theirs = two.service.run_dir(two.their_job)
+    link = tmp_path / "link"
+    link.symlink_to(theirs / "checkpoints")
+    script = {"recipe": {"name": "script", "entry": "train.py", "working_dir": f"{link}/.."}, "steps": 1}
+    for changes, path in (
+        (spec(checkpoint={"store": str(link)}), "checkpoint.store"),
+        (spec(checkpoint={"store": f"file://{theirs}/../{two.their_job}/x"}), "checkpoint.store"),
+        (script, "recipe.working_dir"),
+        (spec(data={"source": "text-file", "path": str(theirs / "job.json")}), "data.path"),
+    ):
+        answer = two.service.client.post("/v1/jobs:validate", json=changes, headers=two.me)
+        problem = answer.json()["problems"][0]
+        assert (problem["path"], "must not be in the folder of a job" in problem["message"]) == (path, True), problem
+        assert "zebra" not in problem["message"]
+    assert two.service.client.post("/v1/jobs:validate", json=spec(checkpoint={"store": str(link)})).status_code == 422
+    mine = two.service.client.post(
+        "/v1/jobs:validate", json=spec(checkpoint={"store": str(link)}), headers=two.them
+    )  # their own
+    assert mine.status_code == 200, mine.text
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])

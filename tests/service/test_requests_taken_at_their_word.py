@@ -26,6 +26,22 @@ def test_a_query_that_is_not_known_is_refused(shared_service: Service, query: st
     assert words in answer.json()["problems"][0]["message"]
 
 
+def test_no_route_passes_over_a_name_in_its_query(shared_service: Service) -> None:
+    """Each that takes any looks at all of them: one that is misspelt or given twice is refused."""
+    document = shared_service.client.get("/openapi.json").json()["paths"]
+    asked = [
+        path.format(job_id="none", name="none", sha256="0" * 64, rank=0, folder="a", file="b")
+        for path, methods in document.items()
+        if any(one["in"] == "query" for one in methods.get("get", {}).get("parameters", ()))
+    ]
+    assert len(asked) > 15
+    for path in asked:
+        answer = shared_service.client.get(f"{path}?misspelt=1")
+        assert (answer.status_code, "there is no such query parameter" in answer.text) == (422, True), answer.text
+    twice = shared_service.client.get("/metrics?project=default&project=none")
+    assert (twice.status_code, "is given 2 times" in twice.text) == (422, True)
+
+
 def test_a_query_that_is_a_list_may_repeat_its_name(service: Service) -> None:
     job = service.submit()
     answer = service.client.get(f"/v1/jobs/{job}/metrics?event_kind=job_submitting&event_kind=resumed")

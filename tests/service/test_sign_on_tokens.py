@@ -209,10 +209,16 @@ def test_a_forged_token_is_one_and_the_same_401_and_the_log_says_why(
     assert served.client.get("/v1/jobs").status_code == 200  # the operator, from the same address
 
 
-def test_a_group_is_of_a_project_and_who_has_one_sees_no_other(tmp_path: Path, real: TestIssuer) -> None:
+def test_a_group_is_of_a_project_and_who_has_one_sees_no_other(
+    tmp_path: Path, real: TestIssuer, caplog: pytest.LogCaptureFixture
+) -> None:
     service = at(tmp_path / "home", real, oidc_projects={"leads": "*", "vision-team": "vision", "ml-admins": "vision"})
     try:
-        assert service.client.post("/v1/projects", json={"name": "vision"}).status_code == 201
+        for named in (1, 0):  # a name that is misspelt is told at the start, not to the first who submits
+            caplog.clear()
+            service.plane.name_unknown_projects()
+            assert caplog.text.count("project_unknown setting=THINWIRE_OIDC_PROJECTS project=vision") == named
+            assert service.client.post("/v1/projects", json={"name": "vision"}).status_code in (201, 409)
         people = {
             "vera": (["ml", "vision-team"], "vision"),
             "otto": (["ml-admins"], "vision"),

@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import JsonValue, ValidationError
@@ -136,20 +135,37 @@ _KINDS: dict[type, str] = {
 class _JsonLikeLoader(yaml.SafeLoader):
     """SafeLoader without dates and yes/no, with numbers as YAML 1.2 and 1e-3, refusing a key given twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._flat: set[yaml.MappingNode] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Take in what `<<` names; keys are text from then on, as JSON and the page have them."""
+        if node in self._flat:  # named by `<<` in another place: own keys now stand behind those that it has taken in
+            return
+        self._flat.add(node)
         seen: dict[str, int] = {}
-        for key, _ in node.value:
+        for index, (key, value) in enumerate(node.value):
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be text", key.start_mark)
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                problem = f"{key.value} is given twice, first in line {seen[key.value]}"
+            text = _key(self.construct_object(key))
+            if text in seen:
+                same = "" if key.value == text else f", as a key {text},"
+                problem = f"{key.value}{same} is given twice, first in line {seen[text]}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen[key.value] = line
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+            seen[text] = key.start_mark.line + 1
+            named = yaml.ScalarNode("tag:yaml.org,2002:str", text, key.start_mark, key.end_mark)
+            node.value[index] = named, value
+        super().flatten_mapping(node)
+
+
+def _key(value: object) -> str:
+    """As JavaScript has it, in which the page reads the same file: 0x1 and 1.0 are the key 1."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e21:
+        value = int(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 _DROPPED = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"}

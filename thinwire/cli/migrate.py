@@ -31,6 +31,7 @@ LARGEST_FILE = 1 << 20
 HEADS = {
     Verdict.TAKEN: "Taken over:",
     Verdict.IGNORED: "Not needed:",
+    Verdict.OPEN: "NOT KNOWN:",
     Verdict.NONE: "WITHOUT A COUNTERPART:",
     Verdict.UNKNOWN: "UNKNOWN:",
 }
@@ -59,9 +60,10 @@ def migrate(
 ) -> None:
     """Turn a DeepSpeed configuration into the lines of a training loop, or into a job file.
 
-    The lines go to stdout. What became of each key goes to stderr: taken over and as what, not needed and why, without
-    a counterpart and why, unknown. Exit code 1 if a key is without a counterpart or unknown, 2 if the file is no
-    configuration. DeepSpeed's checkpoints are loaded by thinwire.integrations.deepspeed (docs/from-deepspeed.md).
+    The lines go to stdout. What became of each key goes to stderr: taken over and as what, not needed and why, not
+    known ("auto") and what stands in its place, without a counterpart and why, unknown. Exit code 1 if a key is of the
+    last three, 2 if the file is no configuration. DeepSpeed's checkpoints are loaded by
+    thinwire.integrations.deepspeed (docs/from-deepspeed.md).
 
     Example: `thinwire migrate ds_config.json --as job --steps 10000 > job.yaml`
     """

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.cli.migrate_reading import AUTO, BY_TRAINER, ConfigRefused, Reader, Said, Verdict, shown
+from thinwire.cli.migrate_reading import AUTO, ConfigRefused, Reader, Said, Verdict, shown
 from thinwire.contract.spec import MOST_WORKERS
 
 
@@ -296,7 +296,7 @@ def _betas(reader: Reader, path: str) -> tuple[float, ...] | None:
     value = reader.take(path)
     if value is None or value == AUTO:
         if value == AUTO:
-            reader.say(path, value, Verdict.IGNORED, BY_TRAINER)
+            reader.auto(path)
         return None
     fits = isinstance(value, list) and len(value) == 2
     if not fits or not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < 1 for x in value):
@@ -383,7 +383,7 @@ def _scheduler(reader: Reader, found: Migration, steps_of_run: int | None) -> No
         if steps_of_run is None:
             raise ConfigRefused(f"{at}total_num_steps: no number is given, and {kind} needs the steps: give --steps")
         total = steps_of_run
-        reader.missing(at + "total_num_steps", Verdict.TAKEN, f"total_steps={total}, of --steps")
+        reader.missing(at + "total_num_steps", Verdict.TAKEN, f"total_steps={total}, of --steps", known=True)
     elif total is not None:
         reader.say(at + "total_num_steps", total, Verdict.TAKEN, f"total_steps={total}")
     steps = max(2, 1000 if warmup is None else warmup)

@@ -17,6 +17,7 @@ class Verdict(StrEnum):
     TAKEN = "taken over"
     IGNORED = "not needed"
     NONE = "no counterpart"
+    OPEN = "not known"
     UNKNOWN = "unknown"
 
 
@@ -84,20 +85,24 @@ class Reader:
             if (value := self.take(prefix + name)) is not None:
                 self.say(prefix + name, value, verdict, why)
 
-    def missing(self, path: str, verdict: Verdict, words: str) -> None:
-        """What holds for a key that is not given, or is "auto", which is said in the place of what was said of that."""
+    def missing(self, path: str, verdict: Verdict, words: str, *, known: bool = False) -> None:
+        """What stands in the place of a key that is not given, or is "auto". known: that is what "auto" becomes."""
         auto = [one for one in self.said if one.key == path]
         if auto:
             self.said.remove(auto[0])
-            words += f"; {BY_TRAINER}"
+            verdict, words = (verdict, words) if known else (Verdict.OPEN, f"in its place: {words}; {BY_TRAINER}")
         self.say(path, AUTO if auto else "not given", verdict, words)
+
+    def auto(self, path: str) -> None:
+        """What the key becomes is not known here."""
+        self.say(path, AUTO, Verdict.OPEN, BY_TRAINER)
 
     def switch(self, path: str) -> bool | None:
         """Is it on? None where it is not given; "auto" is said, and counts as that. Raises: ConfigRefused."""
         value = self.take(path)
         if value is None or value == AUTO:
             if value == AUTO:
-                self.say(path, value, Verdict.IGNORED, BY_TRAINER)
+                self.auto(path)
             return None
         try:
             return _SWITCH.validate_python(value)
@@ -110,7 +115,7 @@ class Reader:
         if value is None:
             return None
         if value == AUTO:
-            self.say(path, value, Verdict.IGNORED, BY_TRAINER)
+            self.auto(path)
             return None
         fits = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
         if not fits or (whole and value != int(value)):

@@ -252,8 +252,10 @@ def _submit(file: Path, job: dict[str, JsonValue], folder: Path | None, key: str
         if follow:
             watch_to_end(client, accepted)
             return
+    why = f" ({accepted.reason})" if accepted.reason else ""
     note(
-        f"{accepted.name} is {accepted.state}. Next: `thinwire watch {accepted.id}`, `thinwire logs {accepted.id} -f`."
+        f"{accepted.name} is {accepted.state}{why}. Next: `thinwire watch {accepted.id}`, `thinwire logs {accepted.id} "
+        "-f`."
     )
 
 

@@ -117,6 +117,7 @@ class Health(_Report):
         return _finite_or_none(value)
 
 
+_NotNegative = Annotated[float, Field(ge=0.0)]
 StepPart = Literal["forward_backward", "encode", "wire", "slowest", "decode_update"]
 """Of the wall time of a step, as metric_names.STEP_PARTS says."""
 
@@ -133,19 +134,19 @@ class Sample(_Report):
     loss: float | None = Field(None, description="training loss; None at step 0")
     validation_loss: float | None = None
     lr: float = 0.0
-    step_seconds: float = 0.0
-    seconds_by_part: dict[StepPart, float] | None = Field(
+    step_seconds: _NotNegative = 0.0
+    seconds_by_part: dict[StepPart, _NotNegative] | None = Field(
         None,
         description="of step_seconds on rank 0, which they add up to: forward_backward, encode, wire, slowest (longer "
         "than who came last it has waited), decode_update; None: not known, as on a GPU",
     )
-    predicted_step_seconds: float | None = Field(
+    predicted_step_seconds: _NotNegative | None = Field(
         None, description="by the network as it was measured when the run began; None: not predicted"
     )
-    samples_per_second: float = 0.0
+    samples_per_second: _NotNegative = 0.0
     payload_bytes: int = Field(0, ge=0, description="sent in this step")
     payload_bytes_total: int = Field(0, ge=0, description="sent in all training steps so far")
-    compression_ratio: float | None = Field(
+    compression_ratio: _NotNegative | None = Field(
         None, description="fp32 ring all-reduce bytes over payload_bytes, this step; None: nothing was sent"
     )
     world_size: int = Field(1, ge=1)
@@ -153,7 +154,7 @@ class Sample(_Report):
     last_worker: int | None = Field(
         None, ge=0, description="who came last to the exchange; None: nobody did clearly, or it is not known"
     )
-    waited_seconds: float | None = Field(None, description="how much longer the others waited, their median")
+    waited_seconds: _NotNegative | None = Field(None, description="how much longer the others waited, their median")
     computed_seconds: float | None = Field(
         None, description="how much longer than they, their median, who came last computed; None: not known"
     )
@@ -204,6 +205,8 @@ class EventKind(StrEnum):
     CHECKPOINT_FAILED = "checkpoint_failed"
     RESIZE_REQUESTED = "resize_requested"
     CLUSTER_WAITS = "cluster_waits"
+    TRACKER_FAILED = "tracker_failed"
+    TRACKER_BACK = "tracker_back"
     HISTORY_FULL = "history_full"
     JOB_SUBMITTING = "job_submitting"
     JOB_QUEUED = "job_queued"

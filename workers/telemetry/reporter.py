@@ -338,8 +338,14 @@ class Reporter:
             if self._poster is not None:
                 self._poster.samples(samples)
             self._trackers.take(samples)
+        self._say_news()
         self._recent.extend(samples)
         self.metrics.take(samples, num_samples, sent_bytes)
+
+    def _say_news(self) -> None:
+        """What has happened to trackers, which their own threads notice."""
+        for kind, fields in self._trackers.news():
+            self.event(kind, self._recent[-1].step if self._recent else 0, **fields)
 
     def whole(self) -> None:
         """The run has come to its end, and its history is needed. On rank 0; may take as long as the service does."""
@@ -412,6 +418,7 @@ class Reporter:
         """Deliver what is left, with the last word, and end; give up after `timeout_s`."""
         last_word = summary.as_json() if summary is not None else None
         ended: Ended | None = "succeeded" if summary is not None else "failed" if failure is not None else None
+        self._say_news()
         self._trackers.end(ended if self._leads else None, timeout_s)
         if self._files is not None:
             self._files.close()

@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from thinwire.contract.reports import Event, Sample
+from pydantic import JsonValue
+
+from thinwire.contract.redaction import redacted
+from thinwire.contract.reports import Event, EventKind, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,9 @@ RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 AT_ONCE = 1000
 MOST_PENDING = 50_000
 """Samples and events that wait for a tool, some 80 MB; beyond it the oldest go."""
+
+LONGEST_REASON = 500
+"""Characters of an error, in an event."""
 
 Ended = Literal["succeeded", "failed", "cancelled"]
 
@@ -61,11 +67,13 @@ class CannotTrack(Exception):
 class Follower:
     """Tells one tracker. Its methods return at once, and may be called from any thread, but for `close`.
 
-    num_lost: samples and events that were never told.
+    num_lost: samples and events that were never told. news: what happened to the tool, for the job to say; whoever
+    says it takes it out.
     """
 
     def __init__(self, tracker: Tracker, every_s: float = EVERY_S, retry_s: float = RETRY_S) -> None:
         self.num_lost = 0
+        self.news: deque[tuple[EventKind, dict[str, JsonValue]]] = deque()
         self._tracker, self._every_s, self._retry_s = tracker, every_s, retry_s
         self._pending: deque[Item] = deque()
         self._changed = threading.Condition()
@@ -124,26 +132,34 @@ class Follower:
                     return
             except CannotTrack as error:
                 logger.warning("tracker_left_out tracker=%s reason=%s", self._tracker.name, error)
+                self._say(EventKind.TRACKER_FAILED, f"it is left out: {error}")
                 with self._changed:
                     self._gave_up = True
                 return
             except Exception as error:  # noqa: BLE001 - whatever a library raises: a run does not end by it
                 if not tries:
+                    why = f"{type(error).__name__}: {error}"
                     logger.warning(
                         "tracker_failed tracker=%s reason=%r; training goes on, and it is tried again",
-                        *(self._tracker.name, f"{type(error).__name__}: {error}"),
+                        *(self._tracker.name, why),
                     )
+                    self._say(EventKind.TRACKER_FAILED, why)
                 tries += 1
                 if self._closing_at is not None and time.monotonic() + self._retry_s > self._closing_at:
                     return
                 continue
             if tries:
                 logger.warning("tracker_back tracker=%s tries=%d", self._tracker.name, tries)
+                self._say(EventKind.TRACKER_BACK)
                 tries = 0
             with self._changed:
                 for one in batch:
                     if self._pending and self._pending[0] is one:  # it may be void by now, or have been one too many
                         self._pending.popleft()
+
+    def _say(self, kind: EventKind, reason: str | None = None) -> None:
+        why = {} if reason is None else {"reason": redacted(reason)[:LONGEST_REASON]}
+        self.news.append((kind, {"tracker": self._tracker.name, **why}))
 
     def _wait(self, tries: int) -> list[Item]:
         """What to tell next. tries: that have come to nothing since the last that did not."""

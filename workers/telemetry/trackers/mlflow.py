@@ -2,7 +2,9 @@
 
 The client is MLflow's own (mlflow-skinny): it knows the tokens, stores and TLS of its environment, and goes with its
 servers. A run belongs to the job: whoever becomes rank 0, in whichever attempt, looks for it by the job's ID and goes
-on with it. MLflow forgets no metric; a step that is made again is there twice, the later one with the later time.
+on with it. MLflow can neither change nor delete a value of a metric, and shows a step that was logged twice as two
+points: of a step that is lost and made again the first stays, and the later one is not sent. The last step that is
+there stands in a tag, which is written in the same call as the values.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from thinwire.workers.telemetry.trackers.follow import CannotTrack, Ended, Item
 from thinwire.workers.telemetry.trackers.scalars import scalars
 
 JOB_TAG = "thinwire.job_id"
-MOST_METRICS, MOST_PARAMS, MOST_TAGS = 1000, 100, 100
-"""Of one call, as the server takes them."""
+LAST_TAG = "thinwire.last_step"
+MOST_METRICS, MOST_PARAMS, MOST_TAGS = 900, 100, 100
+"""Of one call: the server takes 1000 in all."""
 LONGEST_VALUE = 500
 STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -39,25 +42,32 @@ class Mlflow:
         self._asked, self._job = asked, job
         self._api: Any = None
         self._run: str | None = None
+        self._last = -1
 
     def write(self, items: Sequence[Item]) -> None:
         """Send them. Raises: MLflow's errors, where the server does not answer; CannotTrack."""
         run = self._begun()
         from mlflow.entities import Metric, RunTag
 
-        metrics = [
-            Metric(_NO_KEY.sub("_", name), value, round(1000 * one.time), one.step)
-            for one in items
-            if isinstance(one, Sample)
-            for name, value in scalars(one).items()
-        ]
+        calls: list[list[Metric]] = []
+        last = self._last
+        for one in items:
+            if not isinstance(one, Sample) or one.step <= last:
+                continue
+            last, at = one.step, round(1000 * one.time)
+            of_step = [Metric(_NO_KEY.sub("_", name), value, at, last) for name, value in scalars(one).items()]
+            if not calls or len(calls[-1]) + len(of_step) > MOST_METRICS:
+                calls.append([])
+            calls[-1] += of_step
         tags = [
             RunTag(f"thinwire.event.{one.kind}", f"step {one.step}: {one.fields}"[:LONGEST_VALUE])
             for one in items
             if isinstance(one, Event)
         ]
-        for first in range(0, len(metrics), MOST_METRICS):
-            self._api.log_batch(run, metrics=metrics[first : first + MOST_METRICS])
+        for metrics in filter(None, calls):
+            step = metrics[-1].step
+            self._api.log_batch(run, metrics=metrics, tags=[RunTag(LAST_TAG, str(step))])
+            self._last = step
         for first in range(0, len(tags), MOST_TAGS):
             self._api.log_batch(run, tags=tags[first : first + MOST_TAGS])
 
@@ -91,8 +101,11 @@ class Mlflow:
     def _begun(self) -> str:
         """The run, which is made or gone on with."""
         if self._run is None:
-            self._run = self._found() or self._made()
-            self._api.update_run(self._run, "RUNNING")
+            run = self._found() or self._made()
+            self._api.update_run(run, "RUNNING")
+            said = self._api.get_run(run).data.tags.get(LAST_TAG, "")
+            self._last = int(said) if said.isdecimal() else -1
+            self._run = run
         return self._run
 
     def _made(self) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from thinwire.contract.reports import Sample
+from pydantic import JsonValue
+
+from thinwire.contract.reports import EventKind, Sample
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import JobSpec
 from thinwire.contract.traces import OfJob
@@ -47,6 +49,12 @@ class Trackers:
         """Steps after this one come again."""
         for one in self._followers:
             one.void(after)
+
+    def news(self) -> Iterator[tuple[EventKind, dict[str, JsonValue]]]:
+        """What has happened to tools since this was asked last, as events."""
+        for one in self._followers:
+            while one.news:
+                yield one.news.popleft()
 
     def end(self, ended: Ended | None, timeout_s: float) -> None:
         """Begin to end. ended: how the run has; None where another process may go on with it."""

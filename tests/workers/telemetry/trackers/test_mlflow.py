@@ -137,10 +137,15 @@ def test_another_rank_0_or_attempt_goes_on_with_the_run_and_the_driver_says_that
     first.write(steps(1, 3))
     first.close(None)
     second = Mlflow(asked, job("again-1"))
-    second.write([Void(1), *steps(2, 5)])
+    again = [one.model_copy(update={"loss": -1.0, "time": one.time + 100.0}) for one in steps(2, 3)]
+    second.write([Void(1), *again, *steps(4, 5)])
+    second.write([Void(2), *again[1:], *steps(4, 5)])
     run = run_of(server, "again-1", "of a team")
     assert run.info.status == "RUNNING"
-    assert history(server, run, "loss") == [(step, 5.0 - step) for step in range(1, 6)], "the same twice is once"
+    assert history(server, run, "loss") == [(step, 5.0 - step) for step in range(1, 6)], (
+        "a step that is made again is there once"
+    )
+    assert run.data.tags["thinwire.last_step"] == "5"
     spec = read_spec({**SPEC, "tracking": {"mlflow": asked.model_dump()}})
     say_end(spec, job("again-1"), "failed", timeout_s=60)
     assert run_of(server, "again-1", "of a team").info.status == "FAILED"
