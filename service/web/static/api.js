@@ -80,6 +80,33 @@ function within(signal) {
 
 export const get = (path, options) => call("GET", path, options);
 
+/**
+ * Send a blob, and say how much of it has gone: fetch cannot. sent(bytes). Raises as `call` does.
+ * Its cookie and its origin are the browser's own, as of every request here.
+ */
+export function send(path, blob, type, { sent, signal }) {
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    const lost = (words) => reject(new Unreachable(words));
+    const stop = () => request.abort();
+    request.open("PUT", path);
+    request.setRequestHeader("Content-Type", type);
+    request.upload.addEventListener("progress", (event) => sent(event.loaded));
+    request.addEventListener("abort", () => reject(signal.reason));
+    request.addEventListener("error", () => lost("the service does not answer, or has broken the connection off"));
+    request.addEventListener("load", () => {
+      let found = null;
+      try { found = JSON.parse(request.responseText); } catch { /* said below */ }
+      if (request.status >= 200 && request.status < 300) resolve(found);
+      else if (request.status === 401) { watcher.signedOut(found?.message); reject(new SignedOut(found?.message ?? "signed out")); }
+      else reject(new ApiError(request.status, found?.message ? found : { code: "unknown", message: `the service answers ${request.status}` }));
+    });
+    request.addEventListener("loadend", () => signal.removeEventListener("abort", stop));
+    signal.addEventListener("abort", stop);
+    if (signal.aborted) reject(signal.reason); else request.send(blob);
+  });
+}
+
 let queue = Promise.resolve();
 /** The same of an answer that may be some MiB long: of these the service gives one person few at once. */
 export function getLarge(path, options) {
