@@ -94,7 +94,7 @@ def test_what_is_no_package_is_refused_before_anything_is_sent(desk: Desk, tmp_p
         ("nothing", {".gitignore": b"*\n"}, "All of nothing is left out"),
         ("odd", {"a\x01b.py": b"x"}, "cannot be printed"),
         ("zeros", {"zeros.bin": b"\0" * (101 << 20)}, "what becomes so small is no code"),
-        ("large", {"a/large.bin": random.Random(2).randbytes(101 << 20), "train.py": b"x"}, "The largest: a/ (101"),
+        ("large", {"a/large.bin": random.Random(2).randbytes(101 << 20), "train.py": b"x"}, "The largest: a/ (106 MB)"),
     ):
         folder = tmp_path / name
         for file, content in files.items():

@@ -156,8 +156,9 @@ def _wait(client: Client, job_ids: Sequence[str], timeout_s: float | None, say: 
     left = dict.fromkeys(job_ids)
 
     def saw(job: Job) -> None:
-        del left[job.id]
-        say(job)
+        if job.id in left:
+            del left[job.id]
+            say(job)
 
     with Bell(client, left, each_step=False) as bell:
         while True:

@@ -33,6 +33,7 @@ export async function listed(files) {
   const found = { name: files[0].webkitRelativePath.split("/")[0], entries: [], leftOut: [], bytes: 0 };
   await walk(found, top, "", KINDS.map(() => []));
   if (found.bytes > MOST_UNPACKED_BYTES) throw tooLarge(found, `has ${bytesText(found.bytes)}`, bytesText(MOST_UNPACKED_BYTES));
+  found.entries.sort(([one], [other]) => (one < other ? -1 : 1));
   if (!found.entries.length) throw new Unpackable(`All of ${found.name} is left out by .gitignore or .rayignore.`);
   return found;
 }
@@ -189,7 +190,7 @@ async function deflated(file, progress, signal) {
       signal.throwIfAborted();
       const part = new Uint8Array(await file.slice(at, at + STEP).arrayBuffer());
       if (at === 0) runs = part[0] === 0x23 && part[1] === 0x21;
-      for (const byte of part) crc = CRC[(crc ^ byte) & 0xff] ^ (crc >>> 8);
+      for (let place = 0; place < part.length; place += 1) crc = CRC[(crc ^ part[place]) & 0xff] ^ (crc >>> 8);
       size += part.length;
       await writer.write(part);
       progress(part.length);
