@@ -99,7 +99,7 @@ def read(service: Service, job_id: str, count: int, seconds: float, cpu_s: Calla
     """So many readers for so long, and what they cost."""
     selector = selectors.DefaultSelector()
     head = f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {service.operator}\r\n\r\n"
-    rss_before, began = service.memory(), time.monotonic()
+    rss_before, began, began_cpu = service.memory(), time.monotonic(), cpu_s()
     readers = []
     for _ in range(count):
         reader = Reader(socket.create_connection(service.address, timeout=30))
@@ -114,7 +114,7 @@ def read(service: Service, job_id: str, count: int, seconds: float, cpu_s: Calla
 
     while not all(reader.told for reader in readers):
         take(time.monotonic() + 0.2)
-    opened_s = time.monotonic() - began
+    opened_s, opened_cpu_s = time.monotonic() - began, cpu_s() - began_cpu
     before, since, from_time = cpu_s(), time.monotonic(), time.time()
     take(since + seconds)
     took = time.monotonic() - since
@@ -132,6 +132,7 @@ def read(service: Service, job_id: str, count: int, seconds: float, cpu_s: Calla
     return {
         "readers": count,
         "opened_after_s": round(opened_s, 2),
+        "opened_cpu_ms_each": round(1e3 * opened_cpu_s / count, 2),
         "cores": round(cores, 3),
         "messages": sum(len(reader.told) for reader in readers),
         "lag_p50_s": round(lags[len(lags) // 2], 3) if lags else None,

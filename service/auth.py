@@ -38,6 +38,7 @@ from thinwire.service.errors import (
     Unavailable,
     error_response,
 )
+from thinwire.service.once_for_all import OnceForAll
 from thinwire.service.web.cookies import cookie_of, refuse_foreign
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class Guard:
         self.app = app
         self._clock = clock
         self._find, self._find_session = find, find_session
+        self._look_ups: OnceForAll[tuple[Find, str, str]] = OnceForAll()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let an open path or a known caller pass; answer the others."""
@@ -143,7 +145,7 @@ class Guard:
             )
         if scheme.lower() != "bearer" or not token:
             raise Unauthorized("the Authorization header must be 'Bearer <token>'")
-        caller = await _asked(self._find, token, address)
+        caller = await self._asked(self._find, token, address)
         if caller is None:
             raise Unauthorized(
                 "this token is not known: it is wrong, or of another service or home folder; one of an issuer may have "
@@ -152,18 +154,18 @@ class Guard:
         return caller
 
     async def _of_session(self, cookie: str, address: str) -> Caller:
-        caller = await _asked(self._find_session, cookie, address)
+        caller = await self._asked(self._find_session, cookie, address)
         if caller is None:
             raise Unauthorized("there is no such session, or no more: sign in with your token")
         return caller
 
-
-async def _asked(find: Find, secret: str, address: str) -> Caller | None:
-    try:
-        return await run_in_threadpool(find, secret, address)
-    except OperationalError as error:
-        logger.exception("database_error where=guard")
-        raise Unavailable("the database does not answer now, so the token cannot be checked; try again") from error
+    async def _asked(self, find: Find, secret: str, address: str) -> Caller | None:
+        # A browser asks for much at once, and all streams of a service that was away come at once.
+        try:
+            return await self._look_ups.of((find, secret, address), partial(run_in_threadpool, find, secret, address))
+        except OperationalError as error:
+            logger.exception("database_error where=guard")
+            raise Unavailable("the database does not answer now, so the token cannot be checked; try again") from error
 
 
 # The guard does the work; this puts the scheme into OpenAPI, and an "Authorize" button into /docs.

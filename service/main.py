@@ -33,6 +33,7 @@ from thinwire.service.db import Database
 from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.hub import Hub
 from thinwire.service.jobs.job_folder import RunFolders, ServiceAt
+from thinwire.service.jobs.log_parts import LogParts
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository
@@ -181,6 +182,7 @@ class ControlPlane:
             person_jobs=settings.person_max_jobs,
             person_bytes=settings.person_max_bytes,
         )
+        self.log_parts = LogParts(self.jobs, self.hub)
         self.reports = WorkerReports(
             self.db,
             folders,

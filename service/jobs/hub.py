@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
@@ -25,6 +25,7 @@ from thinwire.service.db import Database
 from thinwire.service.errors import Unavailable
 from thinwire.service.jobs import told
 from thinwire.service.jobs.told import Look, Message
+from thinwire.service.once_for_all import OnceForAll
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +41,14 @@ Made = TypeVar("Made")
 
 
 class Reader:
-    """One stream. job_id: None for all jobs, or those of `project` alone where one is given."""
+    """One stream. job_id: None for all jobs, or those of `project` alone where one is given; then samples_of names
+    those whose newest samples are wanted too.
+    """
 
-    def __init__(self, job_id: str | None, project: str | None = None) -> None:
-        self.job_id, self.project = job_id, project
+    def __init__(
+        self, job_id: str | None, project: str | None = None, samples_of: frozenset[str] = frozenset()
+    ) -> None:
+        self.job_id, self.project, self.samples_of = job_id, project, samples_of
         self._waiting: deque[Message] = deque()
         self._bytes = 0
         self._told = asyncio.Event()
@@ -102,6 +107,7 @@ class Hub:
         self._news = asyncio.Event()
         self._joining = asyncio.Lock()
         self._threads: CapacityLimiter | None = None
+        self._pages: OnceForAll[Hashable] = OnceForAll()
         self.ended: str | None = None
         """Why nobody may read any more; None while they may."""
         self.looks = 0
@@ -117,7 +123,11 @@ class Hub:
 
     async def read(self, ask: Callable[[Session], Made]) -> Made:
         """What `ask` finds in the database. Raises what it raises; sqlalchemy's errors."""
-        return await self.run(partial(self._read, ask))
+        return await self.run(partial(self.ask, ask))
+
+    async def page(self, key: Hashable, ask: Callable[[Session], Made]) -> Made:
+        """The same, once for all who ask for this at the same moment: after a start all readers come at once."""
+        return await self._pages.of(key, partial(self.read, ask))
 
     async def run(self, call: Callable[[], Made]) -> Made:
         """What `call` returns, in one of the threads of streams. Raises what it raises."""
@@ -125,16 +135,19 @@ class Hub:
             self._threads = CapacityLimiter(THREADS)
         return await to_thread.run_sync(call, limiter=self._threads)
 
-    def _read(self, ask: Callable[[Session], Made]) -> Made:
+    def ask(self, ask: Callable[[Session], Made]) -> Made:
+        """The same, in this thread."""
         with self._db.read() as session:
             return ask(session)
 
     @asynccontextmanager
-    async def joined(self, job_id: str | None, project: str | None = None) -> AsyncIterator[Reader]:
+    async def joined(
+        self, job_id: str | None, project: str | None = None, samples_of: frozenset[str] = frozenset()
+    ) -> AsyncIterator[Reader]:
         """A reader that is given all which is told from now on. Raises Unavailable; sqlalchemy's errors."""
         if self.ended is not None:
             raise Unavailable(self.ended)
-        reader = Reader(job_id, project)
+        reader = Reader(job_id, project, samples_of)
         async with self._joining:
             if self._task is None:
                 self._loop = asyncio.get_running_loop()
@@ -161,6 +174,7 @@ class Hub:
             self._news.clear()
             readers, position = list(self._readers), self._position
             jobs = frozenset(reader.job_id for reader in readers if reader.job_id is not None)
+            jobs = jobs.union(*(reader.samples_of for reader in readers))
             everything = any(reader.job_id is None for reader in readers)
             of_projects = any(reader.project is not None for reader in readers)
             try:
@@ -205,10 +219,13 @@ class Hub:
                 last = told.end(message.job_id, message.number + 1, message.state, message.reason)
                 for reader in of_job.pop(message.job_id):
                     reader.give(last)
-            if message.event != SAMPLE:
-                for reader in of_all:
-                    if reader.project is None or reader.project == found.projects.get(message.job_id):
-                        reader.give(message)
+            for reader in of_all:
+                if message.event == SAMPLE:
+                    wanted = message.job_id in reader.samples_of
+                else:
+                    wanted = reader.project is None or reader.project == found.projects.get(message.job_id)
+                if wanted:
+                    reader.give(message)
         for job_id in found.gone:
             last = told.end(job_id, found.upto, None, "the job was deleted")
             for reader in of_job.get(job_id, ()):

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Annotated, Any, Final
 
@@ -20,16 +20,14 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 from sqlalchemy.exc import SQLAlchemyError
 
-from thinwire.contract.jobs import JobState, Logs
-from thinwire.contract.streams import END, HEARTBEAT_S, LOG, MODELS, RETRY_MS
+from thinwire.contract.streams import END, HEARTBEAT_S, MODELS, RETRY_MS
 from thinwire.service.auth import Caller, InProject, person
 from thinwire.service.errors import InvalidRequest, JobNotFound, LogGone, ServiceError, TooMuch, documented
 from thinwire.service.jobs import told
-from thinwire.service.jobs.hub import Hub
-from thinwire.service.jobs.repository import JobRepository
+from thinwire.service.jobs.hub import Hub, Reader
+from thinwire.service.jobs.log_parts import LogParts, Part
 from thinwire.service.jobs.router import LARGEST_OFFSET
-from thinwire.service.jobs.service import JobService
-from thinwire.service.jobs.told import Message, Page
+from thinwire.service.jobs.told import AllPage, JobPage, Message, Page
 from thinwire.service.requests import ALWAYS, SCHEMAS, known_query, of_plane
 
 logger = logging.getLogger(__name__)
@@ -39,9 +37,8 @@ FULL_S: Final = 10.0
 HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """No proxy keeps a stream, or holds back a part of it."""
 HEARTBEAT: Final = b":\n\n"
-LOG_BYTES: Final = 64 << 10
-"""Of a log in one message: written as JSON it may be six times as long."""
-LOG_LOOK_S: Final = 1.0
+NOW: Final = "now"
+MOST_SAMPLES_OF: Final = 100
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _LAST_ID: Final = "last-event-id"
 
@@ -131,7 +128,8 @@ OneStream = Annotated[Stream, Depends(one_stream)]
 After = Annotated[
     str | None,
     Query(
-        max_length=200, description="the id of a message: what was told after it comes; the header Last-Event-ID wins"
+        max_length=200,
+        description=f"the id of a message, or {NOW!r}: what was told after it comes; the header Last-Event-ID wins",
     ),
 ]
 Follow = Annotated[bool, Query(description="false: the stream ends with what has been told so far")]
@@ -145,42 +143,59 @@ Follow = Annotated[bool, Query(description="false: the stream ends with what has
 async def events_of_job(
     job_id: str, request: Request, hub: TheHub, stream: OneStream, after: After = None, follow: Follow = True
 ) -> Response:
-    """What happens to one job, from its beginning or from an id on, to its end.
+    """What happens to one job, from its beginning, from an id or from now on, to its end.
 
     Its states and events, all of them and each once, and its newest steps, some of them. `end` is the last.
     """
-    name, asked = _asked(request, after, _NUMBER)
-    ask = partial(told.page_of_job, job_id=job_id)
-    start = 0 if asked is None else int(asked)
-    first = await hub.read(partial(ask, after=start))
+    name, asked = _asked(request, after)
+
+    async def ask(after: int | None) -> JobPage | None:
+        return await hub.page((job_id, after), partial(told.page_of_job, job_id=job_id, after=after))
+
+    first = await ask(0 if asked is None else _number(asked))
     if first is None:
         raise JobNotFound(job_id)
-    _refuse_unknown(name, start, first.known)
+    start = 0 if asked is None else _start(name, asked, first.known)
     if first.last is not None and start > first.last:
         return Response(status_code=204)
-    return _response(request, _told(hub, stream, job_id, ask, start, first, follow=follow))
+    join = partial(hub.joined, job_id)
+    return _response(request, _told(stream, job_id, ask, start, first, join, follow=follow))
 
 
 @streams.get("/events", response_class=Response, responses=answers("state", "event", "gap"))
 async def events(
-    request: Request, hub: TheHub, stream: OneStream, project: InProject, after: After = None, follow: Follow = True
+    request: Request,
+    hub: TheHub,
+    stream: OneStream,
+    project: InProject,
+    after: After = None,
+    follow: Follow = True,
+    samples_of: Annotated[
+        list[str],
+        Query(max_length=MOST_SAMPLES_OF, description="jobs whose newest steps, as they come from now on, come too"),
+    ] = [],  # noqa: B006 - pydantic copies it
 ) -> Response:
     """What happens to all jobs of the project, or of all projects, from now or from an id on: their states and events,
-    all of them and each once.
+    all of them and each once; of the jobs that `samples_of` names the newest steps too, some of them.
 
     Where jobs that were told of after this id have been deleted since, it begins with a `gap`.
     """
-    name, asked = _asked(request, after, _NUMBER)
-    known, gone = await hub.read(told.numbers)
-    start = known if asked is None else int(asked)
-    _refuse_unknown(name, start, known)
-    ask = partial(told.page, project=project)
-    first = await hub.read(partial(ask, after=start))
+    name, asked = _asked(request, after)
+
+    async def ask(after: int | None) -> AllPage:
+        return await hub.page((None, project, after), partial(told.page, project=project, after=after))
+
+    first = await ask(None if asked is None else _number(asked))
+    start = first.known if asked is None else _start(name, asked, first.known)
     begin = b""
-    if start < gone:
+    if start < first.gone:
         words = "jobs have been deleted since, and what was told of them with them: list the jobs"
         begin = told.gap(start, words)
-    return _response(request, _told(hub, stream, None, ask, start, first, begin, follow=follow, project=project))
+    wanted = frozenset(samples_of)
+    if wanted:
+        wanted = await hub.read(partial(told.of_project, jobs=wanted, project=project))
+    join = partial(hub.joined, None, project, wanted)
+    return _response(request, _told(stream, None, ask, start, first, join, begin, follow=follow))
 
 
 @streams.get(
@@ -191,7 +206,7 @@ async def events(
 async def log_of_job(
     job_id: str,
     request: Request,
-    jobs: Annotated[JobService, of_plane("jobs")],
+    parts: Annotated[LogParts, of_plane("log_parts")],
     hub: TheHub,
     stream: OneStream,
     offset: Annotated[int, Query(ge=0, le=LARGEST_OFFSET, description="the header Last-Event-ID wins")] = 0,
@@ -201,71 +216,80 @@ async def log_of_job(
 
     Characters of control are left as they are, in JSON; what is not UTF-8 is U+FFFD. No character is cut in two.
     """
-    name, asked = _asked(request, None, _NUMBER)
+    name, asked = _asked(request, None)
     start = offset if asked is None else int(asked)
     if start > LARGEST_OFFSET:
         raise InvalidRequest.at(name, str(start), f"must be at most {LARGEST_OFFSET}")
-    first = await hub.run(partial(jobs.logs, job_id, start, LOG_BYTES))
-    if asked is not None and first.complete and first.next_offset == start:
+    first = await parts.part(job_id, start)
+    if asked is not None and first.end is not None and first.next_offset == start:
         return Response(status_code=204)
-    return _response(request, _log(jobs, hub, stream, job_id, start, first, follow=follow))
+    return _response(request, _log(parts, hub, stream, job_id, start, first, follow=follow))
 
 
 async def _log(
-    jobs: JobService, hub: Hub, stream: Stream, job_id: str, cursor: int, part: Logs, *, follow: bool
+    parts: LogParts, hub: Hub, stream: Stream, job_id: str, cursor: int, part: Part, *, follow: bool
 ) -> AsyncIterator[bytes]:
     yield format_sse_event(retry=RETRY_MS, id=str(cursor))
     loop = asyncio.get_running_loop()
     said_at = asked_at = loop.time()
     try:
         while hub.ended is None:
-            if moved := part.next_offset != cursor or part.text != "":
-                cursor, said_at = part.next_offset, loop.time()
-                yield told.wire(LOG, str(cursor), {"text": part.text, "next_offset": cursor})
-            if part.complete:
-                row = await hub.read(lambda session: JobRepository(session).found(job_id))
-                yield told.end(job_id, cursor, JobState(row.state), row.reason).wire
+            cursor = part.next_offset
+            if part.wire:
+                said_at = loop.time()
+                yield part.wire
+            if part.end is not None:
+                yield part.end
                 return
-            if not moved:
+            if not part.wire:
                 if not follow:
                     return
                 if loop.time() - said_at >= HEARTBEAT_S:
                     said_at = loop.time()
                     yield HEARTBEAT
-                await asyncio.sleep(LOG_LOOK_S)
+                await parts.look(job_id)
             if loop.time() - asked_at >= HEARTBEAT_S:
                 asked_at = loop.time()
                 if not await stream.is_allowed():
                     return
-            part = await hub.run(partial(jobs.logs, job_id, cursor, LOG_BYTES))
+            part = await parts.part(job_id, cursor)
     except JobNotFound:
         yield told.end(job_id, cursor, None, "the job was deleted").wire
     except (SQLAlchemyError, ServiceError) as error:  # the reader comes again, and is told why
         logger.warning("log_stream_ended job_id=%s error=%s", job_id, error)
 
 
-def _asked(request: Request, after: str | None, right: re.Pattern[str]) -> tuple[str, str | None]:
-    """The id to go on from, behind what gives it, the header or the query; None for none. Raises InvalidRequest."""
+def _asked(request: Request, after: str | None) -> tuple[str, str | None]:
+    """The id to go on from, or NOW, behind what gives it, the header or the query; None for none. Raises
+    InvalidRequest.
+    """
     given = request.headers.getlist(_LAST_ID)
     if len(given) > 1:
         raise InvalidRequest.at(_LAST_ID, None, f"is given {len(given)} times: give it once")
     name, value = (_LAST_ID, given[0]) if given and given[0] else ("after", after)
     if value is None or value == "":
         return name, None
-    if right.fullmatch(value) is None:
+    if _NUMBER.fullmatch(value) is None and (name, value) != ("after", NOW):
         raise InvalidRequest.at(
             name, value[:200], "must be the id of a message of this stream, which is a whole number"
         )
     return name, value
 
 
-def _refuse_unknown(name: str, start: int, known: int) -> None:
+def _number(asked: str) -> int | None:
+    return None if asked == NOW else int(asked)
+
+
+def _start(name: str, asked: str, known: int) -> int:
+    """The number to go on from. Raises InvalidRequest for one that is larger than any so far."""
+    start = known if asked == NOW else int(asked)
     if start > known:
         words = (
             f"no message has this id: the largest so far is {known}. If the service's database was put back to an "
             "earlier state, begin again without an id"
         )
         raise InvalidRequest.at(name, str(start), words)
+    return start
 
 
 def _response(request: Request, parts: AsyncIterator[bytes]) -> Response:
@@ -274,18 +298,17 @@ def _response(request: Request, parts: AsyncIterator[bytes]) -> Response:
 
 
 async def _told(
-    hub: Hub,
     stream: Stream,
     job_id: str | None,
-    ask: Callable[..., Page | None],
+    ask: Callable[[int], Awaitable[Page | None]],
     cursor: int,
     first: Page | None,
+    join: Callable[[], AbstractAsyncContextManager[Reader]],
     begin: bytes = b"",
     *,
     follow: bool,
-    project: str | None = None,
 ) -> AsyncIterator[bytes]:
-    """The stream: what was told before, then what the hub gives. cursor: up to where it has been read."""
+    """The stream: what was told before, then what the hub gives who joins it. cursor: up to where it has been read."""
     yield format_sse_event(retry=RETRY_MS, id=str(cursor)) + begin
     loop = asyncio.get_running_loop()
     page, reader, asked_at = first, None, loop.time()
@@ -298,7 +321,7 @@ async def _told(
             if (new and new[-1].event == END) or not (page.more or follow):
                 return
             if not page.more and reader is None:
-                reader = await stream.stack.enter_async_context(hub.joined(job_id, project))
+                reader = await stream.stack.enter_async_context(join())
             elif not page.more and reader is not None:
                 while not reader.lost:
                     new = [message for message in await reader.take(HEARTBEAT_S) if message.number > cursor]
@@ -313,7 +336,7 @@ async def _told(
                         if not await stream.is_allowed():
                             return
                 reader.begin_again()
-            page = await hub.read(partial(ask, after=cursor))
+            page = await ask(cursor)
         yield told.end(job_id or "", cursor, None, "the job was deleted").wire
     except (SQLAlchemyError, ServiceError) as error:  # the reader comes again, and is told why
         logger.warning("stream_ended job_id=%s error=%s", job_id, error)

@@ -69,6 +69,14 @@ class JobPage(Page):
 
 
 @dataclass(frozen=True, slots=True)
+class AllPage(Page):
+    """The same of all jobs. known: as above. gone: the largest of the numbers that went with a deleted job."""
+
+    known: int
+    gone: int
+
+
+@dataclass(frozen=True, slots=True)
 class Look(Page):
     """The same of many jobs. gone: those that have been deleted. projects: of the jobs of the messages, as far as they
     were asked for; of a job that was deleted since it has none.
@@ -84,9 +92,12 @@ def numbers(session: Session) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
-def page_of_job(session: Session, job_id: str, after: int) -> JobPage | None:
-    """What was told of a job after a number, to its `end` where it is over; None where there is no such job."""
+def page_of_job(session: Session, job_id: str, after: int | None) -> JobPage | None:
+    """What was told of a job after a number, or after now, to its `end` where it is over; None where there is no such
+    job.
+    """
     known, _ = numbers(session)
+    after = known if after is None else after
     columns = select(JobRow.id, JobRow.state, JobRow.reason, JobRow.newest_sample)
     row = session.execute(columns.where(JobRow.id == job_id)).one_or_none()
     if row is None:
@@ -109,11 +120,18 @@ def _last_number(session: Session, job_id: str) -> int:
     return int(last or session.scalar(select(func.max(EventRow.id)).where(EventRow.job_id == job_id)) or 0)
 
 
-def page(session: Session, after: int, project: str | None) -> Page:
-    """States and events of all jobs after a number, or of those of one project."""
-    upto, _ = numbers(session)
-    events, more = _events(session, after, upto, None, project)
-    return Page(events, events[-1].number if more else upto, more)
+def page(session: Session, after: int | None, project: str | None) -> AllPage:
+    """States and events of all jobs after a number, or after now, or of those of one project."""
+    known, gone = numbers(session)
+    after = known if after is None else after
+    events, more = _events(session, after, known, None, project)
+    return AllPage(events, events[-1].number if more else known, more, known, gone)
+
+
+def of_project(session: Session, jobs: Collection[str], project: str | None) -> frozenset[str]:
+    """Those of these jobs that there are in the project; None: in any."""
+    query = select(JobRow.id).where(JobRow.id.in_(sorted(jobs)))
+    return frozenset(session.scalars(query if project is None else query.where(JobRow.project == project)))
 
 
 def look(session: Session, after: int, jobs: Collection[str], *, everything: bool, projects: bool) -> Look:

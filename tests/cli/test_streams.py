@@ -93,7 +93,7 @@ def test_an_older_service_has_no_streams_and_is_polled(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(watching, "POLL_S", 0.0)
     with Client(lambda: Server("http://here", "t"), httpx.MockTransport(answer)) as client:
-        with Bell(client, "job-1") as bell:
+        with Bell(client, ["job-1"]) as bell:
             assert bell.wait(60)
             wait_until(lambda: not bell._thread.is_alive(), "the bell has given up")
             assert not bell.follows
@@ -102,10 +102,15 @@ def test_an_older_service_has_no_streams_and_is_polled(monkeypatch: pytest.Monke
 
 def test_a_bell_rings_for_what_happens_and_falls_silent_at_the_end(live: LiveService) -> None:
     job_id = live.service.running()
-    with Client(lambda: server_of(live.home)) as client, Bell(client, job_id) as bell:
+    with Client(lambda: server_of(live.home)) as client, Bell(client, [job_id]) as bell:
         wait_until(lambda: bell.follows and bell.wait(0.0), "it has heard of the beginning", timeout_s=60)
         live.service.post(job_id, events=[{"kind": "told", "step": 1, "time": 1.0}])
         assert bell.wait(60)
+        other = live.service.running()
+        with Bell(client, [job_id, other], each_step=False) as of_two:
+            wait_until(lambda: of_two.follows and of_two.wait(0.0), "it follows all jobs", timeout_s=60)
+            live.finish(other)
+            assert of_two.wait(60)
         live.finish(job_id)
         wait_until(lambda: not bell.follows, "the job is over", timeout_s=60)
 

@@ -15,10 +15,11 @@ from sqlalchemy.exc import OperationalError
 
 from tests.service.control_plane_harness import Service, sample
 from thinwire.client.streams import Parser
+from thinwire.contract.jobs import Logs
 from thinwire.contract.streams import END, EVENT, GAP, MODELS, SAMPLE, STATE, Told
 from thinwire.service.connections import BoundedConnection
 from thinwire.service.errors import TooMuch, Unavailable
-from thinwire.service.jobs import told
+from thinwire.service.jobs import log_parts, told
 from thinwire.service.jobs.hub import MOST_WAITING_BYTES, Hub
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.streams import StreamSlots
@@ -421,3 +422,78 @@ def test_the_document_of_the_api_has_the_models_of_all_messages(told_service: Se
             model = MODELS[one["properties"]["event"]["const"]].__name__
             assert one["properties"]["data"]["contentSchema"]["$ref"] == f"#/components/schemas/{model}"
             assert model in document["components"]["schemas"]
+
+
+def test_a_log_is_looked_at_once_for_all_who_follow_it(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = service.running()
+    service.launcher.write_log(job_id, "one\n")
+    parts, read = service.plane.log_parts, list[int]()
+    logs = service.plane.jobs.logs
+
+    def counted(job_id: str, offset: int, limit: int) -> Logs:
+        read.append(offset)
+        return logs(job_id, offset, limit)
+
+    monkeypatch.setattr(service.plane.jobs, "logs", counted)
+    monkeypatch.setattr(log_parts, "LOOK_S", 0.0)
+
+    async def follow(offset: int) -> str:
+        text = ""
+        while True:
+            part = await parts.part(job_id, offset)
+            text += "".join(str(one.data["text"]) for one in parsed(part.wire))
+            offset = part.next_offset
+            if part.end is not None:
+                return text
+            if not part.wire:
+                await parts.look(job_id)
+
+    async def run() -> None:
+        followers = [asyncio.create_task(follow(0)) for _ in range(50)]
+        slow = asyncio.create_task(follow(2))
+        while len(read) < 5:
+            await asyncio.sleep(0)
+        service.launcher.write_log(job_id, "two\n")
+        while 8 not in read:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(service.launcher.put, job_id, LaunchState.SUCCEEDED)
+        await asyncio.to_thread(service.turn, 2)
+        assert {await one for one in followers} == {"one\ntwo\n"}
+        assert await slow == "e\ntwo\n"
+        assert not parts._looks
+
+    asyncio.run(run())
+    at_the_end = read.index(8)
+    assert at_the_end < 50, f"51 followers took {at_the_end} looks to read two lines"
+
+
+def test_all_jobs_with_the_steps_of_some_and_from_now_on(service: Service) -> None:
+    first, other = service.running(), service.running()
+    last = read(service, "/v1/events", after=0)[-1].id
+    hub = service.plane.hub
+
+    async def told_of(*jobs: str) -> list[Told]:
+        async with hub.joined(None, None, frozenset(jobs)) as reader:
+            for job_id in (first, other):
+                await asyncio.to_thread(service.post, job_id, samples=[sample(1)])
+            await asyncio.to_thread(service.post, other, events=[{"kind": "checkpoint_saved", "step": 1, "time": 1.0}])
+            found: list[Told] = []
+            while not any(one.event == EVENT for one in found):
+                found += [one for message in await reader.take(60) for one in parsed(message.wire)]
+            return found
+
+    found = asyncio.run(told_of(first))
+    assert [(one.event, one.data["job_id"]) for one in found] == [(SAMPLE, first), (EVENT, other)]
+    assert [one.event for one in read(service, "/v1/events", after=last)] == [EVENT]
+    assert read(service, "/v1/events", after="now") == []
+    assert read(service, f"/v1/jobs/{first}/events", after="now") == []
+    refused = service.client.get(f"/v1/jobs/{first}/events", headers={"Last-Event-ID": "now"})
+    assert refused.status_code == 422
+
+
+def test_the_steps_of_another_projects_jobs_are_not_told(service: Service) -> None:
+    job_id = service.running()
+    service.client.post("/v1/projects", json={"name": "apart"})
+    with service.plane.db.read() as session:
+        assert told.of_project(session, {job_id, "no-such"}, None) == {job_id}
+        assert told.of_project(session, {job_id}, "apart") == frozenset()

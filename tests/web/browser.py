@@ -169,3 +169,17 @@ def findings(page: Page) -> list[str]:
 def sideways(page: Page) -> int:
     """By how many pixels the page is wider than its window."""
     return int(page.evaluate("document.documentElement.scrollWidth - innerWidth"))
+
+
+def settle(page: Page) -> None:
+    """Wait until nothing more is fetched for a while. `networkidle` never comes where a stream is open."""
+    page.evaluate(
+        """() => new Promise((resolve) => {
+          let before = -1;
+          const look = setInterval(() => {
+            const now = performance.getEntriesByType("resource").length;
+            if (now === before) { clearInterval(look); resolve(); }
+            before = now;
+          }, 500);
+        })"""
+    )

@@ -67,9 +67,11 @@ def everywhere(run: str) -> list[str]:
 
 def open_at(page: Page, desk: Desk, fragment: str) -> None:
     """Turn to a view, and wait until it shows something."""
+    from tests.web.browser import settle
+
     page.goto(f"{desk.url}{fragment}")
     page.get_by_role("heading", level=1).wait_for()
-    page.wait_for_load_state("networkidle")
+    settle(page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli import exit_codes
+from thinwire.cli.bell import Bell
 from thinwire.cli.job_ids import JobId, JobIds, resolved
 from thinwire.cli.news import workers_text
 from thinwire.cli.quantities import (
@@ -26,7 +28,7 @@ from thinwire.cli.quantities import (
     time_text,
 )
 from thinwire.cli.screen import complain, console, note, print_columns, printable
-from thinwire.cli.watch import STATE_STYLES, outcome
+from thinwire.cli.watch import POLL_S, SLOW_POLL_S, STATE_STYLES, outcome
 from thinwire.client import ApiError, Client, NotFound, Unreachable
 from thinwire.contract.jobs import Job, JobItem, JobList, JobState
 from thinwire.contract.labels import label_of
@@ -34,7 +36,6 @@ from thinwire.contract.labels import label_of
 WIDE = 10_000
 """Columns: more than any table has."""
 TOP_EVERY_S = 1.0
-POLL_S = 1.0
 OPEN = tuple(state for state in JobState if not state.terminal)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON as the REST API gives it, for programs.")]
@@ -149,6 +150,29 @@ def labels_text(labels: dict[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
+def _wait(client: Client, job_ids: Sequence[str], timeout_s: float | None, say: Callable[[Job], None]) -> str:
+    """Wait for the end of jobs, by a stream; `say` is called with each. Why the service was not reached at the last."""
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    left = dict.fromkeys(job_ids)
+
+    def saw(job: Job) -> None:
+        if job.id in left:
+            del left[job.id]
+            say(job)
+
+    with Bell(client, left, each_step=False) as bell:
+        while True:
+            reason = ""
+            try:
+                client.wait(list(left), 0.0, on_ended=saw)
+            except Unreachable as error:
+                reason = f" ({error})"
+            left_s = until - time.monotonic()
+            if not left or left_s <= 0.0:
+                return reason
+            bell.wait_for_news(min(POLL_S, left_s), min(SLOW_POLL_S, left_s), lambda: None)
+
+
 def wait(
     job_ids: JobIds,
     timeout: Annotated[
@@ -179,12 +203,10 @@ def wait(
     with Client() as client:
         named = resolved(client, job_ids)
         try:
-            client.wait([job.id for job in named], timeout_s, poll_s=POLL_S, on_ended=say)
+            reason = _wait(client, [job.id for job in named], timeout_s, say)
         except KeyboardInterrupt:
             note("\nNo longer waiting; the jobs go on.")
             raise typer.Exit(exit_codes.INTERRUPTED) from None
-        except Unreachable as error:
-            reason = f" ({error})"
     if as_json:
         items = [JobItem.model_validate(job.model_dump(exclude={"spec", "summary"})) for job in ended.values()]
         typer.echo(JobList(jobs=items).model_dump_json(indent=2))

@@ -16,8 +16,9 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -127,7 +128,7 @@ def watch(
     with ExitStack() as context:
         if live:
             context.enter_context(live)
-        bell = context.enter_context(Bell(client, job_id)) if sleep is None else None
+        wait_for_news = context.enter_context(_news(client, job_id, sleep, on_poll))
         while True:
             on_poll()
             news: list[str] = []
@@ -147,10 +148,24 @@ def watch(
                 lines.update()
             if view.job is not None and view.unreachable is None and view.job.state.terminal:
                 return view.job
-            if bell is None:
-                (sleep or time.sleep)(POLL_S)
-            else:
-                bell.wait_for_news(POLL_S, SLOW_POLL_S, on_poll)
+            wait_for_news()
+
+
+@contextmanager
+def _news(
+    client: Client,
+    job_id: str,
+    sleep: Callable[[float], None] | None,
+    on_poll: Callable[[], None] = lambda: None,
+    *,
+    each_step: bool = True,
+) -> Iterator[Callable[[], None]]:
+    """What waits until it is time to ask for the job again: by its stream, or POLL_S where there is a `sleep`."""
+    if sleep is not None:
+        yield partial(sleep, POLL_S)
+        return
+    with Bell(client, [job_id], each_step=each_step) as bell:
+        yield partial(bell.wait_for_news, POLL_S, SLOW_POLL_S, on_poll)
 
 
 def wait_for_workers(
@@ -158,27 +173,28 @@ def wait_for_workers(
     job_id: str,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] | None = None,
 ) -> Job:
     """Wait until as many workers train together as are wanted, or the job is over; return it as it then is.
 
-    say: called for each change, and every LINE_EVERY_S that nothing has changed.
+    say: called for each change, and every LINE_EVERY_S that nothing has changed. sleep: as of `watch`.
     Raises: ClientError, but waits where the service is Unreachable.
     """
     shown, due_s = "", 0.0
-    while True:
-        try:
-            job = client.job(job_id)
-            if job.state.terminal or has_wanted_workers(job):
-                return job
-            training = f"workers {workers_text(job, job.world_size or 0)}"
-            line = f"{job.state}: {waiting_text(job) or training}"
-        except Unreachable as error:
-            line = f"control plane not reachable, waiting ({error})"
-        if line != shown or clock() >= due_s:
-            shown, due_s = line, clock() + LINE_EVERY_S
-            say(line)
-        sleep(POLL_S)
+    with _news(client, job_id, sleep, each_step=False) as wait_for_news:
+        while True:
+            try:
+                job = client.job(job_id)
+                if job.state.terminal or has_wanted_workers(job):
+                    return job
+                training = f"workers {workers_text(job, job.world_size or 0)}"
+                line = f"{job.state}: {waiting_text(job) or training}"
+            except Unreachable as error:
+                line = f"control plane not reachable, waiting ({error})"
+            if line != shown or clock() >= due_s:
+                shown, due_s = line, clock() + LINE_EVERY_S
+                say(line)
+            wait_for_news()
 
 
 def has_wanted_workers(job: Job) -> bool:

@@ -96,13 +96,15 @@ def follow(
     *,
     again: bool = True,
     lost: Callable[[ClientError], None] = lambda error: None,
+    opened: Callable[[], None] = lambda: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Told]:
     """The messages of a stream, to its `end`, or to where the service says that there are no more.
 
     job_id, what, params: as Client.stream takes them.
     again: a stream that breaks off, or that the service ends, is asked for from the last id on, for ever. lost: called
-    each time that it could not be. Raises: ClientError, but waits where it is Unreachable and `again`.
+    each time that it could not be. opened: each time that it is, before its first message.
+    Raises: ClientError, but waits where it is Unreachable and `again`.
     """
     parser = Parser()
     while True:
@@ -111,6 +113,7 @@ def follow(
                 if response.status_code == httpx.codes.NO_CONTENT:
                     return
                 parser.begin()
+                opened()
                 for part in response.iter_bytes():
                     for told in parser.of(part):
                         yield told
@@ -131,6 +134,7 @@ async def followed(
     *,
     again: bool = True,
     lost: Callable[[ClientError], None] = lambda error: None,
+    opened: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Told]:
     """The same as `follow`, for a program with an event loop."""
     parser = Parser()
@@ -140,6 +144,7 @@ async def followed(
                 if response.status_code == httpx.codes.NO_CONTENT:
                     return
                 parser.begin()
+                opened()
                 async for part in response.aiter_bytes():
                     for told in parser.of(part):
                         yield told

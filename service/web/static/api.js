@@ -1,4 +1,5 @@
 // What the page asks of the service. All addresses are relative to the page, so that a proxy may put a prefix before it.
+import { Stream } from "./stream.js";
 
 export class ApiError extends Error {
   constructor(status, body) {
@@ -18,8 +19,8 @@ export class SignedOut extends Error {}
 const TRY_AGAIN = new Set([429, 502, 503, 504]);
 const SILENT_MS = 30_000;
 
-/** Who wants to know how the service answers: `ok()` at each answer, `lost(error)` where there was none. */
-export const watcher = { ok() {}, lost() {}, signedOut() {} };
+/** Who wants to know how the service answers: `ok()` at each answer, `heard()` where a stream says something, `lost(error)` where there was none. */
+export const watcher = { ok() {}, heard() {}, lost() {}, signedOut() {} };
 
 /**
  * One request. Raises SignedOut, ApiError, Unreachable; and AbortError where `signal` says so.
@@ -79,6 +80,33 @@ function within(signal) {
 
 export const get = (path, options) => call("GET", path, options);
 
+/**
+ * Send a blob, and say how much of it has gone: fetch cannot. sent(bytes). Raises as `call` does.
+ * Its cookie and its origin are the browser's own, as of every request here.
+ */
+export function send(path, blob, type, { sent, signal }) {
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    const lost = (words) => reject(new Unreachable(words));
+    const stop = () => request.abort();
+    request.open("PUT", path);
+    request.setRequestHeader("Content-Type", type);
+    request.upload.addEventListener("progress", (event) => sent(event.loaded));
+    request.addEventListener("abort", () => reject(signal.reason));
+    request.addEventListener("error", () => lost("the service does not answer, or has broken the connection off"));
+    request.addEventListener("load", () => {
+      let found = null;
+      try { found = JSON.parse(request.responseText); } catch { /* said below */ }
+      if (request.status >= 200 && request.status < 300) resolve(found);
+      else if (request.status === 401) { watcher.signedOut(found?.message); reject(new SignedOut(found?.message ?? "signed out")); }
+      else reject(new ApiError(request.status, found?.message ? found : { code: "unknown", message: `the service answers ${request.status}` }));
+    });
+    request.addEventListener("loadend", () => signal.removeEventListener("abort", stop));
+    signal.addEventListener("abort", stop);
+    if (signal.aborted) reject(signal.reason); else request.send(blob);
+  });
+}
+
 let queue = Promise.resolve();
 /** The same of an answer that may be some MiB long: of these the service gives one person few at once. */
 export function getLarge(path, options) {
@@ -96,28 +124,61 @@ export function query(parameters) {
   return text ? `?${text}` : "";
 }
 
+/** Where a stream tells what happens it says nothing of leases that run out, or of a queue: that is asked for so often. */
+const SLOW_MS = 10_000;
+const LEAST_MS = 1000;
+const OPEN_MS = 1500;
+
 /**
- * Ask again and again, until `stop`: every `everyMs`, and ever more seldom while nobody answers; at once where the page
- * is looked at again. ask(signal): what is asked; what it raises beside Unreachable and SignedOut is given to `failed`.
+ * Ask what is shown until `stop`, again and again: every `everyMs`, and ever more seldom while nobody answers; at once
+ * where the page is looked at again. ask(signal): what is asked; what it raises beside Unreachable and SignedOut is given to `failed`.
+ *
+ * path, told: of a stream that says when to ask. While it lives, `ask` is called where told(message) returns true, at
+ * least `leastMs` after the last time, and every SLOW_MS; where it cannot be opened, or breaks off, every `everyMs`
+ * as without one: a browser has few connections, a service few streams, and a proxy may pass none on. It is opened
+ * before the first question, or anew when it has come back: so nothing happens between what was asked and what is told.
  */
 export class Poller {
-  constructor(ask, everyMs, failed = (error) => { throw error; }) {
+  constructor(ask, everyMs, failed = (error) => { throw error; }, { path = null, told = () => true, leastMs = LEAST_MS } = {}) {
     this.ask = ask; this.everyMs = everyMs; this.failed = failed;
+    this.path = path; this.told = told; this.leastMs = leastMs;
     this.stopped = new AbortController();
     this.tries = 0;
+    this.stream = null;
+    this.asked = -Infinity;
+    this.due = null;
     this.wake = () => {};
-    this.seen = () => { if (!document.hidden) this.wake(); };
+    this.seen = () => { if (!document.hidden) this.now(); };
     document.addEventListener("visibilitychange", this.seen);
     addEventListener("online", this.seen);
   }
 
-  start() { this.run(); return this; }
+  start() { this.listen(); this.run(); return this; }
+
+  /** Does a stream say what happens? */
+  get live() { return this.stream !== null && (this.stream.live || this.stream.ended); }
+
+  /** Open the stream, or another one, from an id on. */
+  listen(lastId = null) {
+    this.stream?.stop();
+    this.stream = null;
+    if (this.path === null || this.path() === null || this.stopped.signal.aborted) return;
+    this.stream = new Stream(this.path, (message) => { if (this.told(message)) this.within(this.leastMs); }, () => this.now(), watcher.heard);
+    this.stream.lastId = lastId;
+  }
 
   /** Ask now. */
-  now() { this.tries = 0; this.wake(); }
+  now() { this.tries = 0; this.within(0); }
+
+  /** Ask, so long after the last time at least. */
+  within(leastMs) {
+    this.due = Math.min(this.due ?? Infinity, Math.max(performance.now(), this.asked + leastMs));
+    this.wake();
+  }
 
   stop() {
     this.stopped.abort(new DOMException("the view was left", "AbortError"));
+    this.stream?.stop();
     document.removeEventListener("visibilitychange", this.seen);
     removeEventListener("online", this.seen);
     this.wake();
@@ -125,18 +186,32 @@ export class Poller {
 
   async run() {
     const signal = this.stopped.signal;
+    if (this.stream) await Promise.race([this.stream.tried, new Promise((resolve) => setTimeout(resolve, OPEN_MS))]);
     while (!signal.aborted) {
-      let waitMs = this.everyMs;
+      let waitMs = null;
+      this.due = null;
+      this.asked = performance.now();
       try {
         await this.ask(signal);
         this.tries = 0;
       } catch (error) {
-        if (signal.aborted || error instanceof SignedOut) return;
+        if (signal.aborted) return;
+        if (error instanceof SignedOut) { this.stream?.stop(); return; }
         if (error instanceof Unreachable) waitMs = Math.min(20_000, this.everyMs * 2 ** Math.min(this.tries++, 6));
-        else { this.failed(error); return; }
+        else { this.stop(); this.failed(error); return; }
       }
+      await this.wait(performance.now(), waitMs);
+    }
+  }
+
+  /** Until it is time to ask. */
+  async wait(since, waitMs) {
+    while (!this.stopped.signal.aborted) {
+      const at = Math.min(this.due ?? Infinity, since + (waitMs ?? (this.live ? Math.max(SLOW_MS, this.everyMs) : this.everyMs)));
+      const left = at - performance.now();
+      if (left <= 0 && !document.hidden) return;
       await new Promise((resolve) => {
-        const timer = document.hidden ? null : setTimeout(resolve, waitMs);
+        const timer = document.hidden ? null : setTimeout(resolve, left);
         this.wake = () => { clearTimeout(timer); resolve(); };
       });
     }

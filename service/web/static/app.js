@@ -33,6 +33,7 @@ watcher.ok = () => {
   lastOk = new Date();
   if (stale.textContent) stale.textContent = "";
 };
+watcher.heard = () => { if (!stale.textContent) lastOk = new Date(); };
 watcher.lost = (error) => {
   const since = lastOk ? `stale since ${clockText(lastOk)}: ` : "";
   say(stale, `${since}${error.message}. What is shown is from then; it goes on by itself when the service is back.`);

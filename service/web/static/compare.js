@@ -16,7 +16,7 @@ const AXES = {
 
 export function view(place, route, { failed }) {
   const wanted = [...new Set((route.parameters.get("jobs") ?? "").split(",").filter(Boolean))], ids = wanted.slice(0, MOST);
-  const runs = ids.map((id, at) => ({ id, colour: `c${at + 1}`, samples: new Samples(id), job: null, progress: null }));
+  const runs = ids.map((id, at) => ({ id, colour: `c${at + 1}`, samples: new Samples(id, place.clientWidth), job: null, progress: null }));
   const axis = h("select", { id: newId("axis") }, Object.keys(AXES).map((one) => h("option", { value: one }, one)));
   axis.value = Object.hasOwn(AXES, route.parameters.get("by")) ? route.parameters.get("by") : "step";
   const add = h("input", { id: newId("add"), placeholder: "another job's ID", spellcheck: "false", autocomplete: "off" });
@@ -92,8 +92,17 @@ export function view(place, route, { failed }) {
   }
   if (wanted.length > MOST) say(note, `At most ${MOST} runs: of these ${wanted.length} the first ${MOST}.`);
   build();
-  const poller = new Poller(load, EVERY_MS, failed).start();
-  return { stop() { poller.stop(); for (const chart of charts) chart.stop(); } };
+  let later = null;
+  const told = ({ event, data }) => {
+    const run = runs.find((one) => one.id === data.job_id);
+    if (event !== "sample" || !run?.samples.told(run.job, data)) return run !== undefined;
+    run.progress = run.job.progress;
+    later ??= setTimeout(() => { later = null; draw(); }, 500);
+    return false;
+  };
+  const path = () => `v1/events?${new URLSearchParams([["after", "now"], ...ids.map((id) => ["samples_of", id])])}`;
+  const poller = new Poller(load, EVERY_MS, failed, { path, told }).start();
+  return { stop() { clearTimeout(later); poller.stop(); for (const chart of charts) chart.stop(); } };
 }
 
 /** One axis for several runs: all their values, in order, and where each run has which. */

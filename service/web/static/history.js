@@ -8,9 +8,14 @@ export const STEP_PARTS = { forward_backward: "forward and backward", encode: "e
 const NO_EVENTS = "none"; // no event is of this kind: an answer with samples alone
 export const BEYOND_ALL_STEPS = 1_000_000_000;
 
+/** More than a screen is wide are not asked for, and what comes while one looks is thinned again when it is twice as many. */
+const LEAST_POINTS = 200, MOST_POINTS = 2000;
+
 export class Samples {
-  constructor(jobId) {
+  /** width: of a chart, in pixels. Of a long history two samples a pixel come, of each range the lowest and the highest loss. */
+  constructor(jobId, width) {
     this.jobId = jobId;
+    this.points = Math.round(Math.min(MOST_POINTS, Math.max(LEAST_POINTS, 2 * (width || 0))));
     this.columns = Object.fromEntries([...COLUMNS, ...Object.keys(STEP_PARTS)].map((name) => [name, []]));
     this.phase = [];
     /** [step, {name: number}] of each step at which the optimizer's health was taken. */
@@ -30,11 +35,11 @@ export class Samples {
    */
   async refresh(progress, signal, part = () => {}) {
     const now = progress.step;
-    let after = Math.min(this.lastStep, this.seenStep, now - 1);
+    let after = this.length > 2 * this.points ? -1 : Math.min(this.lastStep, this.seenStep, now - 1);
     if (this.length && after < this.lastStep) this.cut(after);
     let any = false;
     for (;;) {
-      const found = await getLarge(jobPath(this.jobId, `metrics${query({ after_step: after, event_kind: NO_EVENTS })}`), { signal });
+      const found = await getLarge(jobPath(this.jobId, `metrics${query({ after_step: after, event_kind: NO_EVENTS, points: this.points })}`), { signal });
       found.samples.forEach((sample) => this.take(sample));
       this.unreadable += found.unreadable;
       any ||= found.samples.length > 0;
@@ -44,6 +49,20 @@ export class Samples {
     }
     this.seenStep = now;
     return any;
+  }
+
+  /**
+   * The newest step, as a stream tells it: {attempt, sample}. job: as it was asked for; its progress is put forward.
+   * Returns false where that is not the next one of it: then the job has to be asked for.
+   */
+  told(job, { attempt, sample }) {
+    const last = job?.progress;
+    if (!last || !this.length || attempt !== job.attempt || sample.step <= last.step || sample.step <= this.lastStep || this.length > 2 * this.points) return false;
+    job.progress = sample;
+    job.validation_loss = sample.validation_loss ?? job.validation_loss;
+    this.take(sample);
+    this.seenStep = sample.step;
+    return true;
   }
 
   /** Forget the steps after this one. */
@@ -76,13 +95,21 @@ export class Samples {
     return null;
   }
 
-  /** Bytes so far, at each step: sent, and what a ring all-reduce in fp32 and in bf16 would have sent. */
+  /**
+   * Bytes so far, at each step: sent, and what a ring all-reduce in fp32 and in bf16 would have sent. Of steps that are
+   * left out between two the workers' own sum says what was sent; of a worker that keeps none they were like the later one.
+   */
   bytes() {
-    const { payload_bytes: sent, world_size: n, step } = this.columns, values = this.parameters() ?? 0;
+    const { payload_bytes: sent, payload_bytes_total: total, world_size: n, step } = this.columns, values = this.parameters() ?? 0;
     const found = { sent: [], fp32: [], bf16: [] };
     let all = 0, dense = 0;
     for (let at = 0; at < this.length; at += 1) {
-      if (step[at] > 0) { all += sent[at]; dense += (2 * (n[at] - 1) / n[at]) * 4 * values; }
+      if (step[at] > 0) {
+        const steps = at ? Math.max(1, step[at] - Math.max(0, step[at - 1])) : 1;
+        const more = at && total[at] > total[at - 1] ? total[at] - total[at - 1] : 0;
+        all += steps > 1 && more ? more : sent[at] * steps;
+        dense += (2 * (n[at] - 1) / n[at]) * 4 * values * steps;
+      }
       found.sent.push(all); found.fp32.push(dense); found.bf16.push(dense / 2);
     }
     return found;

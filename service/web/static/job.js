@@ -10,6 +10,7 @@ import { LogView } from "./logs.js";
 const EVERY_MS = 2000;
 const EVENTS_EVERY_MS = 4000;
 const ETA_SAMPLES = 30;
+const MOST_EVENTS = 20_000;
 const PARTS = [["", "Overview"], ["events", "Events"], ["logs", "Log"], ["files", "Files"], ["spec", "Spec"]];
 
 export function view(place, route, frame) {
@@ -23,8 +24,8 @@ class JobView {
     this.id = route.parts[0] ?? "";
     this.me = me; this.failed = failed;
     this.job = null; this.events = []; this.olderEvents = null; this.part = null;
-    this.samples = new Samples(this.id);
-    this.charts = []; this.eventsDue = 0; this.drawDue = 0;
+    this.samples = new Samples(this.id, place.clientWidth);
+    this.charts = []; this.eventsDue = 0; this.drawDue = 0; this.later = null;
     this.state = h("span", { role: "status", "aria-live": "polite" });
     this.standing = h("p", { class: "standing" });
     this.actions = h("p", { class: "actions" });
@@ -34,11 +35,13 @@ class JobView {
     this.refused = h("p", { class: "problem", role: "alert" });
     put(place, h("div", { class: "head" }, h("h1", { class: "id" }, this.id), this.state, this.actions), this.refused, this.standing, this.tabs, this.body);
     if (!this.turn(route.parts[1] ?? "", route.parameters)) put(this.body, h("p", { class: "problem", role: "alert" }, "There is no such page of a job."));
-    this.poller = new Poller((signal) => this.load(signal), EVERY_MS, failed).start();
+    const stream = { path: () => jobPath(this.id, "events?after=now"), told: (message) => this.told(message) };
+    this.poller = new Poller((signal) => this.load(signal), EVERY_MS, failed, stream).start();
   }
 
   stop() {
     this.poller.stop();
+    clearTimeout(this.later);
     this.leave();
   }
 
@@ -66,14 +69,32 @@ class JobView {
   async load(signal) {
     const job = await get(jobPath(this.id), { signal });
     const before = this.job;
+    // What a stream has told meanwhile may be newer.
+    if (before?.attempt === job.attempt && before.progress?.time > job.progress?.time) job.progress = before.progress;
     this.job = job;
     this.draw(before);
-    if (before?.state !== job.state || before?.attempt !== job.attempt || performance.now() >= this.eventsDue) await this.loadEvents(signal);
+    const told = this.poller.live && this.listed; // then each event comes by itself
+    if (before?.state !== job.state || before?.attempt !== job.attempt || (!told && performance.now() >= this.eventsDue)) await this.loadEvents(signal);
+    this.listed = this.poller.live;
     const progress = job.progress, last = before?.progress;
     if (progress && (this.samples.length === 0 || progress.step !== last?.step || progress.time !== last?.time || this.samples.lastStep < progress.step)) {
       await this.samples.refresh(progress, signal, () => this.drawPart(false));
     }
     this.drawPart(true);
+  }
+
+  /** What the stream says. Returns whether the job has to be asked for. */
+  told({ event, data }) {
+    if (event === "sample") {
+      if (!this.samples.told(this.job, data)) return true;
+      this.drawSoon();
+      return false;
+    }
+    if (event === "event" && !this.events.slice(-50).some((one) => one.kind === data.kind && one.step === data.step && one.time === data.time)) {
+      this.events = [...this.events.slice(-MOST_EVENTS), data];
+      this.drawSoon();
+    }
+    return true;
   }
 
   async loadEvents(signal) {
@@ -111,6 +132,10 @@ class JobView {
       may && over ? button("Delete", () => this.remove(), { class: "danger" }) : null,
       job.dashboard_url ? h("a", { class: "button", href: job.dashboard_url, rel: "noreferrer" }, "Ray dashboard") : null);
     if (held) [...this.actions.children].find((one) => one.textContent === held)?.focus();
+  }
+
+  drawSoon() {
+    this.later ??= setTimeout(() => { this.later = null; this.draw(this.job); this.drawPart(true); }, Math.max(0, this.drawDue - performance.now()));
   }
 
   drawPart(whole) {

@@ -32,7 +32,10 @@ export function view(place, route, { me, failed }) {
   text.value = route.parameters.get("find") ?? "";
   let before = [], next = null;
 
-  const poller = new Poller(load, EVERY_MS, failed).start();
+  let told = "", later = null;
+  const samplesOf = () => [...rows.values()].map((row) => row.job).filter((job) => !OVER.has(job.state)).map((job) => job.id).sort();
+  const path = () => `v1/events?${new URLSearchParams([["after", "now"], ...samplesOf().map((id) => ["samples_of", id])])}`;
+  const poller = new Poller(load, EVERY_MS, failed, { path, told: happened, leastMs: EVERY_MS }).start();
   state.addEventListener("change", again);
   let typing = null;
   text.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(again, 250); });
@@ -50,6 +53,17 @@ export function view(place, route, { me, failed }) {
     poller.now();
   }
 
+  /** What the stream says. Returns whether the list has to be asked for: not where it is about jobs on other pages. */
+  function happened({ event, data }) {
+    if (event !== "sample") return event === "gap" || rows.has(data.job_id) || (event === "state" && before.length === 0);
+    const row = rows.get(data.job_id);
+    if (row && data.sample.time >= (row.job.progress?.time ?? 0)) {
+      row.job.progress = data.sample;
+      later ??= setTimeout(() => { later = null; for (const one of rows.values()) one.update(one.job); }, 500);
+    }
+    return false;
+  }
+
   async function load(signal) {
     const asked = query({ limit: PAGE, state: state.value, text: text.value.trim(), before: before.at(-1) });
     const found = await getLarge(`v1/jobs${asked}`, { signal });
@@ -57,6 +71,8 @@ export function view(place, route, { me, failed }) {
     if (asked !== query({ limit: PAGE, state: state.value, text: text.value.trim(), before: before.at(-1) })) return;
     next = found.next;
     draw(found.jobs);
+    const of = samplesOf().join();
+    if (told !== of) { told = of; poller.stream?.turn(); }
     older.disabled = next === null;
     newer.disabled = before.length === 0;
     const first = before.length * PAGE;
@@ -85,7 +101,7 @@ export function view(place, route, { me, failed }) {
     announce(`${chosen.size} chosen${enough ? "" : "; two or more can be compared"}`);
   }
 
-  return { stop() { clearTimeout(typing); poller.stop(); } };
+  return { stop() { clearTimeout(typing); clearTimeout(later); poller.stop(); } };
 }
 
 /** The state of a job, as a word with a colour. */
@@ -111,6 +127,7 @@ class Row {
   }
 
   update(job) {
+    this.job = job;
     if (this.shown !== job.state) { fill(this.state, badge(job)); this.shown = job.state; }
     const step = job.progress?.step ?? 0;
     this.bar.hidden = !job.steps;

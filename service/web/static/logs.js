@@ -27,20 +27,45 @@ export class LogView {
     this.wanted = rank ?? "";
     if (rank !== null) this.option(rank);
     this.select.addEventListener("change", () => { this.wanted = this.select.value; this.draw(true); });
-    this.start.addEventListener("click", () => { this.start.hidden = true; this.reset(); this.skipped = 0; this.begun = true; this.offset = 0; this.poller.now(); });
-    this.poller = new Poller((signal) => this.load(signal), EVERY_MS, failed).start();
+    this.start.addEventListener("click", () => { this.start.hidden = true; this.reset(); this.skipped = 0; this.begun = true; this.offset = 0; this.followsFrom(null); this.poller.now(); });
+    // The end of a long log is looked for first; from there on the stream brings what is written.
+    this.from = null;
+    const stream = { path: () => (this.from === null ? null : jobPath(this.jobId, `logs/stream${query({ offset: this.from })}`)), told: (message) => this.told(message) };
+    this.poller = new Poller((signal) => this.load(signal), EVERY_MS, failed, stream).start();
   }
 
-  stop() { this.poller.stop(); }
+  stop() { this.poller.stop(); clearTimeout(this.later); }
+
+  /** Let a stream bring what comes after this byte; null: none. */
+  followsFrom(offset) {
+    this.from = offset;
+    this.poller.listen(offset === null ? null : String(offset));
+  }
+
+  /** What the stream says. A part that does not follow on what is shown, because that was asked for meanwhile, is passed over. */
+  told({ event, data }) {
+    if (event !== "log") { if (event === "end") { this.done = true; this.draw(false); this.empty(); } return false; }
+    if (this.from !== this.offset) { this.followsFrom(this.offset); return false; }
+    this.from = this.offset = data.next_offset;
+    this.take(data.text);
+    this.later ??= setTimeout(() => { this.later = null; this.draw(false); }, 100);
+    return false;
+  }
+
+  empty() {
+    if (!this.lines.length && !this.rest) say(this.note, this.done ? "The log is empty." : "There is no line yet.");
+  }
 
   reset() { this.rest = ""; this.lines = []; this.of.clear(); this.text.replaceChildren(); }
 
   async load(signal) {
-    if (this.done) return;
+    if (this.done || this.poller?.live) return;
     let first = true;
     try {
       for (;;) {
-        const found = await getLarge(jobPath(this.jobId, `logs${query({ offset: this.offset, limit: PART_BYTES })}`), { signal });
+        const asked = this.offset;
+        const found = await getLarge(jobPath(this.jobId, `logs${query({ offset: asked, limit: PART_BYTES })}`), { signal });
+        if (asked !== this.offset) return; // the stream was quicker, or all of it is wanted: asked for next
         const moved = found.next_offset > this.offset;
         // A further attempt has a log of its own, from another offset on.
         if (!this.begun && moved && !found.complete && new Blob([found.text]).size > PART_BYTES / 2) {
@@ -61,7 +86,8 @@ export class LogView {
         first = false;
         if (!moved) {
           this.done = found.complete && OVER.has(this.job()?.state);
-          if (!this.lines.length && !this.rest) say(this.note, this.done ? "The log is empty." : "There is no line yet.");
+          this.empty();
+          if (!this.done && this.from === null) this.followsFrom(this.offset);
           return;
         }
       }

@@ -1,7 +1,9 @@
 // A new job: out of an example, a file, or another job; as a form or as the file itself.
-import { ApiError, call, get, jobPath } from "./api.js";
+import { ApiError, call, get, jobPath, send as sent } from "./api.js";
 import { fill, h, newId, put, say } from "./dom.js";
 import { Form, withoutDefaults } from "./form.js";
+import { bytesText } from "./format.js";
+import { listed, packed } from "./package.js";
 import { CORE_SCHEMA, dump, load } from "./vendor/js-yaml.esm.min.mjs";
 
 const EXAMPLES = ["quickstart", "bert", "local-steps", "muon", "resnet"];
@@ -32,6 +34,8 @@ async function make(place, parameters, who, signal) {
   const problems = h("div", { role: "alert", tabindex: "-1" }), note = h("p", { class: "help", role: "status" });
   const example = h("select", { id: newId("example") }, h("option", { value: "" }, "choose"), EXAMPLES.map((one) => h("option", { value: one }, one)));
   const file = h("input", { id: newId("file"), type: "file", accept: ".yaml,.yml,.json" });
+  const folder = h("input", { id: newId("folder"), type: "file", webkitdirectory: true });
+  const bar = h("progress", { max: "1", hidden: true, "aria-label": "Packed and sent" });
   const text = h("textarea", { class: "file", id: newId("text"), spellcheck: "false", autocomplete: "off", "aria-label": "The job file, YAML or JSON" });
   const body = h("div");
   const radio = (value, words) => { const id = newId("as"); return [h("input", { type: "radio", name: "as", id, value, checked: value === "form", on: { change: turn } }), h("label", { for: id }, words)]; };
@@ -39,10 +43,12 @@ async function make(place, parameters, who, signal) {
   const check = Object.hasOwn(document_.paths ?? {}, VALIDATE) ? h("button", { type: "button", on: { click: () => send(true) } }, "Check") : null;
   let as = "form", key = null, form = null, written = "", busy = false, submitted = false;
   const formElement = h("form", { class: "submit", novalidate: true, on: { submit: (event) => { event.preventDefault(); send(false); } } },
-    h("p", { class: "filters" }, h("label", { for: example.id }, "Begin with"), example, h("label", { for: file.id }, "or a file"), file),
+    h("p", { class: "filters" }, h("label", { for: example.id }, "Begin with"), example, h("label", { for: file.id }, "or a file"), file,
+      h("label", { for: folder.id }, "and a script's folder"), folder, bar),
     h("p", { class: "filters", role: "group", "aria-label": "Show the job" }, radio("form", "as a form"), radio("file", "as a file")),
     note, problems, body, h("p", { class: "actions" }, check, submit));
-  put(place, formElement, h("p", { class: "help" }, "A script with its folder: ", h("code", {}, "thinwire submit train.py --workers 4"), " packs and sends it."));
+  put(place, formElement, h("p", { class: "help" }, "Of a script's folder goes what .gitignore and .rayignore do not leave out, as with ", h("code", {}, "thinwire submit train.py --workers 4"),
+    ", but for empty folders; what begins with #! can be executed. At the service it is kept while a job names it."));
 
   example.addEventListener("change", async () => {
     if (!example.value) return;
@@ -65,6 +71,50 @@ async function make(place, parameters, who, signal) {
     file.value = ""; // the same file, mended, can be chosen again
   });
   text.addEventListener("input", () => { key = null; });
+  let packing = null;
+  folder.addEventListener("change", async () => {
+    const files = [...folder.files];
+    folder.value = ""; // the same folder, mended, can be chosen again
+    packing?.abort();
+    const mine = packing = new AbortController(), within = AbortSignal.any([signal, mine.signal]);
+    fill(problems);
+    submit.disabled = true;
+    try {
+      const job = await withPackage(files, within);
+      if (!within.aborted && job) show(job);
+    } catch (error) {
+      if (!within.aborted) { say(note, ""); refuse([error.message]); }
+    } finally {
+      if (packing === mine) { bar.hidden = true; submit.disabled = busy; }
+    }
+  });
+
+  /** The job that is shown, with the package of this folder, which the service has then. */
+  async function withPackage(files, within) {
+    const found = await listed(files);
+    const all = 2 * found.bytes || 1, gone = (bytes) => { bar.value = bytes / all; };
+    gone(0);
+    bar.hidden = false;
+    say(note, `Packing ${found.entries.length} files of ${found.name}.`);
+    const { blob, sha256 } = await packed(found, gone, within);
+    const left = found.leftOut.length > 5 ? [...found.leftOut.slice(0, 5), `${found.leftOut.length - 5} more`] : found.leftOut;
+    const words = `${found.entries.length} ${found.entries.length === 1 ? "file" : "files"} of ${found.name}: ${bytesText(found.bytes)}, ${bytesText(blob.size)} as a zip.${left.length ? ` Left out: ${left.join(", ")}.` : ""}`;
+    const path = `v1/packages/${sha256}`;
+    const known = await get(path, { signal: within }).catch((error) => { if (error.status === 404) return null; throw error; });
+    if (known === null) {
+      say(note, `Sending ${words}`);
+      await sent(path, blob, "application/zip", { sent: (bytes) => gone(found.bytes * (1 + bytes / blob.size)), signal: within });
+    }
+    say(note, `${known === null ? "Sent" : "The service has this already:"} ${words}`);
+    const job = as === "form" ? form.value : text.value.trim() ? read(text.value) : {}; // refused there where it is no job
+    if (job === null) return null;
+    const script = job.recipe?.name === "script", names = found.entries.map(([name]) => name);
+    const { working_dir: _, entry: named, ...recipe } = script ? job.recipe : { name: "script" };
+    const entry = names.includes(named) ? named : entryOf(names);
+    if (!entry) say(note, `${note.textContent} Which file is the script? Name it in recipe.entry.`);
+    const name = job.name ?? ((entry ?? found.name).replace(/^.*\/|\.py$/g, "").toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-+|-+$/g, "").slice(0, 40) || "job");
+    return { ...(script ? job : others(job)), name, recipe: { ...recipe, ...(entry ? { entry } : {}), package: sha256 } };
+  }
 
   const origin = parameters.get("continue") ?? parameters.get("like");
   const asked = parameters.toString();
@@ -181,6 +231,15 @@ async function make(place, parameters, who, signal) {
     for (let around = field.element.closest("details"); around; around = around.parentElement.closest("details")) around.open = true;
     field.control?.focus();
   }
+}
+
+/** What of another kind of job also fits one of a script. */
+const others = ({ name, workers, labels, priority }) => Object.fromEntries(Object.entries({ name, workers, labels, priority }).filter(([, value]) => value !== undefined));
+
+/** Which file of a folder is the script, where that is plain. */
+function entryOf(names) {
+  const top = names.filter((name) => /^[^/]+\.py$/.test(name));
+  return top.length === 1 ? top[0] : top.find((name) => name === "train.py") ?? top.find((name) => name === "main.py");
 }
 
 const yaml = (value) => (Object.keys(value).length ? dump(value, { lineWidth: 110 }) : "");
