@@ -6,8 +6,6 @@ Pairs share seed, data and initial values. A run that is kept already is not mad
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paired import Interval, interval
+from benchmarks.papers import ranks
 from benchmarks.papers.published import RESULTS
 from benchmarks.provenance import ROOT, provenance
 
 KEPT = RESULTS / "runs.jsonl"
 SCRIPTS = ROOT / "examples" / "papers"
+WEIGHTS = ROOT / "build" / "papers"
 RANKS = 2
 
 
@@ -43,7 +43,7 @@ WORKLOADS = (
     Workload("bert-glue", "glue.py", ADAMS, after="bert"),
     Workload("gpt2", "gpt2.py", ADAMS),
     Workload("resnet", "resnet.py", ADAMS),
-    Workload("dcgan", "dcgan.py", ("adam", "onebit_adam")),
+    Workload("dcgan", "dcgan.py", ADAMS),
 )
 
 
@@ -52,38 +52,53 @@ def kept() -> list[dict[str, Any]]:
     return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
 
 
-def make(seeds: int, only: Sequence[str], weights: Path) -> Iterator[dict[str, Any]]:
-    """The runs that are not kept yet, each kept as it ends. weights: where workloads leave what others begin with.
+def make(seeds: int, only: Sequence[str], weights: Path = WEIGHTS) -> Iterator[dict[str, Any]]:
+    """The runs that are not kept yet, each kept as it ends: all of a seed before any of the next.
 
-    Raises: subprocess.CalledProcessError where a script fails; what ran before it is kept.
+    weights: where workloads leave what others begin with; what is not there is made again.
+    Raises: RunsFailed at the end, where some have failed; a later call makes those.
     """
     done = {(run["workload"], run["optimizer"], run["seed"]) for run in kept()}
-    for workload in WORKLOADS:
-        for seed in range(seeds if workload.name in only else 0):
+    failed = []
+    for seed in range(seeds):
+        for workload in (one for one in WORKLOADS if one.name in only):
             for method in workload.methods:
-                if (workload.name, method, seed) not in done:
-                    yield _run(workload, method, seed, weights)
+                if (workload.name, method, seed) in done:
+                    continue
+                try:
+                    run = _run(workload, method, seed, weights)
+                except ranks.RankFailed as error:
+                    failed.append(str(error))
+                    continue
+                with KEPT.open("a") as file:
+                    file.write(json.dumps(run) + "\n")
+                yield run
+    if failed:
+        raise RunsFailed("\n".join(failed))
+
+
+class RunsFailed(Exception):
+    """Runs have failed; each line of the message is one of them."""
 
 
 def _run(workload: Workload, method: str, seed: int, weights: Path) -> dict[str, Any]:
+    name, begin = f"{workload.name}-{method}-{seed}", weights / f"{workload.after}-{method}-{seed}"
+    if workload.after and not begin.is_dir():
+        _run(next(one for one in WORKLOADS if one.name == workload.after), method, seed, weights)
+    script = SCRIPTS / workload.script
+    given = ["--preset", "small", "--optimizer", method, "--seed", str(seed)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        given = ["--preset", "small", "--optimizer", method, "--seed", str(seed), "--out", str(out)]
+        files = ["--out", str(out)]
         if any(other.after == workload.name for other in WORKLOADS):
-            given += ["--save", str(weights / f"{workload.name}-{method}-{seed}")]
+            files += ["--save", str(weights / name)]
         if workload.after:
-            given += ["--weights", str(weights / f"{workload.after}-{method}-{seed}")]
-        script = str((SCRIPTS / workload.script).relative_to(ROOT))
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        subprocess.run([sys.executable, "-m", *launcher, script, *given], cwd=ROOT, check=True)
+            files += ["--weights", str(begin)]
+        ranks.run(script, [*given, *files], RANKS)
         run: dict[str, Any] = json.loads(out.read_text())
-    made = provenance((*CODE, script))
-    shown = [word for word in given if not word.startswith("/")]
-    run |= {"command": f"torchrun --nproc-per-node {RANKS} {script} {' '.join(shown)}"} | asdict(made)
-    KEPT.parent.mkdir(parents=True, exist_ok=True)
-    with KEPT.open("a") as file:
-        file.write(json.dumps(run) + "\n")
-    return run
+    command = " ".join((str(script.relative_to(ROOT)), *given, *(["--weights", begin.name] if workload.after else [])))
+    made = provenance((*CODE, str(SCRIPTS.relative_to(ROOT))))
+    return run | {"command": f"torchrun --standalone --nproc-per-node {RANKS} {command}"} | asdict(made)
 
 
 CODE = ("comm", "optim", "workers", "tests/data/tinyshakespeare.txt", ":!*.md")

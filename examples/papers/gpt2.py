@@ -36,7 +36,7 @@ from thinwire.train import session
 
 @dataclass(frozen=True)
 class Preset:
-    """lr: of the Adams; rates: of those whose steps are of another size."""
+    """lr: of the Adams."""
 
     layers: int
     width: int
@@ -52,7 +52,6 @@ class Preset:
     weight_decay: float
     max_grad_norm: float
     evaluate_every: int
-    rates: dict[str, float]
 
 
 PRESETS = {
@@ -61,12 +60,12 @@ PRESETS = {
     "paper": Preset(
         layers=12, width=768, heads=12, context=1024, vocabulary=50257, dropout=0.1,
         global_batch=512, steps=300_000, lr=1.5e-4, final_lr=1e-5, lr_warmup_steps=3000, weight_decay=0.01,
-        max_grad_norm=1.0, evaluate_every=1000, rates={},
+        max_grad_norm=1.0, evaluate_every=1000,
     ),
     "small": Preset(
         layers=3, width=128, heads=4, context=128, vocabulary=1024, dropout=0.0,
         global_batch=16, steps=300, lr=2e-3, final_lr=2e-4, lr_warmup_steps=30, weight_decay=0.01,
-        max_grad_norm=1.0, evaluate_every=100, rates={},
+        max_grad_norm=1.0, evaluate_every=100,
     ),
 }  # fmt: skip
 END = "<|endoftext|>"
@@ -335,27 +334,15 @@ def main(words=None):
         run.register(model=model, optimizer=optimizer, scheduler=scheduler)
         run.evaluate_every(preset.evaluate_every, lambda part: mean_loss(model, part, run.device), data=looked_at)
         computed = parts.prepared(model, given)
-        precision = torch.autocast(run.device.type, torch.bfloat16, enabled=given.bf16)
-
-        def backward(inputs, targets):
-            """The gradient of the mean over the share, part by part; returns that mean."""
-            optimizer.zero_grad()
-            total = torch.zeros((), device=run.device)
-            micro = given.micro or len(inputs)
-            for own, wanted in zip(inputs.split(micro), targets.split(micro), strict=True):
-                with precision:
-                    loss = loss_of(computed, own, wanted) * (len(own) / len(inputs))
-                loss.backward()
-                total += loss.detach()
-            return total
-
         began, batch = time.monotonic(), given.batch or preset.global_batch
         model.train()
         loader = {"num_workers": given.loaders}
         for inputs, targets in run.batches(trained, global_batch=batch, steps=steps, seed=given.seed, loader=loader):
             parts.seed_step(run, given.seed)
-            inputs, targets = inputs.to(run.device), targets.to(run.device)
-            loss = optimizer.step(lambda share=(inputs, targets): backward(*share))
+            optimizer.zero_grad()
+            share = {"inputs": inputs, "targets": targets}
+            loss = parts.backward(lambda part: loss_of(computed, **part), share, given, run.device)
+            optimizer.step()
             scheduler.step()
             run.report(loss=loss)
             step = run.step_number + 1

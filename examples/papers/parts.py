@@ -25,24 +25,24 @@ BERT_BOUNDS = LambBounds(max_coeff=0.3, min_coeff=0.01)
 """Of LAMB's trust ratio, in the settings that 1-bit LAMB was published with (arXiv 2104.06069)."""
 
 
-def add_flags(parser, presets, *, preset="small", optimizer=None):
-    """Say in `parser` what all scripts here take alike. preset, optimizer: what they are if left out."""
+def add_flags(parser, presets, *, optimizer=None, memory=True):
+    """Say in `parser` what all scripts here take alike. optimizer: if left out; memory: also what saves memory."""
     told = "left out: the preset's"
-    parser.add_argument("--preset", choices=presets, default=preset)
+    parser.add_argument("--preset", choices=presets, default="small")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help="as in job files")
     parser.add_argument("--lr", type=float, help=f"the highest; {told}")
     parser.add_argument("--steps", type=_natural, help=told)
     parser.add_argument("--batch", type=_natural, help=f"samples of a step, over all workers; {told}")
-    parser.add_argument("--micro", type=_natural, help="samples that a worker computes at once; left out: all it has")
+    if memory:
+        parser.add_argument("--micro", type=_natural, help="samples that a worker computes at once; left out: all")
+        again = "compute activations again: less memory, more time"
+        parser.add_argument("--checkpointing", action="store_true", help=again)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where torch's autocast does")
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="compute activations again: less memory, more time"
-    )
     parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--loaders", type=int, default=0, help="processes that prepare samples, on each worker")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where checkpoints are kept; left out: nowhere. A job says it itself")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="leave there what from_pretrained takes")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="leave there what was trained")
     parser.add_argument("--out", type=Path, metavar="FILE", help="what the run has come to, as JSON")
 
 

@@ -351,19 +351,10 @@ def main(words=None):
             max(1, steps // preset.epochs), lambda part: evaluate(model, part, run.device), data=held_out
         )
         computed = torch.compile(model) if given.compile else model
-        precision = torch.autocast(run.device.type, torch.bfloat16, enabled=given.bf16)
 
-        def backward(images, labels):
-            """The gradient of the mean over the share, part by part; returns that mean."""
-            optimizer.zero_grad()
-            total = torch.zeros((), device=run.device)
-            micro = given.micro or len(images)
-            for own, wanted in zip(images.split(micro), labels.split(micro), strict=True):
-                with precision:
-                    loss = F.cross_entropy(computed(own).logits.float(), wanted) * (len(own) / len(images))
-                loss.backward()
-                total += loss.detach()
-            return total
+        def loss_of(images, labels):
+            """Nats, the mean over f[B, C, side, side] and int64[B]."""
+            return F.cross_entropy(computed(images.contiguous(memory_format=layout)).logits.float(), labels)
 
         began = time.monotonic()
         model.train()
@@ -375,8 +366,10 @@ def main(words=None):
             loader={"num_workers": given.loaders},
         )
         for images, labels in batches:
-            images, labels = images.to(run.device, memory_format=layout), labels.to(run.device)
-            loss = optimizer.step(lambda share=(images, labels): backward(*share))
+            optimizer.zero_grad()
+            share = {"images": images, "labels": labels}
+            loss = parts.backward(lambda part: loss_of(**part), share, given, run.device)
+            optimizer.step()
             scheduler.step()
             run.report(loss=loss)
             step = run.step_number + 1

@@ -235,7 +235,7 @@ def stacked(some):
     return {name: torch.stack([one[name] for one in some]) for name in some[0] if name not in ("offsets", "question")}
 
 
-def main():
+def main(words=None):
     """Train, and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -248,7 +248,7 @@ def main():
     parser.add_argument("--dev", help="what is evaluated; left out: a twentieth of the questions of --train")
     parser.add_argument("--questions", type=int, default=2000, help="how many are made, where there is no --train")
     parts.add_flags(parser, PRESETS)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     preset = PRESETS[given.preset]
     given.optimizer = given.optimizer or preset.optimizer
 
