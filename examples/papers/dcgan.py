@@ -110,8 +110,8 @@ class Pictures(torch.utils.data.Dataset):
         from PIL import Image, ImageOps
 
         number = self.numbers[at]
-        with Image.open(self.files[number]) as image:
-            fitted = ImageOps.fit(image.convert("RGB"), (self.side, self.side), Image.Resampling.BILINEAR)
+        image = parts.opened(self.files[number])
+        fitted = ImageOps.fit(image, (self.side, self.side), Image.Resampling.BILINEAR)
         pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
         return pixels.view(self.side, self.side, 3).permute(2, 0, 1) / 127.5 - 1, number
 

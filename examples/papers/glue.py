@@ -82,7 +82,7 @@ def rows_of(file, task):
     ending = Path(file).suffixes
     how = {}
     if task.columns and ".tsv" in ending:
-        with open(file, encoding="utf-8") as opened:
+        with open(file, encoding="utf-8-sig", errors="replace") as opened:
             first = opened.readline().rstrip("\n").split("\t")
         if "sentence" not in first:
             how = {"names": list(task.columns), "header": None}

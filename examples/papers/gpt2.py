@@ -79,7 +79,9 @@ def arguments(words=None):
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts.add_flags(parser, PRESETS, optimizer="zero_one_adam")
-    parser.add_argument("--data", nargs="+", type=Path, help="files of one kind; left out: Python's own modules")
+    parser.add_argument(
+        "--data", nargs="+", type=Path, help="files of one kind, or folders of them; left out: Python's own modules"
+    )
     parser.add_argument("--held-out", nargs="+", type=Path, help="left out: the last twentieth; of a stream, its begin")
     parser.add_argument("--held-out-rows", type=int, default=1000, help="of a stream, where no file is held out")
     parser.add_argument("--held-out-windows", type=int, default=64, help="that are evaluated, at most")
@@ -99,7 +101,7 @@ def read(files, column, stream):
 
     Lines of a text file are no texts of their own. Raises: ValueError for files of several kinds or of an unknown one.
     """
-    is_text = parts.KINDS.get(parts.ending(files[0])) == "text"
+    is_text = parts.KINDS.get(parts.ending(parts.files_in(files)[0])) == "text"
     return parts.texts_of(files, column, stream, keep_linebreaks=True), not is_text
 
 
@@ -204,8 +206,9 @@ def prepare(given, preset):
     if given.data is None:
         rows, apart = own_modules(), True
     else:
-        stream = sum(file.stat().st_size for file in given.data if file.is_file()) > given.stream_above
-        rows, apart = read(given.data, given.column, stream)
+        files = parts.files_in(given.data)
+        stream = sum(file.stat().st_size for file in files if file.is_file()) > given.stream_above
+        rows, apart = read(files, given.column, stream)
     if given.held_out:
         held_out, _ = read(given.held_out, given.column, stream=False)
     elif stream:

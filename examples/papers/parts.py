@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import io
 import json
 import re
 import time
@@ -93,16 +94,38 @@ def risen_and_fallen(rise, steps):
     return lambda step: min((step + 1) / max(1, rise), (steps - step) / max(1, steps - rise))
 
 
+BESIDE_ARROW = {"state.json", "dataset_info.json", "dataset_dict.json"}
+"""What `save_to_disk` leaves beside the rows."""
+
+
+def files_in(paths):
+    """These files, in place of a folder all files in it that hold rows, in order of their names: its shards.
+
+    Raises: ValueError for a folder without any.
+    """
+    found = []
+    for path in map(Path, paths):
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(one for one in path.rglob("*") if ending(one) and one.name not in BESIDE_ARROW)
+            if not inside:
+                raise ValueError(f"{path}: there is no file in it whose ending is one of {', '.join(KINDS)}")
+        found += inside
+    return found
+
+
 def rows_of(files, stream=False, **how):
     """The rows of local files of one kind: text, JSONL, parquet, arrow, CSV or TSV, as `datasets` reads them.
 
-    stream: they are read as they are needed, and never all there at once. how: arguments of `load_dataset`.
+    files: or folders of them. stream: they are read as they are needed, and never all there at once. how: arguments of
+    `load_dataset`.
     Raises: ValueError for files that are not there, of a kind that is not known, broken, or without a row.
     """
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    for file in map(Path, files):
+    files = files_in(files)
+    for file in files:
         if ending(file) is None:
             raise ValueError(f"{file}: give files whose ending is one of {', '.join(KINDS)}, also with .gz or .zst")
         if not file.is_file():
@@ -136,6 +159,7 @@ def texts_of(files, column="text", stream=False, **how):
 
     Raises: ValueError for files that have no such column, or no row.
     """
+    files = files_in(files)
     is_text = KINDS.get(ending(files[0])) == "text"
     rows = rows_of(files, stream, **(how if is_text else {}))
     column = "text" if is_text else column
@@ -176,6 +200,21 @@ def scenes(speeches_in_one=24):
     """The same text in documents of so many speeches each."""
     all_speeches = [f"{speaker}:\n{said}" for speaker, said in speeches()]
     return ["\n".join(all_speeches[i : i + speeches_in_one]) for i in range(0, len(all_speeches), speeches_in_one)]
+
+
+def opened(image):
+    """The image in RGB. image: a path, or what `datasets` has of one that is not decoded: its "path" and its "bytes".
+
+    Raises: ValueError, which says which file cannot be read.
+    """
+    from PIL import Image
+
+    where, inside = (image["path"], image["bytes"]) if isinstance(image, dict) else (image, None)
+    try:
+        with Image.open(where if inside is None else io.BytesIO(inside)) as found:
+            return found.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{where}: is no image that can be read: {error}") from error
 
 
 def sentences(text):

@@ -122,7 +122,7 @@ class Pixels(torch.utils.data.Dataset):
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Images of a folder, as `datasets` gives them: (f32[3, side, side], class).
+    """Images of a folder, as `datasets` gives them undecoded: (f32[3, side, side], class).
 
     Training: a random part, half of them mirrored; else the middle.
     """
@@ -136,7 +136,7 @@ class Pictures(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         row = self.rows[i]
-        image = row["image"].convert("RGB")
+        image = parts.opened(row["image"])
         box = part_of(*image.size) if self.training else middle_of(*image.size)
         image = image.resize((self.side, self.side), Image.Resampling.BILINEAR, box=box)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -209,6 +209,7 @@ def cifar(folder):
 def image_folder(folder, side):
     """(training, held out, classes) of train/ and val/, or of a folder for each class. Raises: ValueError."""
     found = datasets.load_dataset("imagefolder", data_dir=str(folder), drop_labels=False)
+    found = found.cast_column("image", datasets.Image(decode=False))  # which would not say what it cannot read
     training = found["train"]
     if "label" not in training.features:
         raise ValueError(f"--data {folder}: give a folder with a folder of images for each class, or train/ and val/")
