@@ -42,7 +42,7 @@ def run(script: Path, words: Sequence[str], ranks: int) -> None:
                 process.join()
                 if process.exitcode:
                     raise RankFailed(
-                        f"{script.name} {' '.join(words)}: rank {started.index(process)} ended with {process.exitcode}"
+                        f"{' '.join((script.name, *words))}: rank {started.index(process)} ended with {process.exitcode}"
                     )
     finally:
         for process in started:

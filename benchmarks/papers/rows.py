@@ -82,13 +82,23 @@ def scores(found: Sequence[Compared]) -> list[Row]:
             paper_of(one.method),
             f"{one.workload}, {one.method}",
             "as dense",
-            f"{one.score:.4g} (dense {one.dense:.4g}) {one.unit}; worse by {_interval(one)}",
-            remark=f"{one.seeds} seeds, paired, 2 workers"
-            + (f", {one.sent:.1f}x fewer bytes than fp32" if one.sent else ""),
+            f"{one.score:.4g} (dense {one.dense:.4g}{_untrained(one)}) {one.unit}; worse by {_interval(one)}",
+            remark=f"{one.seeds} seed{'s' * (one.seeds > 1)}, paired, 2 workers; "
+            + (f"{one.sent:.1f}x fewer bytes than fp32; " if one.sent else "")
+            + f"Adam's rate{_times(one.method)}, not searched",
         )
         for one in found
         if one.method not in ("adam", "sgd")
     ]
+
+
+def _untrained(one: Compared) -> str:
+    return "" if one.untrained is None else f", untrained {one.untrained:.4g}"
+
+
+def _times(method: str) -> str:
+    """What the scripts multiply Adam's rate by: RATES of examples/papers/parts.py."""
+    return " x 3" if method in ("onebit_lamb", "onebit_muon") else ""
 
 
 def _interval(one: Compared) -> str:

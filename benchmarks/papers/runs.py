@@ -6,6 +6,7 @@ Pairs share seed, data and initial values. A run that is kept already is not mad
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,9 @@ class Workload:
 
 
 ADAMS = ("adam", "onebit_adam", "zero_one_adam", "onebit_lamb", "onebit_muon")
+UNTRAINED = "none"
+"""In place of a method: what fresh weights score, of seed 0."""
+NO_STEP = ("--steps", "1", "--lr", "1e-12")
 WORKLOADS = (
     Workload("bert", "bert_pretrain.py", ADAMS),
     Workload("bert-squad", "squad.py", ADAMS, after="bert"),
@@ -62,7 +66,7 @@ def make(seeds: int, only: Sequence[str], weights: Path = WEIGHTS) -> Iterator[d
     failed = []
     for seed in range(seeds):
         for workload in (one for one in WORKLOADS if one.name in only):
-            for method in workload.methods:
+            for method in (*workload.methods, *([] if seed else [UNTRAINED])):
                 if (workload.name, method, seed) in done:
                     continue
                 try:
@@ -82,23 +86,30 @@ class RunsFailed(Exception):
 
 
 def _run(workload: Workload, method: str, seed: int, weights: Path) -> dict[str, Any]:
-    name, begin = f"{workload.name}-{method}-{seed}", weights / f"{workload.after}-{method}-{seed}"
-    if workload.after and not begin.is_dir():
-        _run(next(one for one in WORKLOADS if one.name == workload.after), method, seed, weights)
+    is_trained = method != UNTRAINED
+    after = workload.after if is_trained else None
+    begin = weights / f"{after}-{method}-{seed}"
+    if after and not begin.is_dir():
+        _run(next(one for one in WORKLOADS if one.name == after), method, seed, weights)
     script = SCRIPTS / workload.script
-    given = ["--preset", "small", "--optimizer", method, "--seed", str(seed)]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        files = ["--out", str(out)]
-        if any(other.after == workload.name for other in WORKLOADS):
-            files += ["--save", str(weights / name)]
-        if workload.after:
-            files += ["--weights", str(begin)]
-        ranks.run(script, [*given, *files], RANKS)
+    trained = ["--optimizer", method] if is_trained else ["--optimizer", "adam", *NO_STEP]
+    given = ["--preset", "small", *trained, "--seed", str(seed)]
+    weights.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=weights) as folder:  # there: what is moved is there whole or not at all
+        out, saved = Path(folder) / "out.json", Path(folder) / "weights"
+        is_begun_with = is_trained and any(other.after == workload.name for other in WORKLOADS)
+        files = ["--save", str(saved)] if is_begun_with else []
+        files += ["--weights", str(begin)] if after else []
+        ranks.run(script, [*given, *files, "--out", str(out)], RANKS)
         run: dict[str, Any] = json.loads(out.read_text())
-    command = " ".join((str(script.relative_to(ROOT)), *given, *(["--weights", begin.name] if workload.after else [])))
+        if is_begun_with:
+            kept_at = weights / f"{workload.name}-{method}-{seed}"
+            shutil.rmtree(kept_at, ignore_errors=True)
+            saved.rename(kept_at)
+    command = " ".join((str(script.relative_to(ROOT)), *given, *(["--weights", begin.name] if after else [])))
     made = provenance((*CODE, str(SCRIPTS.relative_to(ROOT))))
-    return run | {"command": f"torchrun --standalone --nproc-per-node {RANKS} {command}"} | asdict(made)
+    told = {"optimizer": method, "command": f"torchrun --standalone --nproc-per-node {RANKS} {command}"}
+    return run | told | asdict(made)
 
 
 CODE = ("comm", "optim", "workers", "tests/data/tinyshakespeare.txt", ":!*.md")
@@ -109,7 +120,8 @@ CODE = ("comm", "optim", "workers", "tests/data/tinyshakespeare.txt", ":!*.md")
 class Compared:
     """A method beside the dense one of its workload. worse: in the score's unit, positive where it is worse.
 
-    scores: means over seeds; sent: how many times less than fp32, None with one worker.
+    scores: means over seeds; untrained: of fresh weights, None where that has not run; sent: how many times less than
+    fp32, None with one worker.
     """
 
     workload: str
@@ -118,6 +130,7 @@ class Compared:
     seeds: int
     dense: float
     score: float
+    untrained: float | None
     worse: Interval
     sent: float | None
 
@@ -148,6 +161,7 @@ def compared(runs: Sequence[dict[str, Any]]) -> list[Compared]:
                     len(both),
                     sum(sums[0]) / len(both),
                     sum(sums[1]) / len(both),
+                    by.get((workload.name, UNTRAINED, 0), {}).get("score"),
                     interval(differences),
                     sum(run["dense_bytes"] for _, run in both) / sent if sent else None,
                 )
