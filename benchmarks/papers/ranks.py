@@ -41,9 +41,8 @@ def run(script: Path, words: Sequence[str], ranks: int) -> None:
                 process = left.pop(ended)  # type: ignore[arg-type]
                 process.join()
                 if process.exitcode:
-                    raise RankFailed(
-                        f"{' '.join((script.name, *words))}: rank {started.index(process)} ended with {process.exitcode}"
-                    )
+                    which = f"rank {started.index(process)} ended with {process.exitcode}"
+                    raise RankFailed(f"{' '.join((script.name, *words))}: {which}")
     finally:
         for process in started:
             if process.is_alive():
