@@ -10,6 +10,7 @@ import os
 import runpy
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -57,6 +58,15 @@ def _rank(script: Path, words: Sequence[str], rank: int, ranks: int, port: int) 
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         }
     )
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _end_with_parent() -> None:
+    """A command that was killed leaves no rank that goes on."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

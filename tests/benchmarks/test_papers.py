@@ -1,6 +1,11 @@
+import fcntl
 import json
 import math
 import multiprocessing
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +13,7 @@ import pytest
 from benchmarks.papers import ranks, rows, runs, volume
 from benchmarks.papers.published import table
 from benchmarks.papers.volume import by_our_rules
+from benchmarks.provenance import ROOT
 
 
 def test_the_plans_count_the_bytes_that_the_papers_publish():
@@ -125,3 +131,33 @@ def test_a_rank_that_fails_ends_the_others(tmp_path, monkeypatch):
     with pytest.raises(ranks.RankFailed, match=r"fails\.py: rank 1 ended with 3"):
         ranks.run(script, [], 2)
     assert not multiprocessing.active_children()
+
+
+def test_a_command_that_is_killed_leaves_no_rank(tmp_path):
+    """Each rank holds a lock while it lives; what would hold it forever is let go when the command is killed."""
+    (tmp_path / "waits.py").write_text(
+        "import fcntl, os, time\n"
+        "held = open(os.environ['RANK'] + '.lock', 'w')\n"
+        "fcntl.flock(held, fcntl.LOCK_EX)\n"
+        "held.write('held')\nheld.flush()\ntime.sleep(3600)\n"
+    )
+    (tmp_path / "command.py").write_text(
+        "import multiprocessing\nfrom pathlib import Path\nfrom benchmarks.papers import ranks\n"
+        "if __name__ == '__main__':\n"
+        "    ranks.FORKSERVER = multiprocessing.get_context('spawn')\n"
+        "    ranks.run(Path('waits.py').resolve(), [], 2)\n"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "command.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    locks = [tmp_path / f"{rank}.lock" for rank in (0, 1)]
+    try:
+        while not all(lock.exists() and lock.read_text() == "held" for lock in locks):
+            assert command.poll() is None
+            time.sleep(0.05)
+    finally:
+        command.kill()
+        command.wait()
+    for lock in locks:
+        with lock.open() as free:
+            fcntl.flock(free, fcntl.LOCK_EX)
