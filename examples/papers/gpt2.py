@@ -64,7 +64,7 @@ PRESETS = {
     ),
     "small": Preset(
         layers=3, width=128, heads=4, context=128, vocabulary=1024, dropout=0.0,
-        global_batch=16, steps=300, lr=2e-3, final_lr=2e-4, lr_warmup_steps=30, weight_decay=0.01,
+        global_batch=16, steps=200, lr=2e-3, final_lr=2e-4, lr_warmup_steps=20, weight_decay=0.01,
         max_grad_norm=1.0, evaluate_every=100,
     ),
 }  # fmt: skip

@@ -69,7 +69,7 @@ PRESETS = {
         weight_decay=1e-4, rates={"sgd": 0.1, "onebit_sgd": 0.1},
     ),
     "small": Preset(
-        layers=18, stem="cifar", side=8, global_batch=64, epochs=6, lr=1e-3, drops=(4,), warmup_epochs=1,
+        layers=18, stem="cifar", side=8, global_batch=64, epochs=4, lr=1e-3, drops=(3,), warmup_epochs=1,
         weight_decay=1e-4, rates={"sgd": 0.05, "onebit_sgd": 0.05},
     ),
 }  # fmt: skip
