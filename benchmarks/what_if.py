@@ -205,6 +205,26 @@ def within(found: Sequence[Checked]) -> tuple[int, int]:
     return sum(abs(one.error) <= MISS[one.where] for one in found), len(found)
 
 
+IN_BRIEF = {
+    **{"dense_fp32": "dense fp32", "dense_bf16": "dense, 16 bits"},
+    **{"onebit_adam": "1-bit Adam", "onebit_lamb": "1-bit LAMB", "zero_one_adam": "0/1 Adam"},
+}
+
+
+def in_brief(found: Sequence[Checked]) -> list[str]:
+    """The errors of all steps in per cent, as lines of Markdown: a row for each case, a column for each method."""
+    by: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for one in found:
+        error = f"{100 * one.error:+.0f}"
+        error = f"**{error}**" if abs(one.error) > MISS[one.where] else error
+        by.setdefault((one.where, one.case, one.by), {}).setdefault(one.method, []).append(error)
+    rows = [
+        (where, case.replace("/", ", "), rate, *(", ".join(errors.get(method, ())) for method in IN_BRIEF))
+        for (where, case, rate), errors in by.items()
+    ]
+    return list(pipes(("from", "step", "link by", *IN_BRIEF.values()), rows))
+
+
 def readme(found: Sequence[Checked]) -> str:
     """All of it as a table; misses in bold."""
     lines = [

@@ -34,6 +34,9 @@ pytestmark = pytest.mark.timeout(1200)
         pytest.param("dpo.py", "trl", 45, (), 0.5, marks=pytest.mark.slow),
         pytest.param("lightning_session.py", "lightning", 147, (), 0.5, marks=pytest.mark.slow),
         pytest.param("papers/bert_pretrain.py", "datasets", 60, ("--steps", 60), 0.95, marks=pytest.mark.slow),
+        pytest.param(
+            "papers/bert_pretrain.py", "datasets", 40, ("--phase", 2, "--steps", 40), 1.0, marks=pytest.mark.slow
+        ),
         pytest.param("papers/squad.py", "datasets", 40, ("--steps", 40), 0.9, marks=pytest.mark.slow),
         pytest.param("papers/glue.py", "sklearn", 40, ("--steps", 40), 1.02, marks=pytest.mark.slow),
         pytest.param("papers/gpt2.py", "datasets", 60, ("--steps", 60), 0.9, marks=pytest.mark.slow),

@@ -7,10 +7,8 @@ scale that ran; what the model of `thinwire what-if` forecasts for the papers' c
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -59,20 +57,21 @@ def main(
     table_only: Annotated[
         bool, typer.Option("--table-only", help="Run nothing, write nothing: print the table.")
     ] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Of each workload and method.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="Of each workload and method; 0: run nothing, write the table.")
+    ] = 3,
     only: Annotated[list[str] | None, typer.Option(help="Workloads, by name; left out: all.")] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="Where weights lie that runs begin with; left out: nowhere for long.")
-    ] = None,
 ) -> None:
     """Run what is not kept yet, then write and print the table. All of it: some hours of two cores."""
     known = [workload.name for workload in runs.WORKLOADS]
     if unknown := [name for name in only or () if name not in known]:
         raise typer.BadParameter(f"{', '.join(unknown)}: must be of {', '.join(known)}", param_hint="--only")
     if not table_only:
-        with tempfile.TemporaryDirectory() as folder:
-            for run in runs.make(seeds, only or known, weights or Path(folder)):
-                print(f"{run['workload']}, {run['optimizer']}, seed {run['seed']}: {run['score']:.4g} {run['unit']}")
+        for run in runs.make(seeds, only or known):
+            print(
+                f"{run['workload']}, {run['optimizer']}, seed {run['seed']}: {run['score']:.4g} {run['unit']}",
+                flush=True,
+            )
     found = all_rows()
     if not table_only:
         made = asdict(provenance())

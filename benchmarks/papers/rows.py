@@ -40,13 +40,12 @@ def volumes() -> list[Row]:
         (ONE_BIT_ADAM, "volume, SQuAD, dense for 400 of 1,848 steps (DeepSpeed: 25 %)", "3.4x", volume.SQUAD),
         (ONE_BIT_LAMB, "volume, BERT-Large, dense for 1,000 of 5,993 steps", "4.6x", volume.LAMB_LARGE),
     ):
-        paper_s, ours = volume.volume(run).over_half, volume.volume(by_our_rules(run)).over_half
-        worse = "; our rule sends more" if ours < paper_s else ""
-        here = f"{paper_s:.2f}x; {ours:.1f}x by our rule for the warm-up, in 8 bits"
+        by_paper, by_rule = volume.volume(run).over_half, volume.volume(by_our_rules(run)).over_half
+        worse = "; our rule sends more" if by_rule < by_paper else ""
+        here = f"{by_paper:.2f}x; {by_rule:.1f}x by our rule for the warm-up, in 8 bits"
         rows.append(Row(paper, what, theirs, here, remark=f"over fp16; {counted}{worse}"))
-    theirs, ours = volume.ZERO_ONE_LARGE, by_our_rules(volume.ZERO_ONE_LARGE)
-    adam, zero_one = volume.volume(volume.ADAM_LARGE), volume.volume(theirs)
-    own = volume.volume(by_our_rules(volume.ADAM_LARGE)), volume.volume(ours)
+    adam, zero_one = volume.volume(volume.ADAM_LARGE), volume.volume(volume.ZERO_ONE_LARGE)
+    own = volume.volume(by_our_rules(volume.ADAM_LARGE)), volume.volume(by_our_rules(volume.ZERO_ONE_LARGE))
     rows.append(
         Row(
             ZERO_ONE_ADAM,
@@ -82,13 +81,23 @@ def scores(found: Sequence[Compared]) -> list[Row]:
             paper_of(one.method),
             f"{one.workload}, {one.method}",
             "as dense",
-            f"{one.score:.4g} (dense {one.dense:.4g}) {one.unit}; worse by {_interval(one)}",
-            remark=f"{one.seeds} seeds, paired, 2 workers"
-            + (f", {one.sent:.1f}x fewer bytes than fp32" if one.sent else ""),
+            f"{one.score:.4g} (dense {one.dense:.4g}{_untrained(one)}) {one.unit}; worse by {_interval(one)}",
+            remark=f"{one.seeds} seed{'s' * (one.seeds > 1)}, paired, 2 workers; "
+            + (f"{one.sent:.1f}x fewer bytes than fp32; " if one.sent else "")
+            + f"Adam's rate{_times(one.method)}, not searched",
         )
         for one in found
         if one.method not in ("adam", "sgd")
     ]
+
+
+def _untrained(one: Compared) -> str:
+    return "" if one.untrained is None else f", untrained {one.untrained:.4g}"
+
+
+def _times(method: str) -> str:
+    """What the scripts multiply Adam's rate by: RATES of examples/papers/parts.py."""
+    return " x 3" if method in ("onebit_lamb", "onebit_muon") else ""
 
 
 def _interval(one: Compared) -> str:

@@ -6,8 +6,7 @@ Pairs share seed, data and initial values. A run that is kept already is not mad
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paired import Interval, interval
+from benchmarks.papers import ranks
 from benchmarks.papers.published import RESULTS
 from benchmarks.provenance import ROOT, provenance
 
 KEPT = RESULTS / "runs.jsonl"
 SCRIPTS = ROOT / "examples" / "papers"
+WEIGHTS = ROOT / "build" / "papers"
 RANKS = 2
 
 
@@ -37,13 +38,16 @@ class Workload:
 
 
 ADAMS = ("adam", "onebit_adam", "zero_one_adam", "onebit_lamb", "onebit_muon")
+UNTRAINED = "none"
+"""In place of a method: what fresh weights score, of seed 0."""
+NO_STEP = ("--steps", "1", "--lr", "1e-12")
 WORKLOADS = (
+    Workload("resnet", "resnet.py", ADAMS),
+    Workload("dcgan", "dcgan.py", ADAMS),
     Workload("bert", "bert_pretrain.py", ADAMS),
     Workload("bert-squad", "squad.py", ADAMS, after="bert"),
     Workload("bert-glue", "glue.py", ADAMS, after="bert"),
     Workload("gpt2", "gpt2.py", ADAMS),
-    Workload("resnet", "resnet.py", ADAMS),
-    Workload("dcgan", "dcgan.py", ("adam", "onebit_adam")),
 )
 
 
@@ -52,38 +56,60 @@ def kept() -> list[dict[str, Any]]:
     return [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
 
 
-def make(seeds: int, only: Sequence[str], weights: Path) -> Iterator[dict[str, Any]]:
-    """The runs that are not kept yet, each kept as it ends. weights: where workloads leave what others begin with.
+def make(seeds: int, only: Sequence[str], weights: Path = WEIGHTS) -> Iterator[dict[str, Any]]:
+    """The runs that are not kept yet, each kept as it ends: all of a seed before any of the next.
 
-    Raises: subprocess.CalledProcessError where a script fails; what ran before it is kept.
+    weights: where workloads leave what others begin with; what is not there is made again.
+    Raises: RunsFailed at the end, where some have failed; a later call makes those.
     """
     done = {(run["workload"], run["optimizer"], run["seed"]) for run in kept()}
-    for workload in WORKLOADS:
-        for seed in range(seeds if workload.name in only else 0):
-            for method in workload.methods:
-                if (workload.name, method, seed) not in done:
-                    yield _run(workload, method, seed, weights)
+    failed = []
+    for seed in range(seeds):
+        for workload in (one for one in WORKLOADS if one.name in only):
+            for method in (*workload.methods, *([] if seed else [UNTRAINED])):
+                if (workload.name, method, seed) in done:
+                    continue
+                try:
+                    run = _run(workload, method, seed, weights)
+                except ranks.RankFailed as error:
+                    failed.append(str(error))
+                    continue
+                with KEPT.open("a") as file:
+                    file.write(json.dumps(run) + "\n")
+                yield run
+    if failed:
+        raise RunsFailed("\n".join(failed))
+
+
+class RunsFailed(Exception):
+    """Runs have failed; each line of the message is one of them."""
 
 
 def _run(workload: Workload, method: str, seed: int, weights: Path) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        given = ["--preset", "small", "--optimizer", method, "--seed", str(seed), "--out", str(out)]
-        if any(other.after == workload.name for other in WORKLOADS):
-            given += ["--save", str(weights / f"{workload.name}-{method}-{seed}")]
-        if workload.after:
-            given += ["--weights", str(weights / f"{workload.after}-{method}-{seed}")]
-        script = str((SCRIPTS / workload.script).relative_to(ROOT))
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        subprocess.run([sys.executable, "-m", *launcher, script, *given], cwd=ROOT, check=True)
+    is_trained = method != UNTRAINED
+    after = workload.after if is_trained else None
+    begin = weights / f"{after}-{method}-{seed}"
+    if after and not begin.is_dir():
+        _run(next(one for one in WORKLOADS if one.name == after), method, seed, weights)
+    script = SCRIPTS / workload.script
+    trained = ["--optimizer", method] if is_trained else ["--optimizer", "adam", *NO_STEP]
+    given = ["--preset", "small", *trained, "--seed", str(seed)]
+    weights.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=weights) as folder:  # there: what is moved is there whole or not at all
+        out, saved = Path(folder) / "out.json", Path(folder) / "weights"
+        is_begun_with = is_trained and any(other.after == workload.name for other in WORKLOADS)
+        files = ["--save", str(saved)] if is_begun_with else []
+        files += ["--weights", str(begin)] if after else []
+        ranks.run(script, [*given, *files, "--out", str(out)], RANKS)
         run: dict[str, Any] = json.loads(out.read_text())
-    made = provenance((*CODE, script))
-    shown = [word for word in given if not word.startswith("/")]
-    run |= {"command": f"torchrun --nproc-per-node {RANKS} {script} {' '.join(shown)}"} | asdict(made)
-    KEPT.parent.mkdir(parents=True, exist_ok=True)
-    with KEPT.open("a") as file:
-        file.write(json.dumps(run) + "\n")
-    return run
+        if is_begun_with:
+            kept_at = weights / f"{workload.name}-{method}-{seed}"
+            shutil.rmtree(kept_at, ignore_errors=True)
+            saved.rename(kept_at)
+    command = " ".join((str(script.relative_to(ROOT)), *given, *(["--weights", begin.name] if after else [])))
+    made = provenance((*CODE, str(SCRIPTS.relative_to(ROOT))))
+    told = {"optimizer": method, "command": f"torchrun --standalone --nproc-per-node {RANKS} {command}"}
+    return run | told | asdict(made)
 
 
 CODE = ("comm", "optim", "workers", "tests/data/tinyshakespeare.txt", ":!*.md")
@@ -94,7 +120,8 @@ CODE = ("comm", "optim", "workers", "tests/data/tinyshakespeare.txt", ":!*.md")
 class Compared:
     """A method beside the dense one of its workload. worse: in the score's unit, positive where it is worse.
 
-    scores: means over seeds; sent: how many times less than fp32, None with one worker.
+    scores: means over seeds; untrained: of fresh weights, None where that has not run; sent: how many times less than
+    fp32, None with one worker.
     """
 
     workload: str
@@ -103,6 +130,7 @@ class Compared:
     seeds: int
     dense: float
     score: float
+    untrained: float | None
     worse: Interval
     sent: float | None
 
@@ -133,6 +161,7 @@ def compared(runs: Sequence[dict[str, Any]]) -> list[Compared]:
                     len(both),
                     sum(sums[0]) / len(both),
                     sum(sums[1]) / len(both),
+                    by.get((workload.name, UNTRAINED, 0), {}).get("score"),
                     interval(differences),
                     sum(run["dense_bytes"] for _, run in both) / sent if sent else None,
                 )

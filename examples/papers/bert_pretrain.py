@@ -305,7 +305,7 @@ def split(rows, stream):
     return rows.select([i for i in range(len(rows)) if i % HELD_OUT]), rows.select(held_out)
 
 
-def main():
+def main(words=None):
     """Train, and leave what from_pretrained takes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--phase", type=int, choices=(1, 2), default=1)
@@ -318,7 +318,7 @@ def main():
     )
     parser.add_argument("--describe", type=Path, metavar="FOLDER", help="write config and pieces, and do not train")
     parts.add_flags(parser, PRESETS)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     preset = PRESETS[given.preset]
     phase = preset.phases[given.phase - 1]
     given.optimizer = given.optimizer or preset.optimizer

@@ -10,7 +10,7 @@ that a lost worker costs nothing. Noise follows from an image's number and the e
 
 The score is the sliced Wasserstein distance between images that were generated and real ones that were not trained on
 (arXiv 1710.10196, but of pixels): lower is better. --grid FILE draws 64 of the former. A folder of images is
-read with Pillow: pip install pillow.
+read with Pillow. --save leaves both networks as safetensors. Needs pip install "thinwire[papers]".
 """
 
 import argparse
@@ -21,13 +21,12 @@ from pathlib import Path
 import parts
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
-from thinwire.optim import Adam, Lamb, OneBitAdam, OneBitLamb
+from thinwire.optim import named
 from thinwire.train import session
 
-OPTIMIZERS = {"adam": Adam, "onebit_adam": OneBitAdam, "lamb": Lamb, "onebit_lamb": OneBitLamb}
-ONE_BIT = {"onebit_adam", "onebit_lamb"}
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 PRIME = 1_000_003
 
@@ -51,30 +50,28 @@ PRESETS = {
     "small": Preset(side=16, channels=12, noise=16, global_batch=64, epochs=10, lr=1e-3),
 }
 WARMUP = 0.2
-"""Of the steps, those in which the compressed optimizers send in full."""
+"""Of the steps, those in which 1-bit Adam and 1-bit LAMB send in full."""
+MOMENTUM = 0.5
+"""Of the gradient, whatever the optimizer calls it: a game of two turns round with more of it (arXiv 1511.06434)."""
 HELD_OUT = 1024
 """Images that are not trained on, at most; of a small folder a tenth."""
 
 
-def arguments():
+def arguments(words=None):
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, default="small")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="onebit_adam", help="of both networks")
-    parser.add_argument("--lr", type=float, help="left out: the preset's")
-    parser.add_argument("--steps", type=int, help="left out: the preset's epochs")
-    parser.add_argument("--batch", type=int, help="images of a step over all workers; left out: the preset's")
-    parser.add_argument("--seed", type=int, default=0)
+    parts.add_flags(parser, PRESETS, optimizer="onebit_adam", memory=False)
     parser.add_argument("--data", type=Path, help="a folder of images, at any depth; left out: shapes")
-    parser.add_argument("--loaders", type=int, default=0, help="processes that read images ahead, on each worker")
-    parser.add_argument("--folder", help="where checkpoints are kept; left out: nowhere. A job says it itself")
     parser.add_argument("--grid", type=Path, help="a PNG of 64 generated images, at the end")
-    parser.add_argument("--out", type=Path, help="a file for the score, in JSON")
-    given = parser.parse_args()
-    for name in ("steps", "batch"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name} {getattr(given, name)}: give a number from 1")
-    return given
+    return parser.parse_args(words)
+
+
+def options(name, steps):
+    """What an optimizer of that name takes beside its rate."""
+    if "muon" in name or "sgd" in name:
+        return {"momentum": MOMENTUM}
+    own = {} if name == "local_steps" else {"betas": (MOMENTUM, 0.999)}
+    return own | ({"warmup": max(1, int(WARMUP * steps))} if name in ("onebit_adam", "onebit_lamb") else {})
 
 
 class Shapes(torch.utils.data.Dataset):
@@ -113,8 +110,8 @@ class Pictures(torch.utils.data.Dataset):
         from PIL import Image, ImageOps
 
         number = self.numbers[at]
-        with Image.open(self.files[number]) as image:
-            fitted = ImageOps.fit(image.convert("RGB"), (self.side, self.side), Image.Resampling.BILINEAR)
+        image = parts.opened(self.files[number])
+        fitted = ImageOps.fit(image, (self.side, self.side), Image.Resampling.BILINEAR)
         pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
         return pixels.view(self.side, self.side, 3).permute(2, 0, 1) / 127.5 - 1, number
 
@@ -178,7 +175,7 @@ def drawn_noise(numbers, epoch, seed, size):
 
 def judged(net, images, is_real):
     """Mean cross-entropy of what it says of them. is_real: what it should say."""
-    logits = net(images).flatten()
+    logits = net(images).flatten().float()
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(is_real)))
 
 
@@ -212,24 +209,34 @@ def draw(images, file, across=8):
     Image.frombytes("RGB", (across * wide, across * high), bytes(pixels.flatten().tolist())).save(file)
 
 
-def main():
+def main(words=None):
     """Train both, and say how far what is generated is from what is real."""
-    given = arguments()
+    given = arguments(words)
     preset = PRESETS[given.preset]
-    batch, lr = given.batch or preset.global_batch, given.lr or preset.lr
+    batch, lr = given.batch or preset.global_batch, parts.rate_of(given, preset.lr)
     training, held_out = read(given.data, preset.side)
     steps = given.steps or preset.epochs * len(training) // batch
 
     with session(given.folder, save_every=max(1, steps // 10)) as run:
         torch.manual_seed(given.seed)
         g, d = generator(preset).to(run.device), discriminator(preset).to(run.device)
-        more = {"warmup": max(1, int(WARMUP * steps))} if given.optimizer in ONE_BIT else {}
         g_optimizer, d_optimizer = (
-            OPTIMIZERS[given.optimizer](net.parameters(), lr=lr, betas=(0.5, 0.999), model=net, group=run.group, **more)
+            named(
+                given.optimizer,
+                net.parameters(),
+                lr,
+                total_steps=steps,
+                lr_warmup_steps=0,
+                model=net,
+                group=run.group,
+                **options(given.optimizer, steps),
+            )
             for net in (g, d)
         )
         run.register(generator=g, discriminator=d, g_optimizer=g_optimizer, d_optimizer=d_optimizer)
 
+        made_by, judge = (torch.compile(net) if given.compile else net for net in (g, d))
+        precision = torch.autocast(run.device.type, torch.bfloat16, enabled=given.bf16)
         began = time.monotonic()
         batches = run.batches(
             training, global_batch=batch, steps=steps, seed=given.seed, loader={"num_workers": given.loaders}
@@ -238,16 +245,19 @@ def main():
             epoch = run.step_number * batch // len(training)
             real = real.to(run.device)
             noise = drawn_noise(numbers, epoch, given.seed, preset.noise).to(run.device)
-            fake = g(noise)
+            with precision:
+                fake = made_by(noise)
 
             d_optimizer.zero_grad()
-            d_loss = judged(d, real, is_real=True) + judged(d, fake.detach(), is_real=False)
+            with precision:
+                d_loss = judged(judge, real, is_real=True) + judged(judge, fake.detach(), is_real=False)
             d_loss.backward()
             d_optimizer.step()
 
             d.requires_grad_(False)  # its gradients of the next line would be thrown away
             g_optimizer.zero_grad()
-            g_loss = judged(d, fake, is_real=True)
+            with precision:
+                g_loss = judged(judge, fake, is_real=True)
             g_loss.backward()
             d.requires_grad_(True)
             g_optimizer.step()
@@ -269,6 +279,11 @@ def main():
             how = {"higher_is_better": False, "began": began}
             both = (g_optimizer, d_optimizer)
             parts.tell(given, "dcgan", run, both, score, "sliced Wasserstein distance", **how, **losses)
+
+            if given.save:
+                given.save.mkdir(parents=True, exist_ok=True)
+                for name, net in (("generator", g), ("discriminator", d)):
+                    save_file(net.state_dict(), given.save / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

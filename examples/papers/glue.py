@@ -82,7 +82,7 @@ def rows_of(file, task):
     ending = Path(file).suffixes
     how = {}
     if task.columns and ".tsv" in ending:
-        with open(file, encoding="utf-8") as opened:
+        with open(file, encoding="utf-8-sig", errors="replace") as opened:
             first = opened.readline().rstrip("\n").split("\t")
         if "sentence" not in first:
             how = {"names": list(task.columns), "header": None}
@@ -181,7 +181,7 @@ class InPieces(torch.utils.data.Dataset):
         return {**{name: torch.tensor(self.cut[name][i]) for name in names}, "labels": self.labels[i]}
 
 
-def main():
+def main(words=None):
     """Train, and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, default="cola")
@@ -195,7 +195,7 @@ def main():
     parser.add_argument("--dev", help="what is evaluated; left out: a tenth of --train")
     parser.add_argument("--rows", type=int, default=4000, help="how many are made, where there is no --train")
     parts.add_flags(parser, PRESETS)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     preset, task = PRESETS[given.preset], TASKS[given.task]
     given.optimizer = given.optimizer or preset.optimizer
 

@@ -36,7 +36,7 @@ from thinwire.train import session
 
 @dataclass(frozen=True)
 class Preset:
-    """lr: of the Adams; rates: of those whose steps are of another size."""
+    """lr: of the Adams."""
 
     layers: int
     width: int
@@ -52,7 +52,6 @@ class Preset:
     weight_decay: float
     max_grad_norm: float
     evaluate_every: int
-    rates: dict[str, float]
 
 
 PRESETS = {
@@ -61,12 +60,12 @@ PRESETS = {
     "paper": Preset(
         layers=12, width=768, heads=12, context=1024, vocabulary=50257, dropout=0.1,
         global_batch=512, steps=300_000, lr=1.5e-4, final_lr=1e-5, lr_warmup_steps=3000, weight_decay=0.01,
-        max_grad_norm=1.0, evaluate_every=1000, rates={},
+        max_grad_norm=1.0, evaluate_every=1000,
     ),
     "small": Preset(
         layers=3, width=128, heads=4, context=128, vocabulary=1024, dropout=0.0,
-        global_batch=16, steps=300, lr=2e-3, final_lr=2e-4, lr_warmup_steps=30, weight_decay=0.01,
-        max_grad_norm=1.0, evaluate_every=100, rates={},
+        global_batch=16, steps=200, lr=2e-3, final_lr=2e-4, lr_warmup_steps=20, weight_decay=0.01,
+        max_grad_norm=1.0, evaluate_every=100,
     ),
 }  # fmt: skip
 END = "<|endoftext|>"
@@ -80,7 +79,9 @@ def arguments(words=None):
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts.add_flags(parser, PRESETS, optimizer="zero_one_adam")
-    parser.add_argument("--data", nargs="+", type=Path, help="files of one kind; left out: Python's own modules")
+    parser.add_argument(
+        "--data", nargs="+", type=Path, help="files of one kind, or folders of them; left out: Python's own modules"
+    )
     parser.add_argument("--held-out", nargs="+", type=Path, help="left out: the last twentieth; of a stream, its begin")
     parser.add_argument("--held-out-rows", type=int, default=1000, help="of a stream, where no file is held out")
     parser.add_argument("--held-out-windows", type=int, default=64, help="that are evaluated, at most")
@@ -100,7 +101,7 @@ def read(files, column, stream):
 
     Lines of a text file are no texts of their own. Raises: ValueError for files of several kinds or of an unknown one.
     """
-    is_text = parts.KINDS.get(parts.ending(files[0])) == "text"
+    is_text = parts.KINDS.get(parts.ending(parts.files_in(files)[0])) == "text"
     return parts.texts_of(files, column, stream, keep_linebreaks=True), not is_text
 
 
@@ -205,8 +206,9 @@ def prepare(given, preset):
     if given.data is None:
         rows, apart = own_modules(), True
     else:
-        stream = sum(file.stat().st_size for file in given.data if file.is_file()) > given.stream_above
-        rows, apart = read(given.data, given.column, stream)
+        files = parts.files_in(given.data)
+        stream = sum(file.stat().st_size for file in files if file.is_file()) > given.stream_above
+        rows, apart = read(files, given.column, stream)
     if given.held_out:
         held_out, _ = read(given.held_out, given.column, stream=False)
     elif stream:
@@ -335,27 +337,15 @@ def main(words=None):
         run.register(model=model, optimizer=optimizer, scheduler=scheduler)
         run.evaluate_every(preset.evaluate_every, lambda part: mean_loss(model, part, run.device), data=looked_at)
         computed = parts.prepared(model, given)
-        precision = torch.autocast(run.device.type, torch.bfloat16, enabled=given.bf16)
-
-        def backward(inputs, targets):
-            """The gradient of the mean over the share, part by part; returns that mean."""
-            optimizer.zero_grad()
-            total = torch.zeros((), device=run.device)
-            micro = given.micro or len(inputs)
-            for own, wanted in zip(inputs.split(micro), targets.split(micro), strict=True):
-                with precision:
-                    loss = loss_of(computed, own, wanted) * (len(own) / len(inputs))
-                loss.backward()
-                total += loss.detach()
-            return total
-
         began, batch = time.monotonic(), given.batch or preset.global_batch
         model.train()
         loader = {"num_workers": given.loaders}
         for inputs, targets in run.batches(trained, global_batch=batch, steps=steps, seed=given.seed, loader=loader):
             parts.seed_step(run, given.seed)
-            inputs, targets = inputs.to(run.device), targets.to(run.device)
-            loss = optimizer.step(lambda share=(inputs, targets): backward(*share))
+            optimizer.zero_grad()
+            share = {"inputs": inputs, "targets": targets}
+            loss = parts.backward(lambda part: loss_of(computed, **part), share, given, run.device)
+            optimizer.step()
             scheduler.step()
             run.report(loss=loss)
             step = run.step_number + 1

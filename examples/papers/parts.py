@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import io
 import json
 import re
 import time
@@ -25,24 +26,24 @@ BERT_BOUNDS = LambBounds(max_coeff=0.3, min_coeff=0.01)
 """Of LAMB's trust ratio, in the settings that 1-bit LAMB was published with (arXiv 2104.06069)."""
 
 
-def add_flags(parser, presets, *, preset="small", optimizer=None):
-    """Say in `parser` what all scripts here take alike. preset, optimizer: what they are if left out."""
+def add_flags(parser, presets, *, optimizer=None, memory=True):
+    """Say in `parser` what all scripts here take alike. optimizer: if left out; memory: also what saves memory."""
     told = "left out: the preset's"
-    parser.add_argument("--preset", choices=presets, default=preset)
+    parser.add_argument("--preset", choices=presets, default="small")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help="as in job files")
     parser.add_argument("--lr", type=float, help=f"the highest; {told}")
     parser.add_argument("--steps", type=_natural, help=told)
     parser.add_argument("--batch", type=_natural, help=f"samples of a step, over all workers; {told}")
-    parser.add_argument("--micro", type=_natural, help="samples that a worker computes at once; left out: all it has")
+    if memory:
+        parser.add_argument("--micro", type=_natural, help="samples that a worker computes at once; left out: all")
+        again = "compute activations again: less memory, more time"
+        parser.add_argument("--checkpointing", action="store_true", help=again)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where torch's autocast does")
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="compute activations again: less memory, more time"
-    )
     parser.add_argument("--compile", action="store_true", help="torch.compile")
     parser.add_argument("--loaders", type=int, default=0, help="processes that prepare samples, on each worker")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where checkpoints are kept; left out: nowhere. A job says it itself")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="leave there what from_pretrained takes")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="leave there what was trained")
     parser.add_argument("--out", type=Path, metavar="FILE", help="what the run has come to, as JSON")
 
 
@@ -93,16 +94,38 @@ def risen_and_fallen(rise, steps):
     return lambda step: min((step + 1) / max(1, rise), (steps - step) / max(1, steps - rise))
 
 
+BESIDE_ARROW = {"state.json", "dataset_info.json", "dataset_dict.json"}
+"""What `save_to_disk` leaves beside the rows."""
+
+
+def files_in(paths):
+    """These files, in place of a folder all files in it that hold rows, in order of their names: its shards.
+
+    Raises: ValueError for a folder without any.
+    """
+    found = []
+    for path in map(Path, paths):
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(one for one in path.rglob("*") if ending(one) and one.name not in BESIDE_ARROW)
+            if not inside:
+                raise ValueError(f"{path}: there is no file in it whose ending is one of {', '.join(KINDS)}")
+        found += inside
+    return found
+
+
 def rows_of(files, stream=False, **how):
     """The rows of local files of one kind: text, JSONL, parquet, arrow, CSV or TSV, as `datasets` reads them.
 
-    stream: they are read as they are needed, and never all there at once. how: arguments of `load_dataset`.
+    files: or folders of them. stream: they are read as they are needed, and never all there at once. how: arguments of
+    `load_dataset`.
     Raises: ValueError for files that are not there, of a kind that is not known, broken, or without a row.
     """
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    for file in map(Path, files):
+    files = files_in(files)
+    for file in files:
         if ending(file) is None:
             raise ValueError(f"{file}: give files whose ending is one of {', '.join(KINDS)}, also with .gz or .zst")
         if not file.is_file():
@@ -136,6 +159,7 @@ def texts_of(files, column="text", stream=False, **how):
 
     Raises: ValueError for files that have no such column, or no row.
     """
+    files = files_in(files)
     is_text = KINDS.get(ending(files[0])) == "text"
     rows = rows_of(files, stream, **(how if is_text else {}))
     column = "text" if is_text else column
@@ -176,6 +200,21 @@ def scenes(speeches_in_one=24):
     """The same text in documents of so many speeches each."""
     all_speeches = [f"{speaker}:\n{said}" for speaker, said in speeches()]
     return ["\n".join(all_speeches[i : i + speeches_in_one]) for i in range(0, len(all_speeches), speeches_in_one)]
+
+
+def opened(image):
+    """The image in RGB. image: a path, or what `datasets` has of one that is not decoded: its "path" and its "bytes".
+
+    Raises: ValueError, which says which file cannot be read.
+    """
+    from PIL import Image
+
+    where, inside = (image["path"], image["bytes"]) if isinstance(image, dict) else (image, None)
+    try:
+        with Image.open(where if inside is None else io.BytesIO(inside)) as found:
+            return found.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{where}: is no image that can be read: {error}") from error
 
 
 def sentences(text):

@@ -30,6 +30,8 @@ from thinwire.train import session
 
 BEST, LONGEST = 20, 30
 """Ends that are looked at of each text, and pieces of an answer at most: as transformers' own example has them."""
+LONGEST_QUESTION = 64
+"""Pieces of a question, at most; of short sequences half."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ def questions(file):
     if not Path(file).is_file():
         raise ValueError(f"{file}: there is no such file")
     if Path(file).suffix == ".json":
-        with open(file, encoding="utf-8") as opened:
+        with open(file, encoding="utf-8-sig") as opened:
             try:
                 articles = json.load(opened)
             except json.JSONDecodeError:
                 articles = None  # a line for each question, perhaps
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: cannot be read: {error}") from error
         if isinstance(articles, dict) and "data" in articles:
             return _answered(file, list(_of_articles(articles["data"])))
     rows = parts.rows_of([file])
@@ -132,7 +136,7 @@ def features(tokenizer, asked, length, stride):
     found = []
     for number, one in enumerate(asked):
         cut = tokenizer(
-            one["question"].strip(),
+            _beginning(tokenizer, one["question"].strip(), min(LONGEST_QUESTION, length // 2)),
             one["context"],
             truncation="only_second",
             max_length=length,
@@ -149,6 +153,12 @@ def features(tokenizer, asked, length, stride):
             tensors |= {"start_positions": torch.tensor(start), "end_positions": torch.tensor(end)}
             found.append({**tensors, "offsets": of_text, "question": number})
     return found
+
+
+def _beginning(tokenizer, question, pieces):
+    """Of a question so many pieces at most, as BERT's own script has it: a longer one would leave the text no room."""
+    places = tokenizer(question, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    return question if len(places) <= pieces else question[: places[pieces - 1][1]]
 
 
 def _pieces_of(answers, offsets):
@@ -235,7 +245,7 @@ def stacked(some):
     return {name: torch.stack([one[name] for one in some]) for name in some[0] if name not in ("offsets", "question")}
 
 
-def main():
+def main(words=None):
     """Train, and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -248,7 +258,7 @@ def main():
     parser.add_argument("--dev", help="what is evaluated; left out: a twentieth of the questions of --train")
     parser.add_argument("--questions", type=int, default=2000, help="how many are made, where there is no --train")
     parts.add_flags(parser, PRESETS)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     preset = PRESETS[given.preset]
     given.optimizer = given.optimizer or preset.optimizer
 

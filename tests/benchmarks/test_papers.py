@@ -1,11 +1,19 @@
+import fcntl
 import json
 import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from benchmarks.papers import rows, runs, volume
+from benchmarks.papers import ranks, rows, runs, volume
 from benchmarks.papers.published import table
 from benchmarks.papers.volume import by_our_rules
+from benchmarks.provenance import ROOT
 
 
 def test_the_plans_count_the_bytes_that_the_papers_publish():
@@ -65,6 +73,7 @@ def test_one_seed_has_no_interval_and_one_worker_no_ratio():
     assert one.sent is None
     (row,) = rows.scores([one])
     assert "+-" not in row.here
+    assert "untrained" not in row.here
     assert "fewer bytes" not in row.remark
 
 
@@ -76,5 +85,79 @@ def test_a_run_that_is_kept_is_not_made_again(monkeypatch, tmp_path):
     monkeypatch.setattr(
         runs, "_run", lambda workload, method, seed, _: made.append((workload.name, method, seed)) or {}
     )
-    assert len(list(runs.make(1, ["gpt2"], tmp_path))) == 1
-    assert made == [("gpt2", gpt2.methods[0], 0)]
+    assert len(list(runs.make(1, ["gpt2"], tmp_path))) == 2
+    assert made == [("gpt2", gpt2.methods[0], 0), ("gpt2", runs.UNTRAINED, 0)]
+    assert [run["optimizer"] for run in runs.kept()[: len(gpt2.methods) - 1]] == list(gpt2.methods[1:])
+
+
+def test_a_run_that_fails_is_said_at_the_end_and_holds_up_no_other(monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "KEPT", tmp_path / "runs.jsonl")
+
+    def some(workload, method, seed, _):
+        if method == "onebit_lamb":
+            raise ranks.RankFailed("rank 1 ended with 1")
+        return _run(method, seed, 1.0)
+
+    monkeypatch.setattr(runs, "_run", some)
+    with pytest.raises(runs.RunsFailed, match="rank 1 ended with 1"):
+        list(runs.make(1, ["gpt2"], tmp_path))
+    assert "onebit_muon" in {run["optimizer"] for run in runs.kept()}
+
+
+def test_weights_that_are_not_there_are_made_again_and_not_kept_twice(monkeypatch, tmp_path):
+    ran = []
+
+    def script(file, words, count):
+        ran.append(file.name)
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        Path(options["--out"]).write_text(json.dumps(_run(options["--optimizer"], 0, 1.0)))
+        if "--save" in options:
+            Path(options["--save"]).mkdir(parents=True)
+
+    monkeypatch.setattr(runs, "KEPT", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(ranks, "run", script)
+    made = list(runs.make(1, ["bert-glue"], tmp_path))
+    assert ran == ["bert_pretrain.py", "glue.py"] * 5 + ["glue.py"]
+    assert len(made) == len(runs.kept()) == 6
+    assert made[0]["command"].endswith("glue.py --preset small --optimizer adam --seed 0 --weights bert-adam-0")
+    assert not any(str(tmp_path) in line for line in runs.KEPT.read_text().splitlines())
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path, monkeypatch):
+    """The other one waits for longer than the test may take."""
+    monkeypatch.setattr(ranks, "FORKSERVER", multiprocessing.get_context("spawn"))  # which has nothing to import
+    script = tmp_path / "fails.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(3)\ntime.sleep(3600)\n")
+    with pytest.raises(ranks.RankFailed, match=r"fails\.py: rank 1 ended with 3"):
+        ranks.run(script, [], 2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_command_that_is_killed_leaves_no_rank(tmp_path):
+    """Each rank holds a lock while it lives; what would hold it forever is let go when the command is killed."""
+    (tmp_path / "waits.py").write_text(
+        "import fcntl, os, time\n"
+        "held = open(os.environ['RANK'] + '.lock', 'w')\n"
+        "fcntl.flock(held, fcntl.LOCK_EX)\n"
+        "held.write('held')\nheld.flush()\ntime.sleep(3600)\n"
+    )
+    (tmp_path / "command.py").write_text(
+        "import multiprocessing\nfrom pathlib import Path\nfrom benchmarks.papers import ranks\n"
+        "if __name__ == '__main__':\n"
+        "    ranks.FORKSERVER = multiprocessing.get_context('spawn')\n"
+        "    ranks.run(Path('waits.py').resolve(), [], 2)\n"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "command.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    locks = [tmp_path / f"{rank}.lock" for rank in (0, 1)]
+    try:
+        while not all(lock.exists() and lock.read_text() == "held" for lock in locks):
+            assert command.poll() is None
+            time.sleep(0.05)
+    finally:
+        command.kill()
+        command.wait()
+    for lock in locks:
+        with lock.open() as free:
+            fcntl.flock(free, fcntl.LOCK_EX)

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from benchmarks.provenance import ROOT
 from benchmarks.what_if import (
     BERT_ROWS,
     ETHERNET,
@@ -13,6 +14,7 @@ from benchmarks.what_if import (
     extremes,
     fitted,
     forecast_theirs,
+    in_brief,
     within,
 )
 from thinwire.contract.what_if import WhatIf
@@ -20,6 +22,10 @@ from thinwire.workers.plan.catalogue import DEVICES
 from thinwire.workers.plan.what_if import DEEPSPEED_CODE_S, DEEPSPEED_UPDATE_S, ERRORS, answer
 
 checked = cache(all_checked)
+
+
+def test_the_document_has_every_error():
+    assert "\n".join(in_brief(checked())) in (ROOT / "docs" / "what-if.md").read_text()
 
 
 def of(where, *, dense):
