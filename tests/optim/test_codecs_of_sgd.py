@@ -5,15 +5,11 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.constructing import sized
-from tests.optim.muon.test_muon import backward, network, train
+from tests.optim.muon.test_muon import backward, network
 from tests.optim.reference.written_out import bits
-from tests.optim.regroup.ranks import new_ranks, struck, together
-from thinwire.comm import Keeps, PeerLost, run_threads
+from thinwire.comm import run_threads
 from thinwire.comm.codecs import BY_NAME, PowerSGD, ThresholdCodec, TopKCodec
-from thinwire.comm.errors import WireMismatch
-from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import OneBitSGD
-from thinwire.optim.regroup import hand_over
 
 SIZES = (1, 2, 3, 4, 8)
 CODECS = {
@@ -64,70 +60,6 @@ def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(size, codec,
         assert worst < 1e-12
         assert (rest > 0) == (size > 1)
         assert torch.equal(held, found[0][2])
-
-
-@pytest.mark.few(1)
-@every_value({"size": (1, 2, 3), "codec": OTHERS, "how": ("state_dict", "rank_state_dict")})
-@pytest.mark.law
-def test_a_run_that_loads_is_the_one_that_saved_and_went_on(size, codec, how):
-    def work(group):
-        net, again = network(torch.float32), network(torch.float32, seed=9)
-        optimizer, other = made(net, group, codec), made(again, group, codec)
-        train(net, optimizer, 5, group.rank)
-        again.load_state_dict(net.state_dict())
-        other.load_state_dict(getattr(optimizer, how)())
-        ends = []
-        for one, of_one in ((net, optimizer), (again, other)):
-            train(one, of_one, 5, group.rank)
-            ends.append(bits(of_one.space.p_N, of_one.vectors.m_N, left(of_one)))
-        assert torch.equal(*ends)
-
-    run_threads(size, work)
-
-
-@pytest.mark.few(2)
-@pytest.mark.law
-@pytest.mark.parametrize("codec", OTHERS)
-def test_r_and_the_momentum_are_kept_over_3_4_2_and_1_ranks(codec):
-    """Whatever a job asks ranks to keep of each other, which is of signs alone."""
-
-    def build(net):
-        optimizer = made(net, codec=codec)
-        optimizer.keeps = Keeps.ROWS
-        return optimizer
-
-    def leave(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + 3)
-        hand_over(rank.optimizer)
-        return rank.optimizer.handed_over["momentum_error"].clone(), rank.held()
-
-    def come(rank, group):
-        rank.regroup(group)
-        return left(rank.optimizer), rank.held()
-
-    ranks = new_ranks(3, build)
-    for size in (4, 2, 1):
-        gave = together(ranks, leave)
-        ranks = [*ranks[:size], *new_ranks(max(0, size - len(ranks)), build)]
-        for residual, held in together(ranks, come):
-            assert torch.equal(residual, gave[0][0])
-            assert torch.equal(held, gave[0][1])
-    assert residual.any()
-
-
-@pytest.mark.few(2)
-@pytest.mark.law
-@every_value({"codec": OTHERS, "collective": ["all_to_all", "all_gather"], "when": list(When)})
-def test_replicas_are_equal_after_a_death_in_the_exchange(codec, collective, when):
-    collective = "sum" if codec == "powersgd" else collective
-    ranks = new_ranks(4, lambda net: made(net, codec=codec))
-    struck(ranks, 4, Fault((3,), collective, -1, when, What.LOSE))
-    survivors = ranks[:3]
-    assert all(isinstance(rank.lost, PeerLost) for rank in survivors)
-    stay = [*survivors, *new_ranks(1, lambda net: made(net, codec=codec))]
-    ends = together(stay, lambda rank, group: (rank.regroup(group), rank.train(group, 9), rank.held())[2])
-    assert all(torch.equal(ends[0], end) for end in ends)
 
 
 def orthonormal(p):
@@ -213,11 +145,3 @@ def test_a_step_sends_the_bytes_of_its_codec(codec):
 def test_what_is_no_codec_is_refused_in_a_sentence(codec):
     with pytest.raises(ValueError, match=r"codec = .*: must be one of sign, int8, int4, topk, threshold, or a Codec"):
         OneBitSGD(network().parameters(), lr=0.1, codec=codec)
-
-
-def test_ranks_with_different_codecs_are_refused_when_they_are_made():
-    def work(group):
-        with pytest.raises(WireMismatch, match="codec"):
-            OneBitSGD(network().parameters(), group=group, codec=list(BY_NAME)[group.rank])
-
-    run_threads(2, work)
