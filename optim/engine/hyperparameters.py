@@ -26,7 +26,7 @@ class AdamHyper:
     seen: int | None = None
 
     def corrections(self, t: int | None) -> tuple[float, float]:
-        """1 - beta1^t and 1 - beta2^t, which moments of t steps are divided by [Kingma and Ba 2015]; 1 where t is None."""
+        """1 - beta1^t and 1 - beta2^t, which moments of t steps are divided by; 1 and 1 where t is None."""
         return (1.0, 1.0) if t is None else (1 - self.beta1**t, 1 - self.beta2**t)
 
 
