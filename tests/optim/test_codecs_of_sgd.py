@@ -1,4 +1,4 @@
-"""1-bit SGD by other codecs than signs: the same laws of one recursion, whatever its momentum is written in."""
+"""1-bit SGD by every codec: the laws of one recursion, whatever its momentum is written in."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.optim.constructing import sized
 from tests.optim.muon.test_muon import backward, network
 from tests.optim.reference.written_out import bits
 from thinwire.comm import run_threads
-from thinwire.comm.codecs import BY_NAME, PowerSGD, ThresholdCodec, TopKCodec
+from thinwire.comm.codecs import BY_NAME, PowerSGD, SignCodec, ThresholdCodec, TopKCodec
 from thinwire.optim import OneBitSGD
 
 SIZES = (1, 2, 3, 4, 8)
@@ -24,24 +24,32 @@ OTHERS = tuple(CODECS)
 
 def made(net, group=None, codec="int8", **more):
     more = {"lr": 0.02, "momentum": 0.8, **more}
-    return sized(OneBitSGD, bucket_elements=64)(net.parameters(), group=group, codec=CODECS[codec], **more)
+    given = CODECS.get(codec, SignCodec(16))
+    return sized(OneBitSGD, bucket_elements=64)(net.parameters(), group=group, codec=given, **more)
 
 
 def left(optimizer):
     return optimizer.vectors.momentum_error.residual()
 
 
-@pytest.mark.few(2)
-@every_value({"size": SIZES, "codec": OTHERS, "overlap": (False, True), "nesterov": (False, True)})
+@pytest.mark.few(3)
+@every_value(
+    {
+        "size": SIZES,
+        "codec": (*OTHERS, "sign"),
+        "overlap": (False, True),
+        "settings": ({}, {"nesterov": True}, {"dampening": 0.3}, {"weight_decay": 0.0}),
+    }
+)
 @pytest.mark.law
-def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(size, codec, overlap, nesterov):
-    """m' + R' = mu m + mean_i (g_i + wd x) + R; x' = x - lr m', or Nesterov's."""
+def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(size, codec, overlap, settings):
+    """m' + R' = mu m + w mean_i (g_i + wd x) + R; x' = x - lr m', or Nesterov's. w: 1 in the first step."""
 
     def work(group):
-        net, worst, mu, decay = network(), 0.0, 0.8, 0.1
-        optimizer = made(net, group, codec, overlap=overlap, nesterov=nesterov, weight_decay=decay)
+        net, worst, mu = network(), 0.0, 0.8
+        optimizer = made(net, group, codec, overlap=overlap, **{"weight_decay": 0.1, **settings})
         s, space = optimizer.vectors, optimizer.space
-        for step in range(1, 9):
+        for step in range(1, 13):
             m, x, before = s.m_N.clone(), space.p_N.clone(), left(optimizer)
             backward(net, step, group.rank)
             g = torch.zeros_like(x)
@@ -50,8 +58,9 @@ def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(size, codec,
             optimizer.step()
             optimizer.zero_grad()
             group.mean_(g)
-            due = mu * m + g + decay * x + before - left(optimizer)
-            moved = (1 + mu) * s.m_N - mu * m if nesterov else s.m_N
+            weight = 1.0 if step == 1 else 1 - settings.get("dampening", 0.0)
+            due = mu * m + weight * (g + settings.get("weight_decay", 0.1) * x) + before - left(optimizer)
+            moved = (1 + mu) * s.m_N - mu * m if "nesterov" in settings else s.m_N
             worst = max(worst, float((s.m_N - due).abs().max()), float((x - 0.02 * moved - space.p_N).abs().max()))
         return worst, float(left(optimizer).abs().max()), bits(space.p_N, s.m_N)
 
@@ -127,6 +136,7 @@ def test_a_step_sends_the_bytes_of_its_codec(codec):
             before = group.stats.bytes_by_kind.copy()
             net(torch.randn(4, 256)).square().mean().backward()
             optimizer.step()
+        assert "mean" not in group.stats.bytes_by_kind
         rows = group.stats.bytes_by_kind - before
         return rows["all_to_all"] + rows["all_gather"] + rows["sum"]
 
