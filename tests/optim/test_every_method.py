@@ -17,7 +17,7 @@ from tests.optim.local_steps import test_local_steps as local
 from tests.optim.local_steps import test_overlap, test_parts
 from tests.optim.muon.test_muon import network, train
 from tests.optim.reference.written_out import bits
-from tests.optim.regroup.ranks import new_ranks, struck, together
+from tests.optim.regroup.ranks import goes_on, new_ranks, struck, together
 from tests.optim.test_added_methods import every_fourth, top_k
 from tests.optim.test_codecs_of_sgd import CODECS
 from tests.optim.test_codecs_of_sgd import made as sgd
@@ -213,17 +213,7 @@ def test_replicas_are_equal_after_a_death_in_the_exchange(name, collective, when
     survivors = ranks[:3]
     assert all(isinstance(rank.lost, PeerLost) for rank in survivors)
     assert not method.stands or all(rank.optimizer.num_steps >= method.ends for rank in survivors)
-    stay = [*survivors, *new_ranks(1, method.build)]
-
-    def go_on(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + 2 * method.more)
-        rank.optimizer.prepare_to_save()
-        return rank.held()
-
-    ends = together(stay, go_on)
-    assert all(rank.lost is None for rank in stay)
-    assert all(torch.equal(ends[0], end) for end in ends)
+    goes_on([*survivors, *new_ranks(1, method.build)], 2 * method.more)
 
 
 @pytest.mark.parametrize(("name", "given"), [(name, one) for name in METHODS for one in METHODS[name].differ])

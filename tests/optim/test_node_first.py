@@ -8,7 +8,7 @@ import torch
 from tests.covering import every_value
 from tests.optim.engine.test_resume import network, through_a_file, train, two_groups
 from tests.optim.reference.written_out import COMPRESSED, bits, make
-from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.regroup.ranks import goes_on, new_ranks, together, trained, until
 from tests.optim.regroup.test_regroup import EPS, maker
 from thinwire.comm import Keeps, PeerLost, run_threads
 from thinwire.comm.groups.faults import Fault, What, When
@@ -107,15 +107,8 @@ def test_what_the_share_of_one_rank_lacks_of_r_is_told_about_right():
 
 
 def begun(name, boxes, steps):
-    ranks = new_ranks(len(boxes), maker(name, topology="node_first"))
-
-    def work(rank, group):
-        rank.regroup(group)
-        assert rank.optimizer.reduce.topology.startswith("node_first")
-        rank.train(group, steps)
-
-    together(ranks, work, boxes=boxes)
-    assert all(rank.lost is None for rank in ranks)
+    ranks = trained(maker(name, topology="node_first"), len(boxes), steps, boxes)
+    assert all(rank.optimizer.reduce.topology.startswith("node_first") for rank in ranks)
     return ranks
 
 
@@ -154,14 +147,7 @@ def test_t3_a_planned_change_keeps_r_and_takes_the_topology_that_can_be(change, 
             assert due.any()
     assert {rank.optimizer.stats()["topology"] for rank in after} == {topology}
 
-    def go_on(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + 4)
-        hand_over(rank.optimizer)
-        return rank.held()
-
-    held = together(after, go_on, boxes=boxes)
-    assert all(torch.equal(one, held[0]) for one in held)
+    goes_on(after, boxes=boxes)
 
 
 def errors_of(rank):

@@ -8,7 +8,7 @@ import torch
 from tests.covering import every_value
 from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.reference.written_out import bits
-from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.regroup.ranks import goes_on, new_ranks, together, until
 from tests.optim.seeded import seeded
 from thinwire.comm import NonFiniteInput, PeerLost, VectorLayout, run_threads
 from thinwire.comm.codecs import CountSketch
@@ -141,13 +141,7 @@ def struck_in(ranks, step, fault):
 def test_replicas_are_equal_after_a_death_in_either_sum(call, when):
     ranks = new_ranks(4, made)
     struck_in(ranks, 4, Fault((3,), "sum", call, when, What.LOSE))
-    survivors = ranks[:3]
-    stay = [*survivors, *new_ranks(1, made)]
-    ends = together(
-        stay, lambda rank, group: (rank.regroup(group), rank.train(group, 9), bits(rank.optimizer.space.p_N))[2]
-    )
-    assert all(rank.lost is None for rank in stay)
-    assert all(torch.equal(ends[0], end) for end in ends)
+    goes_on([*ranks[:3], *new_ranks(1, made)])
 
 
 @pytest.mark.law

@@ -7,7 +7,7 @@ import torch
 
 from tests.optim.local_steps.test_local_steps import EVERY, left, made
 from tests.optim.muon.test_muon import backward, network, train
-from tests.optim.regroup.ranks import new_ranks, together
+from tests.optim.regroup.ranks import goes_on, new_ranks, together
 from thinwire.comm import NonFiniteInput, run_threads
 from thinwire.comm.codecs import SignCodec, TopKCodec
 from thinwire.comm.errors import WireMismatch
@@ -178,16 +178,7 @@ def test_a_death_in_an_exchange_under_way_costs_the_moves_of_the_dead_rank_alone
         due = ranks[0].common - sent - since
         largest = float(since.abs().max())
         assert float((x - residual - due).abs().max()) < 0.1 * largest
-    ends = together(
-        stay,
-        lambda rank, group: (
-            rank.regroup(group),
-            rank.train(group, 5 * EVERY),
-            rank.optimizer.prepare_to_save(),
-            rank.held(),
-        )[3],
-    )
-    assert all(torch.equal(ends[0], end) for end in ends)
+    goes_on(stay, 2 * EVERY)
 
 
 @pytest.mark.law
@@ -209,15 +200,7 @@ def test_a_death_between_two_rounds_keeps_all_that_the_others_have_moved_by():
     ends = together(stay, lambda rank, group: (rank.regroup(group), rank.optimizer.space.p_N.clone())[1])
     assert all(torch.equal(end, found[0][0]) for end in ends)
     assert all(rank.optimizer.at_sync or rank.optimizer.num_steps == EVERY + 2 for rank in stay)
-
-    def go_on(rank, group):
-        rank.regroup(group)
-        rank.train(group, 4 * EVERY)
-        rank.optimizer.prepare_to_save()
-        return rank.held()
-
-    held = together(stay, go_on)
-    assert all(torch.equal(held[0], other) for other in held)
+    goes_on(stay, 3 * EVERY)
 
 
 def test_a_gradient_that_is_not_finite_is_told_a_round_later_and_nothing_is_lost():

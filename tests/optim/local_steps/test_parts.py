@@ -10,7 +10,7 @@ from tests.comm.exchange.plain import Dense
 from tests.covering import every_value
 from tests.optim.local_steps.test_local_steps import INNER, left, made
 from tests.optim.muon.test_muon import backward, network, train
-from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.regroup.ranks import goes_on, new_ranks, together, until
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.comm.codecs import SignCodec, TopKCodec
 from thinwire.comm.errors import WireMismatch
@@ -270,16 +270,7 @@ def test_a_death_in_the_exchange_of_any_part_keeps_what_the_others_have_moved_by
         after.append(x_then - rank.end)
     due = ranks[0].start - moved - sum(after) / 3
     assert float((x - residual - due).abs().max()) < 0.1 * float(moved.abs().max())
-
-    def go_on(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + 2 * EVERY)
-        rank.optimizer.prepare_to_save()
-        return rank.held()
-
-    ends = together(stay, go_on)
-    assert all(rank.lost is None for rank in stay)
-    assert all(torch.equal(ends[0], end) for end in ends)
+    goes_on(stay, 2 * EVERY)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
