@@ -49,8 +49,7 @@ def descend_(p_N: Tensor, m_N: Tensor, v_N: Tensor, h: AdamHyper, bias_step: int
     m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t), t = bias_step; None: m and v are used as they are.
     p is modified, scratch too. Source: Loshchilov and Hutter 2019, Alg. 2 (decoupled decay).
     """
-    correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
-    correction2 = 1.0 if bias_step is None else 1 - h.beta2**bias_step
+    correction1, correction2 = h.corrections(bias_step)
     torch.sqrt(v_N, out=scratch_N)
     scratch_N.div_(correction2**0.5).add_(h.eps)
     if h.weight_decay:

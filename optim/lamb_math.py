@@ -180,8 +180,7 @@ def _segments(space: FlatSpace, inside: Sequence[int]) -> TensorSegments:
 
 def adam_direction(m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None) -> Tensor:
     """m_hat / (sqrt(v_hat) + eps), float[s], new; m and v as they are where bias_step is None."""
-    correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
-    correction2 = 1.0 if bias_step is None else 1 - h.beta2**bias_step
+    correction1, correction2 = h.corrections(bias_step)
     return (m_s / correction1).div_((v_s / correction2).sqrt_().add_(h.eps))
 
 

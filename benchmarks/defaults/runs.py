@@ -185,13 +185,7 @@ def _of_problem(task: DefaultsTask, problem: Problem, method: str, seed: int, lr
         told["total_steps"] = steps
     if method in FREEZING and task.schedule is not steady:
         told["lr_warmup_steps"] = round(RISE * steps)
-    return train_problem(task, problem, partial(MAKE[method], lr=lr, **told), seed, lr, steps)
-
-
-def train_problem(
-    task: DefaultsTask, problem: Problem, make: Callable[..., Any], seed: int, lr: float, steps: int
-) -> Seen:
-    """Train a problem from its first step to its last. make: of (parameters, group, model) the optimizer."""
+    make = partial(MAKE[method], lr=lr, **told)
     torch.manual_seed(seed)
     models = [problem.make() for _ in range(task.ranks)]
     if task.start is not None:

@@ -25,6 +25,10 @@ class AdamHyper:
     weight_decay: float
     seen: int | None = None
 
+    def corrections(self, t: int | None) -> tuple[float, float]:
+        """1 - beta1^t and 1 - beta2^t, which moments of t steps are divided by; 1 and 1 where t is None."""
+        return (1.0, 1.0) if t is None else (1 - self.beta1**t, 1 - self.beta2**t)
+
 
 def adam_defaults(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> dict[str, Any]:
     """The per-group hyperparameters of the Adam family, under torch.optim's names."""

@@ -288,8 +288,8 @@ class Step:
 
 def _corrections(h: AdamHyper, bias_step: int | None) -> tuple[float, float]:
     """k and r2 of Step."""
-    correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
-    root2 = 1.0 if bias_step is None else (1 - h.beta2**bias_step) ** 0.5
+    correction1, correction2 = h.corrections(bias_step)
+    root2 = correction2**0.5
     return correction1 / root2, root2
 
 

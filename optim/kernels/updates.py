@@ -46,8 +46,7 @@ def in_one_pass(vector_s: Tensor) -> bool:
 
 def adam_(p_s: Tensor, g_s: Tensor, m_s: Tensor, v_s: Tensor, h: AdamHyper, bias_step: int | None) -> None:
     """adam_math.step_ of one slice. p, m, v: modified. Source: Loshchilov and Hutter 2019, Alg. 2."""
-    correction1 = 1.0 if bias_step is None else 1 - h.beta1**bias_step
-    correction2 = 1.0 if bias_step is None else 1 - h.beta2**bias_step
+    correction1, correction2 = h.corrections(bias_step)
     numbers = 1 - h.beta1, h.beta2, 1 - h.beta2, correction2**0.5, h.eps, 1 - h.lr * h.weight_decay, h.lr / correction1
     _run("adam", (p_s, g_s, m_s, v_s), numbers)
     increment_version((p_s, m_s, v_s))

@@ -10,11 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.optim.constructing import sized
-from tests.optim.regroup.ranks import new_ranks, together
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim.engine.state import error_memories
-from thinwire.optim.regroup import hand_over
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples" / "adding"
 RANKS = [1, 2, 3, 5]
@@ -92,38 +90,6 @@ def test_what_is_sent_every_fourth_step_and_what_waits_are_all_that_was_given(si
         return float((applied + memory.residual() - given).abs().max())
 
     assert max(run_threads(size, work)) < 1e-12
-
-
-@pytest.mark.parametrize("kind", [top_k.TopKAdam, every_fourth.EveryFourth], ids=lambda kind: kind.__name__)
-@pytest.mark.law
-def test_a_planned_change_of_ranks_hands_over_what_waits(kind):
-    own = {"warmup": 3} if kind is top_k.TopKAdam else {}
-
-    def build(model):
-        return sized(kind, bucket_elements=64)(model.parameters(), lr=0.01, **own)
-
-    ranks = new_ranks(3, build)
-    found = {}
-
-    def train(rank, group):
-        rank.regroup(group)
-        rank.train(group, 10)
-        (memory,) = error_memories(rank.optimizer.vectors).values()
-        found["before"] = memory.residual()
-        hand_over(rank.optimizer)
-
-    def shrink(rank, group):
-        rank.regroup(group)
-        (memory,) = error_memories(rank.optimizer.vectors).values()
-        found["after"] = memory.residual()
-        rank.train(group, 12)
-        return rank.optimizer.space.p_N.clone()
-
-    together(ranks, train)
-    ends = together(ranks[:2], shrink)
-    assert found["before"].any()
-    assert torch.equal(found["before"], found["after"])
-    assert torch.equal(*ends)
 
 
 class Rank:

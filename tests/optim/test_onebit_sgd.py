@@ -106,53 +106,6 @@ def test_on_several_ranks_it_is_the_recursion_and_replicas_are_bit_equal(size, n
                 torch.testing.assert_close(got, due.view(got.shape), **EXACT)
 
 
-@every_value({"size": [1, 2, 3, 5], "name": ["decay", "dampening", "nesterov"]})
-@pytest.mark.law
-def test_the_momentum_loses_nothing_that_its_residual_does_not_hold(size, name):
-    """m_t = mu m_(t-1) + w (mean_i g_i + decay x) + R_(t-1) - R_t."""
-    settings = {"dampening": 0.0, "weight_decay": 0.0, **SETTINGS[name]}
-
-    def work(group):
-        net, worst = network(), 0.0
-        optimizer = construct(OneBitSGD, net.parameters(), lr=0.05, group=group, block=BLOCK, **settings)
-        s, space = optimizer.vectors, optimizer.space
-        for step in range(12):
-            m, x, left = s.m_N.clone(), space.p_N.clone(), s.momentum_error.residual()
-            optimizer.zero_grad()
-            backward(net, step, group.rank)
-            g = space.g_N.clone()
-            optimizer.step()
-            group.mean_(g)
-            weight = 1 - settings["dampening"] if step else 1.0
-            due = settings["momentum"] * m + weight * (g + settings["weight_decay"] * x)
-            due += left - s.momentum_error.residual()
-            worst = max(worst, float((s.m_N - due).abs().max()))
-        return worst, float(left.abs().max())
-
-    for worst, left in run_threads(size, work):
-        assert worst < 1e-13
-        assert (left > 0) == (size > 1)
-
-
-def test_every_step_sends_about_a_thirty_second_of_fp32():
-    def work(group):
-        net = torch.nn.Linear(256, 256)
-        optimizer = OneBitSGD(net.parameters(), lr=0.05, group=group)
-        sent = []
-        for _ in range(3):
-            before = group.stats.bytes_by_kind.copy()
-            net(torch.randn(4, 256)).square().mean().backward()
-            optimizer.step()
-            rows = group.stats.bytes_by_kind - before
-            sent.append(rows["all_to_all"] + rows["all_gather"])
-        assert "mean" not in group.stats.bytes_by_kind
-        return sent, optimizer.space.layout.num_live
-
-    sent, numel = run_threads(2, work)[0]
-    in_fp32 = 2 * (2 - 1) / 2 * 4 * numel
-    assert all(29 < in_fp32 / each < 32 for each in sent[2:]), sent
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [

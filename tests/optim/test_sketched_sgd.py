@@ -8,15 +8,13 @@ import torch
 from tests.covering import every_value
 from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.reference.written_out import bits
-from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.regroup.ranks import goes_on, new_ranks, together, until
 from tests.optim.seeded import seeded
 from thinwire.comm import NonFiniteInput, PeerLost, VectorLayout, run_threads
 from thinwire.comm.codecs import CountSketch
 from thinwire.comm.codecs.sketch import PRIME, hashed, median
-from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import SketchedSGD
-from thinwire.optim.regroup import hand_over
 
 SIZES = (1, 2, 3, 4, 8)
 SKETCH = {"k": 5, "rows": 5, "columns": 12, "second": 3}
@@ -120,53 +118,6 @@ def test_on_one_rank_it_is_torch_s_at_a_constant_rate():
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-13)
 
 
-@every_value({"size": (1, 2, 3), "how": ("state_dict", "rank_state_dict"), "dtype": (torch.float32, torch.bfloat16)})
-@pytest.mark.law
-def test_a_run_that_loads_is_the_one_that_saved_and_went_on(size, how, dtype):
-    def work(group):
-        net, again = network(dtype), network(dtype, seed=9)
-        optimizer, other = made(net, group), made(again, group)
-        train(net, optimizer, 5, group.rank)
-        saved = getattr(optimizer, how)()
-        again.load_state_dict(net.state_dict())
-        other.load_state_dict(saved)
-        ends = []
-        for one, of_one in ((net, optimizer), (again, other)):
-            train(one, of_one, 5, group.rank)
-            ends.append(bits(of_one.space.p_N, of_one.vectors.m_N, left(of_one)))
-        assert torch.equal(*ends)
-        return saved["vectors"]["m_N"]
-
-    first, *others = run_threads(size, work)
-    assert all(torch.equal(first, other) for other in others) == (how == "state_dict" or size == 1)
-
-
-@pytest.mark.law
-def test_r_and_the_mean_momentum_are_kept_over_3_4_2_and_1_ranks():
-    def leave(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + 4)
-        mean = rank.optimizer.vectors.m_N.clone()
-        group.mean_(mean)
-        hand_over(rank.optimizer)
-        return rank.optimizer.handed_over["update_error"].clone(), mean
-
-    def come(rank, group):
-        rank.regroup(group)
-        return left(rank.optimizer), rank.optimizer.vectors.m_N.clone(), rank.optimizer.space.p_N.clone()
-
-    ranks = new_ranks(3, made)
-    for size in (4, 2, 1):
-        residual, mean = together(ranks, leave)[0]
-        assert residual.any()
-        ranks = [*ranks[:size], *new_ranks(max(0, size - len(ranks)), made)]
-        found = together(ranks, come)
-        for has, m, p in found:
-            assert torch.equal(has, residual)
-            torch.testing.assert_close(m, mean, rtol=1e-6, atol=1e-9)
-            assert torch.equal(p, found[0][2])
-
-
 def struck_in(ranks, step, fault):
     """All make `step` steps, then one in which the fault strikes; who loses what others have waits for these."""
 
@@ -190,13 +141,7 @@ def struck_in(ranks, step, fault):
 def test_replicas_are_equal_after_a_death_in_either_sum(call, when):
     ranks = new_ranks(4, made)
     struck_in(ranks, 4, Fault((3,), "sum", call, when, What.LOSE))
-    survivors = ranks[:3]
-    stay = [*survivors, *new_ranks(1, made)]
-    ends = together(
-        stay, lambda rank, group: (rank.regroup(group), rank.train(group, 9), bits(rank.optimizer.space.p_N))[2]
-    )
-    assert all(rank.lost is None for rank in stay)
-    assert all(torch.equal(ends[0], end) for end in ends)
+    goes_on([*ranks[:3], *new_ranks(1, made)])
 
 
 @pytest.mark.law
@@ -279,15 +224,6 @@ def test_what_cannot_be_is_refused_in_a_sentence_on_all_ranks(given, words, size
             made(network(), group, **given)
 
     run_threads(size, work)
-
-
-@pytest.mark.parametrize("given", [{"k": 4}, {"columns": 13}, {"second": 4}])
-def test_ranks_that_differ_are_refused_when_they_are_made(given):
-    def work(group):
-        with pytest.raises(WireMismatch, match="sketch"):
-            made(network(), group, **(given if group.rank else {}))
-
-    run_threads(2, work)
 
 
 @pytest.mark.law

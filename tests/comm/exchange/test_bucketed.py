@@ -31,11 +31,11 @@ class Ignoring:
         pass
 
 
-def exchanged(size, rounds, layout=LAYOUT, **how):
+def exchanged(size, rounds, *, by=make, boxes=None, **how):
     """By rank: the outputs, one after another, the residual before the first and after each, and the errors."""
 
     def work(group):
-        reducer = make(group, rounds[0][0].dtype, layout=layout, **how)
+        reducer = by(group, rounds[0][0].dtype, **how)
         memory = reducer.new_memory()
         outs, residuals = [], [memory.residual()]
         for ranks in rounds:
@@ -45,7 +45,7 @@ def exchanged(size, rounds, layout=LAYOUT, **how):
             residuals.append(memory.residual())
         return outs, residuals, memory.worker_N, memory.server_c
 
-    return run_threads(size, work)
+    return run_threads(size, work, boxes=boxes)
 
 
 @every_value(

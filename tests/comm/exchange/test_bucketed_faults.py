@@ -38,10 +38,10 @@ def step(reducer, memory, vector, momentum):
     reducer.finish()
 
 
-def warmed_up(group, rounds):
+def warmed_up(group, rounds, by=make):
     """A reducer and its memory after exchanges of all rounds but the last."""
     dtype = rounds[0][0].dtype
-    reducer = make(group, dtype)
+    reducer = by(group, dtype)
     memory, out = reducer.new_memory(), torch.empty(LAYOUT.numel, dtype=dtype)
     for ranks in rounds[:-1]:
         step(reducer, memory, ranks[group.rank], momentum=False)

@@ -1,11 +1,14 @@
-"""The exchange in buckets between real processes, its two phases overlapped: the bits of threads, and a killed rank."""
+"""The exchange in buckets between real processes, its two phases overlapped, and by node first: the bits of threads, a
+whole run, and a killed rank.
+"""
 
 import json
 
 import pytest
 import torch
 
-from tests.comm.exchange.test_bucketed import make
+from tests.comm.exchange import test_bucketed, test_node_first
+from tests.comm.exchange.test_bucketed_faults import step
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.comm.gloo_ranks import said, start
 from thinwire.comm import SoloGroup, run_threads
@@ -14,24 +17,28 @@ from thinwire.optim.onebit_adam import Descent
 
 torch_profiler = pytest.importorskip("torch.profiler")
 
+MAKE = {"flat": test_bucketed.make, "node_first": test_node_first.make}
 RUN = """
-import hashlib, json, threading
-from tests.comm.exchange.test_bucketed import make
-from tests.comm.exchange.test_bucketed_faults import BETA1, EPS, errors_of, room, step
+import json, threading
+from tests.comm.exchange.test_bucketed_faults import BETA1, errors_of, room, step
+from tests.comm.exchange.test_bucketed_gloo import MAKE, outputs_of
 from tests.comm.exchange.test_plain import LAYOUT, inputs
+from tests.optim.engine.test_resume import network, train
+from thinwire.optim import OneBitAdam
 
 join()
+topology = "@TOPOLOGY@"
+group = TorchGroup(box="left" if rank < 2 else "right")
 rounds = inputs(size, 6, torch.float32)
-reducer = make(TorchGroup(), torch.float32)
+reducer = MAKE[topology](group, torch.float32)
 memory, m = reducer.new_memory(), torch.empty(LAYOUT.numel)
-outs = []
-for turn, ranks in enumerate(rounds[:-1]):
-    step(reducer, memory, ranks[rank], momentum=turn > 0)
-    reducer.result.decode_(m)
-    reducer.commit()
-    outs.append(m.clone())
-torch.save((outs, memory.worker_N, memory.server_c), f"{folder}/{rank}.pt")
+torch.save(outputs_of(reducer, memory, m, [ranks[rank] for ranks in rounds[:-1]]), f"{folder}/{rank}.pt")
 say("threads", json.dumps([thread.name for thread in threading.enumerate()]))
+net = network(seed=rank)
+optimizer = OneBitAdam.sized(64)(net.parameters(), group=group, warmup=3, topology=topology, overlap=True)
+train(net, optimizer, 8, rank)
+overlapped = optimizer.stats()["overlapped"]
+say("trained", json.dumps([optimizer.reduce.topology, optimizer.space.p_N.tolist(), overlapped["in_backward"]]))
 before, given = errors_of(memory), rounds[-1][rank]
 if rank == size - 1:
     reducer.begin(memory)
@@ -43,39 +50,52 @@ try:
 except PeerLost as error:
     reducer.last(memory).decode_(out := torch.empty_like(m))
     close = float((errors_of(memory) - before).abs().max()) <= room(before, given, m)
-    say("lost", json.dumps([str(error), torch.equal(out, m), close, reducer.is_open]))
+    say("lost", json.dumps([str(error), torch.equal(out, m), close, reducer.is_open, list(error.ranks)]))
 os._exit(0)
 """
 
 
+def outputs_of(reducer, memory, m, given):
+    """What each exchange gave, R, and the errors, of vectors of this rank; m is the last one then."""
+    outs = []
+    for turn, x in enumerate(given):
+        step(reducer, memory, x, momentum=turn > 0)
+        reducer.result.decode_(m)
+        reducer.commit()
+        outs.append(m.clone())
+    return outs, memory.residual(), memory.worker_N, memory.server_c
+
+
 @pytest.mark.slow
-def test_processes_agree_with_threads_bit_for_bit_and_undo_what_a_killed_rank_breaks(tmp_path):
-    size = 3
-    ranks = start(RUN, size, tmp_path)
-    assert [process.wait(timeout=120) for process in ranks] == [0, 0, 9]
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("topology", "told", "boxes"),
+    [("flat", "flat", (0, 0, 1)), ("node_first", "node_first, 2 boxes of 2 ranks", (0, 0, 1, 1))],
+)
+def test_processes_agree_with_threads_bit_for_bit_and_undo_what_a_killed_rank_breaks(topology, told, boxes, tmp_path):
+    size = len(boxes)
+    ranks = start(RUN.replace("@TOPOLOGY@", topology), size, tmp_path)
+    assert [process.wait(timeout=120) for process in ranks] == [0] * (size - 1) + [9]
     rounds = inputs(size, 6, torch.float32)
 
     def work(group):
-        from tests.comm.exchange.test_bucketed_faults import step
+        reducer = MAKE[topology](group, torch.float32)
+        given = [of_ranks[group.rank] for of_ranks in rounds[:-1]]
+        return outputs_of(reducer, reducer.new_memory(), torch.empty(LAYOUT.numel), given)
 
-        reducer = make(group, torch.float32)
-        memory, m, outs = reducer.new_memory(), torch.empty(LAYOUT.numel), []
-        for turn, given in enumerate(rounds[:-1]):
-            step(reducer, memory, given[group.rank], momentum=turn > 0)
-            reducer.result.decode_(m)
-            reducer.commit()
-            outs.append(m.clone())
-        return outs, memory.worker_N, memory.server_c
-
-    for rank, (outs, worker_N, server_c) in enumerate(run_threads(size, work)):
+    trained = [json.loads(said(tmp_path, rank, "trained")) for rank in range(size)]
+    assert all(one == [told, trained[0][1], trained[0][2]] for one in trained)
+    assert trained[0][2] > 0
+    for rank, (outs, *others) in enumerate(run_threads(size, work, boxes=boxes)):
         saved = torch.load(tmp_path / f"{rank}.pt")
         assert all(torch.equal(a, b) for a, b in zip(saved[0], outs, strict=True))
-        assert torch.equal(saved[1], worker_N)
-        assert torch.equal(saved[2], server_c)
+        torch.testing.assert_close(saved[1], others[0], rtol=0, atol=1e-6)  # gloo adds up in another order
+        assert all(torch.equal(a, b) for a, b in zip(saved[2:], others[1:], strict=True))
         assert "thinwire-exchange" in json.loads(said(tmp_path, rank, "threads"))
     for rank in range(size - 1):
-        message, same_momentum, errors_close, is_open = json.loads(said(tmp_path, rank, "lost"))
-        assert f"rank {rank} of 3 lost" in message
+        message, same_momentum, errors_close, is_open, lost = json.loads(said(tmp_path, rank, "lost"))
+        assert f"rank {rank} of {size} lost" in message
+        assert lost == [size - 1] or topology == "flat"
         assert same_momentum
         assert errors_close
         assert not is_open
@@ -83,7 +103,7 @@ def test_processes_agree_with_threads_bit_for_bit_and_undo_what_a_killed_rank_br
 
 def test_no_step_after_the_first_allocates():
     """In one thread, as the profiler sees memory of the thread that it is started in."""
-    reducer = make(SoloGroup(), torch.float32)
+    reducer = test_bucketed.make(SoloGroup(), torch.float32)
     memory, x, g = reducer.new_memory(), torch.ones(LAYOUT.numel), torch.full((LAYOUT.numel,), 0.5)
     descent = Descent(x, g, AdamHyper(slice(0, LAYOUT.numel), 0.1, 0.9, 0.999, 1e-8, 0.1))
 
@@ -107,5 +127,5 @@ def test_no_step_after_the_first_allocates():
     plain_steps()
     fused_step()
     assert allocations(lambda: x.clone()) != []  # the profiler sees what there is to see
-    for step in (plain_steps, fused_step, plain_steps):
-        assert allocations(step) == []
+    for one in (plain_steps, fused_step, plain_steps):
+        assert allocations(one) == []

@@ -8,7 +8,7 @@ import torch
 
 from tests.comm.exchange import test_bucketed, test_node_first
 from tests.comm.exchange.plain import plain
-from tests.comm.exchange.test_bucketed_faults import EPS
+from tests.comm.exchange.test_bucketed_faults import EPS, errors_of
 from tests.comm.exchange.test_node_first import BOXES
 from tests.comm.exchange.test_plain import CODECS, LAYOUT, SIZES, inputs
 from tests.covering import every_value
@@ -165,10 +165,6 @@ def exchanged(kind, at, rounds, **how):
 def exact(kind, size):
     """Is nothing left out?"""
     return kind is KINDS["dense"] or (kind.wire is not None and size == 1)
-
-
-def errors_of(memory):
-    return torch.cat([memory.worker_N, memory.server_c])
 
 
 def assert_as_before(kind, memory, before, *given):

@@ -14,7 +14,6 @@ from thinwire.comm.groups.faults import FaultyGroup
 from thinwire.comm.layout import VectorLayout
 
 MANY = SIZES[1:]
-WIRES = ("bf16", "int8")
 
 
 def make(group, kind, dtype=torch.float32, wire="int8", layout=LAYOUT):

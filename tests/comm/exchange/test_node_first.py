@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.comm.exchange.plain import plain
-from tests.comm.exchange.test_bucketed_faults import EPS, room, step
+from tests.comm.exchange.test_bucketed import exchanged
+from tests.comm.exchange.test_bucketed_faults import EPS, errors_of, room, step, warmed_up
 from tests.comm.exchange.test_plain import LAYOUT, inputs
 from tests.covering import every_value
 from thinwire.comm import NonFiniteInput, PeerLost, WireMismatch, run_threads
@@ -39,30 +40,13 @@ def make(group, dtype=torch.float64, bucket_elements=256, block=64, layout=LAYOU
     return node_first_reducer(nodes, layout, SignCodec(block), like, bucket_elements=bucket_elements, **more)
 
 
-def exchanged(boxes, rounds, layout=LAYOUT, **how):
-    """By rank: the outputs, one after another, the residual before the first and after each, and this rank's errors."""
-
-    def work(group):
-        reducer = make(group, rounds[0][0].dtype, layout=layout, **how)
-        memory = reducer.new_memory()
-        outs, residuals = [], [memory.residual()]
-        for ranks in rounds:
-            x = ranks[group.rank].clone()
-            reducer.compressed_(x, memory)
-            outs.append(x)
-            residuals.append(memory.residual())
-        return outs, residuals, memory.worker_N, memory.server_c
-
-    return run_threads(len(boxes), work, boxes=boxes)
-
-
 @pytest.mark.few(1)
 @every_value({"boxes": BOXES}, only=(2, 4))
 @pytest.mark.law
 def test_it_is_on_each_slice_the_compressed_all_reduce_of_the_boxes_means(boxes):
     of_rank = BOXES[boxes]
     rounds = inputs(len(of_rank), 6, torch.float64)
-    ours = exchanged(of_rank, rounds, bucket_elements=LAYOUT.numel)
+    ours = exchanged(len(of_rank), rounds, by=make, boxes=of_rank, bucket_elements=LAYOUT.numel)
     members = [[rank for rank, box in enumerate(of_rank) if box == name] for name in dict.fromkeys(of_rank)]
     slices = Slices(Buckets.cut(LAYOUT, LAYOUT.numel), len(members[0]))
 
@@ -169,21 +153,6 @@ def test_factors_of_runs_and_sums_formed_by_bucket_are_as_those_of_whole_vectors
     assert all(run_threads(len(of_rank), work, boxes=of_rank))
 
 
-def warmed_up(group, rounds, **how):
-    dtype = rounds[0][0].dtype
-    reducer = make(group, dtype, **how)
-    memory, out = reducer.new_memory(), torch.empty(LAYOUT.numel, dtype=dtype)
-    for ranks in rounds[:-1]:
-        step(reducer, memory, ranks[group.rank], momentum=False)
-        reducer.result.decode_(out)
-        reducer.commit()
-    return reducer, memory, out
-
-
-def errors_of(memory):
-    return torch.cat([memory.worker_N, memory.server_c])
-
-
 BUCKETS = 5
 """Of LAYOUT, as make() cuts it for two and three ranks a box: 5 all-to-alls there, and as many exchanges between
 boxes, one bucket behind."""
@@ -206,7 +175,7 @@ def test_t6_a_peer_lost_at_any_collective_leaves_the_errors_of_all_ranks_untouch
 
     def work(group):
         faulty = FaultyGroup(group)
-        reducer, memory, m = warmed_up(faulty, rounds)
+        reducer, memory, m = warmed_up(faulty, rounds, make)
         before, given = errors_of(memory), rounds[-1][group.rank].clone()
         faulty.arm(Fault(everyone if nobody_waits else (1,), collective, call, when))
         arrived.wait(60)
@@ -237,7 +206,7 @@ def test_an_exchange_whose_last_collective_failed_here_alone_can_be_counted(boxe
 
     def work(group, alone):
         faulty = FaultyGroup(group)
-        reducer, memory, _ = warmed_up(faulty, rounds)
+        reducer, memory, _ = warmed_up(faulty, rounds, make)
         if alone and group.rank == 1:
             faulty.arm(Fault((1,), "all_gather", BUCKETS, When.AFTER, What.ALONE))
             before = memory.share(len(of_rank))
@@ -379,7 +348,7 @@ def test_a_share_of_the_errors_goes_back_bit_for_bit_and_shares_add_up_to_r(boxe
     rounds = inputs(len(of_rank), 4, torch.float32)
 
     def work(group):
-        reducer, memory, _ = warmed_up(group, rounds)
+        reducer, memory, _ = warmed_up(group, rounds, make)
         held, fresh = memory.held(), make(group, torch.float32)
         copy = fresh.new_memory()
         assert copy.hold(type(held).of_plain("it", held.plain()))
@@ -418,7 +387,7 @@ def test_a_part_of_r_that_a_dead_rank_held_is_imputed_from_the_other_boxes_of_it
     rounds = inputs(len(of_rank), 4, torch.float64)
 
     def work(group):
-        _, memory, _ = warmed_up(group, rounds)
+        _, memory, _ = warmed_up(group, rounds, make)
         assert memory.kept_of(group.rank)
         assert memory.workers == 3
         return memory.share(5, (dead,)), memory.worker_N, memory.share(1) - memory.worker_N / 3

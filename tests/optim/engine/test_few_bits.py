@@ -56,44 +56,6 @@ def test_replicas_are_bit_equal_and_vectors_are_of_their_types_once_v_is_frozen(
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.few(1)
-@every_value(
-    {
-        "saved_at, build": [(3, made), (FREEZE, made), (7, made), (10, refreshing), (12, refreshing), (18, refreshing)],
-        "size": (1, 2, 3),
-        "what, how, dtype, more": [
-            ("both", "state_dict", torch.float32, {}),
-            ("both", "rank_state_dict", torch.float32, {}),
-            ("both", "rank_state_dict", BF16, {"overlap": True}),
-            ("variance", "rank_state_dict", torch.float32, {"overlap": True}),
-            ("error memory", "state_dict", BF16, {}),
-            ("both", "rank_state_dict", torch.float32, {"full_exchange": "int8"}),
-        ],
-    },
-    only=(1, 3, 5),
-)
-@pytest.mark.law
-def test_a_loaded_run_is_bit_equal_to_the_run_that_saved_and_went_on(saved_at, size, build, dtype, what, how, more):
-    def work(group):
-        options = {**OPTIONS[what], **more}
-        net = network(0, dtype)
-        optimizer = build(net, group, **options)
-        train(net, optimizer, saved_at, group.rank)
-        saved, weights = through_a_file(getattr(optimizer, how)()), through_a_file(net.state_dict())
-        other = network(9, dtype)
-        resumed = build(other, group, **options)
-        train(other, resumed, 14, group.rank)
-        other.load_state_dict(weights)
-        resumed.load_state_dict(saved)
-        for steps in (1, 1, 8, 3):
-            train(net, optimizer, steps, group.rank)
-            train(other, resumed, steps, group.rank)
-            assert torch.equal(everything(resumed), everything(optimizer))
-            assert (resumed.num_steps, resumed.frozen_at) == (optimizer.num_steps, optimizer.frozen_at)
-
-    run_threads(size, work)
-
-
 def test_a_share_changes_nothing_and_those_of_all_ranks_are_the_state_dict_for_any_number():
     def save(group):
         net, beside = network(0), network(0)

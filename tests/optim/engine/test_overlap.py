@@ -12,9 +12,18 @@ from tests.optim.reference.written_out import CLASSES, COMPRESSED, bits
 from tests.optim.seeded import seeded
 from thinwire.comm import run_threads
 from thinwire.optim import Adam, OneBitAdam
-from thinwire.optim.engine.state import replicated
+from thinwire.optim.engine.state import error_memories, replicated
 
 WARMUP, STEPS, BUCKET = 4, 10, 40
+ROUNDS = "zero_one_adam in rounds"
+"""Steps 1, 2 are dense; 3 to 9 are syncs, of which 3, 4 and 6 move the variance; then 11, 15, 19."""
+IN_ROUNDS = {
+    "dense_steps": 2,
+    "var_freeze_step": 6,
+    "var_update_scaler": 1,
+    "local_step_scaler": 3,
+    "local_step_clipper": 4,
+}
 MERGED = ("adam", "lamb", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam", "onebit_muon")
 
 
@@ -48,9 +57,11 @@ def groups_of(net):
 
 
 def make(name, net, group, **more):
-    if name in COMPRESSED:
+    if name in (*COMPRESSED, ROUNDS):
         more = {"block": 64, **more}
-    if name == "zero_one_adam":
+    if name == ROUNDS:
+        name, more = "zero_one_adam", {**IN_ROUNDS, **more}
+    elif name == "zero_one_adam":
         more = {"dense_steps": WARMUP, "var_freeze_step": WARMUP, "local_step_scaler": 100, **more}
     if name in ("onebit_adam", "onebit_lamb"):
         more = {"warmup": WARMUP, **more}
@@ -87,18 +98,21 @@ def train(net, optimizer, steps, rank, parts=1):
 
 
 def everything(optimizer):
-    return bits(optimizer.space.p_N, optimizer.space.g_N, *replicated(optimizer.vectors).values())
+    s = optimizer.vectors
+    local = () if optimizer.at_sync else s.of_round()
+    errors = [part for memory in error_memories(s).values() for part in (memory.worker_N, memory.server_c)]
+    return bits(optimizer.space.p_N, optimizer.space.g_N, *replicated(s).values(), *local, *errors)
 
 
-@pytest.mark.few(1)
-@every_value({"name": CLASSES, "size": (1, 2, 3), "dtype": [torch.float32, torch.float64]}, only=(1, 3, 5))
+@pytest.mark.few(2)
+@every_value({"name": (*CLASSES, ROUNDS), "size": (1, 2, 3), "dtype": [torch.float32, torch.float64]}, only=(1, 3, 9))
 def test_with_overlap_every_step_is_bit_equal_to_one_without(name, size, dtype):
-    """Both phases, tied weights, unused ones, layers that take part on some ranks only, micro-batches."""
+    """All phases, rounds, tied weights, unused ones, layers that take part on some ranks only, micro-batches."""
 
     def work(group):
         nets = [copy.deepcopy(NETS[0]).to(dtype) for _ in range(2)]
         plain, ours = (make(name, net, group, overlap=on) for net, on in zip(nets, (False, True), strict=True))
-        for step in range(1, STEPS + 1):
+        for step in range(1, (19 if name == ROUNDS else STEPS) + 1):
             train(nets[0], plain, 1, group.rank, parts=1 + step % 2)
             train(nets[1], ours, 1, group.rank, parts=1 + step % 2)
             assert torch.equal(everything(plain), everything(ours)), step

@@ -5,16 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.covering import every_value
-from tests.optim.local_steps.test_local_steps import EVERY, left, made, moments, same
+from tests.optim.local_steps.test_local_steps import EVERY, left, made
 from tests.optim.muon.test_muon import backward, network, train
-from tests.optim.regroup.ranks import new_ranks, together
+from tests.optim.regroup.ranks import goes_on, new_ranks, together
 from thinwire.comm import NonFiniteInput, run_threads
 from thinwire.comm.codecs import SignCodec, TopKCodec
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import OuterSGD
-from thinwire.optim.regroup import hand_over
 
 SIZES = (1, 2, 3, 4, 8)
 PLAIN = OuterSGD(1.0, 0.0)
@@ -120,80 +118,6 @@ def test_in_low_precision_a_round_that_was_refused_has_moved_parameters_and_mast
     assert torch.equal(first, second)
 
 
-@pytest.mark.few(2)
-@pytest.mark.law
-@every_value({"steps": (EVERY, EVERY + 2, 2 * EVERY + 3, 2 * EVERY), "size": (2, 3, 1), "inner": ("adamw", "muon")})
-def test_a_save_waits_for_all_and_the_loaded_run_is_the_one_that_went_on(size, inner, steps):
-    def work(group):
-        net, again = network(), network(seed=9)
-        optimizer, other = late(net, group, inner), late(again, group, inner)
-        train(net, optimizer, steps, group.rank)
-        state = optimizer.state_dict()
-        assert optimizer.at_sync
-        again.load_state_dict(net.state_dict())
-        other.load_state_dict(state)
-        for one, of_one in ((net, optimizer), (again, other)):
-            train(one, of_one, 2 * EVERY + 1, group.rank)
-            of_one.prepare_to_save()
-        assert torch.equal(optimizer.space.p_N, other.space.p_N)
-        assert torch.equal(left(optimizer), left(other))
-        assert same(moments(optimizer), moments(other))
-        return optimizer.space.p_N.clone()
-
-    first, *others = run_threads(size, work)
-    assert all(torch.equal(first, p) for p in others)
-
-
-@pytest.mark.few(1)
-@pytest.mark.law
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_share_of_what_is_under_way_changes_nothing_and_goes_on(size):
-    def work(group):
-        nets = [network(), network(), network(seed=9)]
-        optimizer, quiet, loaded = (late(net, group) for net in nets)
-        for net, one in zip(nets[:2], (optimizer, quiet), strict=True):
-            train(net, one, 2 * EVERY + 1, group.rank)
-        loaded.load_state_dict(optimizer.rank_state_dict())
-        ends = []
-        for net, one in zip(nets, (optimizer, quiet, loaded), strict=True):
-            train(net, one, EVERY + 1, group.rank)
-            one.prepare_to_save()
-            ends.append(one.space.p_N.clone())
-        assert torch.equal(ends[0], ends[1])
-        assert torch.equal(ends[0], ends[2])
-
-    run_threads(size, work)
-
-
-@pytest.mark.law
-def test_r_and_the_outer_momentum_are_kept_over_3_4_2_and_1_ranks():
-    def build(net):
-        return late(net)
-
-    ranks = new_ranks(3, build)
-
-    def leave(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + 2 * EVERY + 1)
-        hand_over(rank.optimizer)
-        assert rank.optimizer.at_sync
-        return rank.optimizer.handed_over["move_error"].clone(), rank.held()
-
-    def come(rank, group):
-        rank.regroup(group)
-        return rank.residual(group)["move_error"], rank.held()
-
-    for size in (4, 2, 1):
-        gave = together(ranks, leave)
-        residual, held = gave[0]
-        assert all(torch.equal(held, other) for _, other in gave)
-        ranks = [*ranks[:size], *new_ranks(max(0, size - len(ranks)), build)]
-        for found, holds in together(ranks, come):
-            assert torch.equal(found, residual)
-            assert torch.equal(holds, held)
-    assert residual.any()
-
-
 LAST = -1
 """The bucket in which the fault strikes: then others may have all of the exchange."""
 
@@ -254,16 +178,7 @@ def test_a_death_in_an_exchange_under_way_costs_the_moves_of_the_dead_rank_alone
         due = ranks[0].common - sent - since
         largest = float(since.abs().max())
         assert float((x - residual - due).abs().max()) < 0.1 * largest
-    ends = together(
-        stay,
-        lambda rank, group: (
-            rank.regroup(group),
-            rank.train(group, 5 * EVERY),
-            rank.optimizer.prepare_to_save(),
-            rank.held(),
-        )[3],
-    )
-    assert all(torch.equal(ends[0], end) for end in ends)
+    goes_on(stay, 2 * EVERY)
 
 
 @pytest.mark.law
@@ -285,15 +200,7 @@ def test_a_death_between_two_rounds_keeps_all_that_the_others_have_moved_by():
     ends = together(stay, lambda rank, group: (rank.regroup(group), rank.optimizer.space.p_N.clone())[1])
     assert all(torch.equal(end, found[0][0]) for end in ends)
     assert all(rank.optimizer.at_sync or rank.optimizer.num_steps == EVERY + 2 for rank in stay)
-
-    def go_on(rank, group):
-        rank.regroup(group)
-        rank.train(group, 4 * EVERY)
-        rank.optimizer.prepare_to_save()
-        return rank.held()
-
-    held = together(stay, go_on)
-    assert all(torch.equal(held[0], other) for other in held)
+    goes_on(stay, 3 * EVERY)
 
 
 def test_a_gradient_that_is_not_finite_is_told_a_round_later_and_nothing_is_lost():

@@ -8,16 +8,15 @@ import torch
 
 from tests.comm.exchange.plain import Dense
 from tests.covering import every_value
-from tests.optim.local_steps.test_local_steps import INNER, left, made, moments, same
+from tests.optim.local_steps.test_local_steps import INNER, left, made
 from tests.optim.muon.test_muon import backward, network, train
-from tests.optim.regroup.ranks import new_ranks, together, until
+from tests.optim.regroup.ranks import goes_on, new_ranks, together, until
 from thinwire.comm import NonFiniteInput, PeerLost, run_threads
 from thinwire.comm.codecs import SignCodec, TopKCodec
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
 from thinwire.optim import LocalSteps, OuterSGD
 from thinwire.optim.local_round import Parts, Turn
-from thinwire.optim.regroup import hand_over
 from thinwire.optim.saves import together as brought_together
 
 EVERY = 7
@@ -156,29 +155,6 @@ def test_a_step_sends_one_part_and_a_round_what_it_sends_as_a_whole():
     assert abs(sum(by_parts) / sum(whole) - 1) < 0.02
 
 
-@pytest.mark.few(2)
-@every_value({"overlap": (False, True), "inner": ("adamw", "muon", "sgd"), "steps": (2, 5, 7, 9), "size": (1, 2, 3)})
-@pytest.mark.law
-def test_a_save_in_a_round_ends_it_and_the_loaded_run_is_the_one_that_went_on(overlap, inner, steps, size):
-    def work(group):
-        net, again = network(), network(seed=9)
-        optimizer, other = (streamed(one, group, inner, overlap=overlap) for one in (net, again))
-        train(net, optimizer, steps, group.rank)
-        state = optimizer.state_dict()
-        again.load_state_dict(net.state_dict())
-        other.load_state_dict(state)
-        for one, of_one in ((net, optimizer), (again, other)):
-            train(one, of_one, EVERY + 3, group.rank)
-            of_one.prepare_to_save()
-        assert torch.equal(optimizer.space.p_N, other.space.p_N)
-        assert torch.equal(left(optimizer), left(other))
-        assert same(moments(optimizer), moments(other))
-        return optimizer.space.p_N.clone()
-
-    first, *others = run_threads(size, work)
-    assert all(torch.equal(first, p) for p in others)
-
-
 @pytest.mark.few(1)
 @every_value({"overlap": (False, True), "dtype": (torch.float64, torch.bfloat16), "steps": (4, 5, 7)})
 @pytest.mark.law
@@ -210,37 +186,6 @@ def test_a_share_changes_nothing_goes_on_bit_for_bit_and_those_of_all_make_a_who
     now = whole["parameters"].to(first.dtype) - whole["residuals"]["move_error"].to(first.dtype)
     assert torch.equal(first, second)
     torch.testing.assert_close(now, first, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
-
-
-@pytest.mark.few(1)
-@pytest.mark.law
-@pytest.mark.parametrize("overlap", [False, True])
-def test_r_and_the_outer_momentum_are_kept_over_3_4_2_and_1_ranks(overlap):
-    def build(net):
-        return streamed(net, inner="adamw", overlap=overlap)
-
-    ranks = new_ranks(3, build)
-
-    def leave(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + EVERY + 4)
-        hand_over(rank.optimizer)
-        assert rank.optimizer.at_sync
-        return rank.optimizer.handed_over["move_error"].clone(), rank.held()
-
-    def come(rank, group):
-        rank.regroup(group)
-        return rank.residual(group)["move_error"], rank.held()
-
-    for size in (4, 2, 1):
-        gave = together(ranks, leave)
-        residual, held = gave[0]
-        assert all(torch.equal(held, other) for _, other in gave)
-        ranks = [*ranks[:size], *new_ranks(max(0, size - len(ranks)), build)]
-        for found, holds in together(ranks, come):
-            assert torch.equal(found, residual)
-            assert torch.equal(holds, held)
-    assert residual.any()
 
 
 LAST = -1
@@ -325,16 +270,7 @@ def test_a_death_in_the_exchange_of_any_part_keeps_what_the_others_have_moved_by
         after.append(x_then - rank.end)
     due = ranks[0].start - moved - sum(after) / 3
     assert float((x - residual - due).abs().max()) < 0.1 * float(moved.abs().max())
-
-    def go_on(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + 2 * EVERY)
-        rank.optimizer.prepare_to_save()
-        return rank.held()
-
-    ends = together(stay, go_on)
-    assert all(rank.lost is None for rank in stay)
-    assert all(torch.equal(ends[0], end) for end in ends)
+    goes_on(stay, 2 * EVERY)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -433,16 +369,6 @@ def test_a_share_whose_turn_is_damaged_is_refused(turn):
     share["share"]["0 of 1"]["own"]["turn"] = turn
     with pytest.raises(ValueError, match=r"own\['turn'\] = .*: must be \[parts, whose turn it is, step\]"):
         optimizer.load_state_dict(share)
-
-
-def test_ranks_of_other_parts_are_refused_when_they_are_made():
-    def work(group):
-        with pytest.raises(WireMismatch, match=r"rank 0 has .*; rank 1 has ") as found:
-            streamed(network(), group, parts=2 + group.rank)
-        return str(found.value)
-
-    first, second = run_threads(2, work)
-    assert first == second
 
 
 def test_a_peer_that_is_lost_between_two_turns_is_named_at_the_next():

@@ -202,33 +202,6 @@ def test_a_save_that_has_ended_on_one_survivor_alone_counts_for_all(ended):
         assert rank.optimizer.has_one_momentum
 
 
-@pytest.mark.law
-def test_r_and_the_mean_momentum_are_kept_over_3_4_2_and_1_ranks():
-    ranks = new_ranks(3, build)
-
-    def leave(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + 5)
-        own = momentum(rank.optimizer)
-        group.mean_(own)
-        hand_over(rank.optimizer)
-        return rank.optimizer.handed_over["update_error"].clone(), own
-
-    def come(rank, group):
-        rank.regroup(group)
-        return rank.residual(group)["update_error"], momentum(rank.optimizer), rank.optimizer.space.p_N.clone()
-
-    for size in (4, 2, 1):
-        left, mean = together(ranks, leave)[0]
-        ranks = [*ranks[:size], *new_ranks(max(0, size - len(ranks)), build)]
-        found = together(ranks, come)
-        assert left.any()
-        for residual, m, p in found:
-            assert torch.equal(residual, left)
-            torch.testing.assert_close(m, mean, rtol=1e-6, atol=1e-9)
-            assert torch.equal(p, found[0][2])
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_nan_in_one_ranks_momentum_is_named_on_all_and_can_be_begun_anew(size):
     last = size - 1

@@ -9,7 +9,7 @@ from tests.optim.seeded import seeded
 from thinwire.comm import PeerLost, run_threads
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What
 from thinwire.optim.engine.state import error_memories, replicated
-from thinwire.optim.regroup import regroup
+from thinwire.optim.regroup import hand_over, regroup
 
 
 class Rank:
@@ -54,6 +54,33 @@ class Rank:
 
 def new_ranks(size, make_optimizer):
     return [Rank(f"w{i}", make_optimizer, seed=i) for i in range(size)]
+
+
+def trained(build, size, steps, boxes=None):
+    """So many ranks that have made so many steps together."""
+    ranks = new_ranks(size, build)
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, steps)
+
+    together(ranks, work, boxes=boxes)
+    assert all(rank.lost is None for rank in ranks)
+    return ranks
+
+
+def goes_on(ranks, steps=4, boxes=None):
+    """All take more steps in a new group, and hold the same bits after them."""
+
+    def work(rank, group):
+        rank.regroup(group)
+        rank.train(group, rank.optimizer.num_steps + steps)
+        hand_over(rank.optimizer)
+        return rank.held()
+
+    held = together(ranks, work, boxes=boxes)
+    assert all(rank.lost is None for rank in ranks)
+    assert all(torch.equal(one, held[0]) for one in held)
 
 
 def until(holds, limit_s=20.0):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from tests.optim.regroup.ranks import new_ranks, struck, together, until
-from tests.optim.regroup.test_regroup import EPS, STEP, begun, goes_on, maker
+from tests.optim.regroup.ranks import goes_on, new_ranks, struck, together, until
+from tests.optim.regroup.test_regroup import EPS, STEP, begun, maker
 from thinwire.comm import Keeps, PeerLost
 from thinwire.comm.exchange.rows import Received
 from thinwire.comm.groups.faults import Fault, What, When

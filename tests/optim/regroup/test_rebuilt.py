@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.covering import every_value
-from tests.optim.regroup.ranks import new_ranks, struck, together
-from tests.optim.regroup.test_regroup import EPS, FAULTS, STEP, dies, goes_on, maker, regrouped
+from tests.optim.regroup.ranks import goes_on, new_ranks, struck, together, trained
+from tests.optim.regroup.test_regroup import EPS, FAULTS, STEP, dies, maker, regrouped
 from thinwire.comm import Keeps, PeerLost
 from thinwire.comm.exchange.rebuild import SERVER, WORKER
 from thinwire.comm.groups.faults import Fault, What, When
@@ -25,14 +25,7 @@ def keeping(name, keeps=Keeps.ROWS):
 
 
 def begun(name, size, steps, keeps=Keeps.ROWS):
-    ranks = new_ranks(size, keeping(name, keeps))
-
-    def work(rank, group):
-        rank.regroup(group)
-        rank.train(group, steps)
-
-    together(ranks, work)
-    return ranks
+    return trained(keeping(name, keeps), size, steps)
 
 
 def everything(ranks):

@@ -8,7 +8,7 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.reference.written_out import COMPRESSED, make
-from tests.optim.regroup.ranks import new_ranks, struck, together
+from tests.optim.regroup.ranks import goes_on, new_ranks, struck, together, trained
 from thinwire.comm import Keeps, PeerLost, SoloGroup
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
@@ -42,15 +42,7 @@ def maker(name, **more):
 
 
 def begun(name, size, steps, **more):
-    """So many ranks that have made so many steps together; the error memory of each, and R, as they are then."""
-    ranks = new_ranks(size, maker(name, **more))
-
-    def work(rank, group):
-        rank.regroup(group)
-        rank.train(group, steps)
-
-    together(ranks, work)
-    return ranks
+    return trained(maker(name, **more), size, steps)
 
 
 def regrouped(ranks):
@@ -59,20 +51,6 @@ def regrouped(ranks):
         return rank.residual(group)
 
     return together(ranks, work)
-
-
-def goes_on(ranks, steps=4):
-    """All take more steps, and hold the same bits after them."""
-
-    def work(rank, group):
-        rank.regroup(group)
-        rank.train(group, rank.optimizer.num_steps + steps)
-        hand_over(rank.optimizer)
-        return rank.held()
-
-    held = together(ranks, work)
-    assert all(rank.lost is None for rank in ranks)
-    assert all(torch.equal(one, held[0]) for one in held)
 
 
 @pytest.mark.few(2)

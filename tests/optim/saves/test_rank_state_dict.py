@@ -8,8 +8,6 @@ import torch
 
 from tests.covering import every_value
 from tests.optim.engine.test_resume import (
-    BETWEEN_SYNCS,
-    CASES,
     FREEZE,
     everything,
     network,
@@ -42,48 +40,6 @@ def assert_close_to_r(found, expected):
     """To a few ulp of the largest: sums of as many terms as there are ranks, in another order."""
     for name, r_N in expected.items():
         assert (found[name] - r_N).abs().max() <= 8 * torch.finfo(r_N.dtype).eps * r_N.abs().max()
-
-
-@pytest.mark.few(1)
-@every_value(
-    {
-        "name, phase, saved_at": CASES,
-        "size": [3, 2, 1],
-        "dtype": [torch.float32, torch.bfloat16],
-        "more": [{}, {"overlap": True, "bucket_elements": 64}],
-    },
-    only=(2, 4, 6, 10, 11, 13),
-)
-@pytest.mark.law
-def test_a_share_is_local_and_the_run_that_loads_it_is_the_one_that_went_on(name, phase, saved_at, size, dtype, more):
-    """And that is the run that never saved: a share changes nothing."""
-
-    def work(group):
-        net, optimizer = made(name, group, dtype=dtype, **more)
-        unsaved, beside = made(name, group, dtype=dtype, **more)
-        train(net, optimizer, saved_at, group.rank)
-        train(unsaved, beside, saved_at, group.rank)
-        collectives = group.stats.collectives
-        saved = through_a_file(optimizer.rank_state_dict()), through_a_file(net.state_dict())
-        assert group.stats.collectives == collectives
-        assert optimizer.at_sync == (phase not in BETWEEN_SYNCS)
-        assert list(saved[0]["share"]) == [f"{group.rank} of {size}"]
-
-        other, resumed = made(name, group, seed=9, dtype=dtype, **more)
-        train(other, resumed, 14, group.rank)
-        other.load_state_dict(saved[1])
-        resumed.load_state_dict(saved[0])
-        assert torch.equal(everything(resumed), everything(optimizer))
-        for steps in (1, 1, 8):
-            train(net, optimizer, steps, group.rank)
-            train(unsaved, beside, steps, group.rank)
-            train(other, resumed, steps, group.rank)
-            assert torch.equal(everything(resumed), everything(optimizer))
-            assert torch.equal(everything(beside), everything(optimizer))
-            assert told(resumed) == told(optimizer)
-        return everything(optimizer)
-
-    run_threads(size, work)
 
 
 @every_value(

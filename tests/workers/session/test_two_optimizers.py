@@ -9,6 +9,7 @@ import torch
 
 from tests.covering import parametrize
 from tests.workers.loop.threads_job import Plan, Telling, ThreadsJob
+from tests.workers.session.test_lost_steps import Exact
 from thinwire.comm import NonFiniteInput
 from thinwire.comm.groups.faults import Fault, When
 from thinwire.optim import Adam, OneBitAdam
@@ -19,19 +20,6 @@ STEPS, BATCH, SAMPLES, WIDTH = 14, 12, 44, 6
 DATA = [
     torch.randint(-9, 9, (WIDTH,), generator=torch.Generator().manual_seed(i)) * 3.0**4 * 2**6 for i in range(SAMPLES)
 ]
-
-
-class Exact(torch.nn.Module):
-    """Its gradient is a mean over samples that is exact for one to four workers, whatever its values."""
-
-    def __init__(self):
-        super().__init__()
-        self.values = torch.nn.Parameter(torch.zeros(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.calls += 1
-        return (self.values * x).sum(dim=1).mean()
 
 
 def dense(params, group):
