@@ -25,14 +25,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from thinwire.contract.jobs import BODY_LIMIT_BYTES, Problem
+from thinwire.contract.jobs import BODY_LIMIT_BYTES, MOST_VALUES, Problem
 from thinwire.service.auth import READS, Caller
 from thinwire.service.errors import BodyTooLarge, BodyTooSlow, Busy, InvalidRequest, ServiceError, error_response
 from thinwire.service.problems import shown
 
 TELEMETRY_LIMIT_BYTES = 8 << 20
-MOST_VALUES = 5_000
-"""In a body; the largest job has about 100."""
 MOST_TELEMETRY_VALUES = 200_000
 """A batch of 2000 samples with all that a sample can hold has 50,000."""
 MOST_FIELDS = 1_000

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from math import ceil
@@ -489,7 +490,16 @@ def _methods(request: Request) -> set[str]:
 
 def _database_error(request: Request, error: Exception) -> Response:
     logger.error("database_error method=%s path=%s", request.method, request.url.path, exc_info=error)
+    if _is_full(error):
+        return error_response(Unavailable("the disk of the database is full: nothing is written until room is made"))
     return error_response(Unavailable("the database does not answer now; try again, and see the service's log"))
+
+
+def _is_full(error: Exception) -> bool:
+    said = getattr(error, "orig", None)  # of sqlite3, or of psycopg
+    return (getattr(said, "sqlite_errorcode", 0) & 0xFF) == sqlite3.SQLITE_FULL or (
+        getattr(said, "sqlstate", None) == "53100"
+    )
 
 
 def _unexpected(request: Request, error: Exception) -> Response:

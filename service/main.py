@@ -45,7 +45,7 @@ from thinwire.service.launch.protocol import Launcher, LauncherStarter
 from thinwire.service.metrics import CONTENT_TYPE, JobMetrics, RequestMetrics, ServiceMetrics
 from thinwire.service.ownership import Ownership
 from thinwire.service.packages import router as packages_router
-from thinwire.service.packages.store import Packages
+from thinwire.service.packages.store import LEAST_FREE_BYTES, Packages
 from thinwire.service.people import router as people_router
 from thinwire.service.people.audit import DELETE, Audit, Audited
 from thinwire.service.people.oidc_people import IssuerPeople, SignOnMissing
@@ -67,8 +67,6 @@ if TYPE_CHECKING:  # it needs the extra `oidc`
 logger = logging.getLogger(__name__)
 
 
-LEAST_FREE_BYTES = 64 << 20
-"""On the disk of the home: below, a job that is accepted could not be written down."""
 JOBS_SHOWN_AT_ONCE = 4
 """A job file of 1 MiB takes some ten MiB while it is made an answer."""
 SILENT_S = 10.0
@@ -311,6 +309,16 @@ class ControlPlane:
         with self.db.read() as session:
             return JobRepository(session).service_id()
 
+    def full(self) -> str | None:
+        """None when the disk of the home has room for what a new job writes, else why not."""
+        try:
+            free = shutil.disk_usage(self._home).free
+        except OSError as error:
+            return f"the home folder {self._home}: {error.strerror}"
+        if free < LEAST_FREE_BYTES:
+            return f"the disk of {self._home} has {free >> 20} MiB left, at least {LEAST_FREE_BYTES >> 20} are needed"
+        return None
+
     def not_ready(self) -> str | None:
         """None when the service can take and start jobs, or hands them to the owner, else why not.
 
@@ -320,12 +328,9 @@ class ControlPlane:
             self.db.check()
         except SQLAlchemyError as error:
             return f"database: {type(error).__name__}; see the service's log"
-        try:
-            free = shutil.disk_usage(self._home).free
-        except OSError as error:
-            return f"the home folder {self._home}: {error.strerror}"
-        if free < LEAST_FREE_BYTES:
-            return f"the disk of {self._home} has {free >> 20} MiB left, at least {LEAST_FREE_BYTES >> 20} are needed"
+        full = self.full()
+        if full is not None:
+            return full
         if not self.ownership.owns:
             return self.ownership.over or self.standby.not_ready()
         reason = self.starter.reason()
@@ -385,6 +390,7 @@ def create_app(
         description="Elastic training over ordinary Ethernet. Every error answers an ErrorBody.",
         lifespan=lifespan,
         default_response_class=errors.ShowableJSON,
+        redirect_slashes=False,  # it would redirect to whatever Host says, and lose a proxy's scheme and prefix
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

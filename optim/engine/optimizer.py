@@ -244,16 +244,16 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         too, and this rank has left the group, so that the others raise PeerLost.
         """
         loss = self.compute(closure)
-        with self._reports_undone():
-            if self.lost is not None:
-                raise self.lost
-            try:
+        try:
+            with self._reports_undone():
+                if self.lost is not None:
+                    raise self.lost
                 with self.calling(f"step() {self.num_steps + 1}"):
                     self._step()
                     self.after_step()
-            except BaseException:
-                forget_scaler(self)
-                raise
+        except BaseException:  # not where it was reported: then step() returns, and the scaler removes what it has set
+            forget_scaler(self)
+            raise
         return loss
 
     def _step(self) -> None:

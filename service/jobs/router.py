@@ -36,6 +36,7 @@ from thinwire.service.errors import (
     FileNotKept,
     Forbidden,
     IdempotencyKeyReused,
+    InsufficientStorage,
     InvalidRequest,
     JobFull,
     JobNeeded,
@@ -80,6 +81,13 @@ async def _one_key(request: Request) -> None:
     keys = request.headers.getlist("idempotency-key")
     if len(keys) > 1:
         raise InvalidRequest.at("idempotency-key", None, f"is given {len(keys)} times: give it once")
+
+
+def _room(request: Request) -> None:
+    """Raises: InsufficientStorage. What is left is for jobs that there are: to be cancelled and deleted."""
+    full: str | None = request.app.state.plane.full()
+    if full is not None:
+        raise InsufficientStorage(f"{full}: no job is taken until room is made, as by deleting jobs that are over")
 
 
 operators = APIRouter(
@@ -135,8 +143,8 @@ def _json(found: BaseModel) -> Response:
 @operators.post(
     "/jobs",
     status_code=202,
-    dependencies=[Depends(json_body), Depends(_one_key)],
-    responses=documented(IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType),
+    dependencies=[Depends(json_body), Depends(_one_key), Depends(_room)],
+    responses=documented(IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType, InsufficientStorage),
 )
 def submit(
     spec: AnySpec,
@@ -172,8 +180,10 @@ def validate(spec: AnySpec, jobs: Jobs, request: Request, project: InProject) ->
 @operators.post(
     "/jobs/{job_id}/clone",
     status_code=202,
-    dependencies=[Depends(json_body), Depends(_one_key)],
-    responses=documented(JobNotFound, IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType),
+    dependencies=[Depends(json_body), Depends(_one_key), Depends(_room)],
+    responses=documented(
+        JobNotFound, IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType, InsufficientStorage
+    ),
 )
 def clone(
     job_id: str,

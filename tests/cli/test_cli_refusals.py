@@ -46,6 +46,14 @@ def test_a_refused_file_lists_path_value_and_what_is_allowed(
         ("name: !!binary aGVsbG8=", "name is of YAML type bytes"),
         ("x: " + "y" * (1 << 20), "has 1048579 bytes; a job file may have at most 1048576"),
         ("? [a]\n: 1", "a key must be text"),
+        (
+            "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+            + "".join(
+                f"{b}: &{b} [{', '.join(['*' + a] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+            ),
+            "holds 1234567900 values, aliases written out; at most 5000 are read",
+        ),
+        ("a: &a [*a]", "this stands inside of itself"),
     ],
 )
 def test_a_file_that_is_no_job_is_refused_before_anything_is_asked(

@@ -92,6 +92,14 @@ def test_every_object_fits_the_schemas_of_the_oldest_and_the_newest_kubernetes(n
         (["--set", "kuberay.pods.secrets.A.value=b"], "value is not allowed|additional"),
         (["--set", "kuberay.pods.worker.tolerations[0].key=a"], "worker is not allowed|additional"),
         (["--set", "kuberay.pods.gpu.topologySpreadConstraints[0].maxSkew=1"], "topologyKey is required"),
+        (
+            [
+                "--set",
+                "networkPolicy.egress.enabled=true,networkPolicy.egress.apiServer[0].ipBlock.cidr=10.0.0.1/32,"
+                "env.THINWIRE_OIDC_ISSUER=https://a.b",
+            ],
+            r"needs a rule in networkPolicy\.egress\.service: the service must reach https://a\.b",
+        ),
     ],
     usual=[0, 3, 8, 14, 16, 21, 22, 23, 31, 35],
 )

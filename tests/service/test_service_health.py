@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.control_plane_harness import Service, TestClient, sample, wait_until
+from tests.service.control_plane_harness import Service, TestClient, sample, spec, wait_until
 from thinwire.service.config import Settings
 from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch.fake import FakeLauncher
@@ -61,6 +61,41 @@ def test_ready_needs_room_on_the_disk(service: Service, monkeypatch: pytest.Monk
     assert answer.status_code == 503
     assert answer.json()["message"] == f"the disk of {service.home} has 3 MiB left, at least 64 are needed"
     assert service.client.get("/healthz").status_code == 200
+
+
+def test_below_that_no_job_is_taken_and_those_that_there_are_can_be_cancelled_and_deleted(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = service.submit()
+    usage = type(shutil.disk_usage(service.home))
+    monkeypatch.setattr("thinwire.service.main.shutil.disk_usage", lambda path: usage(1 << 30, 1 << 30, 3 << 20))
+    for refused in (
+        service.client.post("/v1/jobs", json=spec()),
+        service.client.post(f"/v1/jobs/{old}/clone", json={"steps": 7}),
+    ):
+        assert refused.status_code == 507
+        assert "has 3 MiB left, at least 64 are needed: no job is taken until room is made" in refused.json()["message"]
+    assert service.client.post(f"/v1/jobs/{old}/cancel").status_code == 202
+    service.turn(2)
+    assert service.client.delete(f"/v1/jobs/{old}").status_code == 204
+
+
+def test_a_database_whose_disk_is_full_says_so(service: Service) -> None:
+    old = service.submit()
+    with service.plane.db.write() as session:
+        session.connection().exec_driver_sql("PRAGMA max_page_count = 1")  # sqlite takes it as the present size
+    answers = [service.client.post("/v1/tokens", json={"name": f"p{i}", "role": "user"}) for i in range(40)]
+    full = [one for one in answers if one.status_code != 201]
+    assert {one.status_code for one in full} == {503}
+    assert full[0].json()["message"] == "the disk of the database is full: nothing is written until room is made"
+    assert service.client.get(f"/v1/jobs/{old}").status_code == 200
+
+
+def test_no_request_is_redirected_to_whatever_its_host_says(service: Service) -> None:
+    answer = service.client.get("/v1/jobs/", headers={"Host": "evil.example"}, follow_redirects=False)
+    assert answer.status_code == 404
+    assert "location" not in answer.headers
+    assert answer.json()["message"] == "Not Found: GET /v1/jobs/; see /docs"
 
 
 def test_metrics_count_jobs_by_state_and_requests_by_route(service: Service) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 from pydantic import JsonValue, ValidationError
 
-from thinwire.contract.jobs import BODY_LIMIT_BYTES, Problem
+from thinwire.contract.jobs import BODY_LIMIT_BYTES, MOST_VALUES, Problem
 from thinwire.contract.spec import ScriptSpec, TrainSpec, read_spec
 
 STDIN = Path("-")
@@ -66,7 +66,12 @@ def read_value(text: str, named: str) -> JsonValue:
 def _json_in(text: str, path: str) -> JsonValue:
     """What the YAML or JSON in the text is. path: where it stands, for a person. Raises JobFileError."""
     try:
-        found = yaml.load(text, Loader=_JsonLikeLoader)
+        loader = _JsonLikeLoader(text)
+        node = loader.get_single_node()
+        number = 0 if node is None else _num_values(node, {})
+        if number > MOST_VALUES:
+            raise JobFileError(f"{path} holds {number} values, aliases written out; at most {MOST_VALUES} are read")
+        found = None if node is None else loader.construct_document(node)
         # What JSON cannot carry must fail here with the file's name, not in the middle of a request.
         problems = list(_not_json(found, ""))
         if problems:
@@ -106,6 +111,21 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
         value = "" if problem.value is None else f" = {json.dumps(problem.value)}"
         lines.append(f"  {problem.path or '(the whole file)'}{value}: {problem.message}")
     return lines
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values the node stands for, aliases written out: nine lines may stand for 9**9 of them.
+
+    known: of nodes that have been counted. Raises YAMLError for one that stands inside of itself.
+    """
+    if id(node) not in known:
+        known[id(node)] = 0  # while it is counted
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        values = [value for _, value in inner] if isinstance(node, yaml.MappingNode) else inner
+        known[id(node)] = 1 + sum(_num_values(value, known) for value in values)
+    elif known[id(node)] == 0:
+        raise yaml.constructor.ConstructorError(None, None, "this stands inside of itself", node.start_mark)
+    return known[id(node)]
 
 
 def _not_json(value: object, path: str) -> Iterator[str]:

@@ -27,6 +27,8 @@ from thinwire.contract.spec import AnySpec, WorkerCount
 
 BODY_LIMIT_BYTES = 1 << 20
 """The largest body of a request, telemetry apart; so the largest job file too."""
+MOST_VALUES = 5_000
+"""In such a body; the largest job has about 100."""
 
 Starts = Literal["now", "queued", "handed_over", "unknown"]
 TakesEffect = Literal["at_start", "in_place", "at_restart"]

@@ -166,6 +166,11 @@ ca:
 {{- if and .egress.enabled $v.database.secret.name (not .egress.database) -}}
 {{- fail "networkPolicy.egress.enabled needs networkPolicy.egress.database: where PostgreSQL is; the service must reach it" -}}
 {{- end -}}
+{{- range $name := list "THINWIRE_OIDC_ISSUER" "THINWIRE_OTLP_ENDPOINT" -}}
+{{- if and $v.networkPolicy.egress.enabled (hasKey $v.env $name) (not $v.networkPolicy.egress.service) -}}
+{{- fail (printf "env.%s with networkPolicy.egress.enabled needs a rule in networkPolicy.egress.service: the service must reach %s" $name (get $v.env $name)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- $own := list "tmp" "data" "home" "tls" "template" "ray-token" "token" "ca-bundle" -}}
 {{- range $v.extraVolumes -}}

@@ -8,7 +8,7 @@ import torch
 
 from tests.optim.constructing import construct
 from tests.optim.seeded import seeded
-from thinwire.comm import run_threads
+from thinwire.comm import PeerLost, run_threads
 from thinwire.optim import (
     Adam,
     OneBitAdam,
@@ -218,3 +218,23 @@ def test_a_skipped_step_with_clipping_leaves_nothing_behind(name):
         return optimizer.num_steps, replicas_bit_equal(synced(optimizer), group)
 
     assert run_threads(3, work) == [(STEPS - 2, True)] * 3
+
+
+def test_a_scaled_step_that_is_lost_and_reported_returns_and_the_scaler_goes_on():
+    """As in a session, whose loop outlives its peers: the body ends, and the scaler's own update() with it."""
+    net = network()
+    optimizer = Adam(net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    lost, update = [], optimizer.update
+    optimizer.undone = lost.append
+    optimizer.update = lambda plan, groups: (_ for _ in ()).throw(PeerLost("rank 1 is gone", ranks=(1,)))
+    backward(net, 0, 0, scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert [type(one) for one in lost] == [PeerLost]
+    assert not hasattr(optimizer, "found_inf")
+    optimizer.update = update
+    backward(net, 0, 0, scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (optimizer.num_steps, len(lost)) == (1, 1)

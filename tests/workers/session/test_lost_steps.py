@@ -13,8 +13,9 @@ from thinwire.optim import Adam
 from thinwire.train import session
 
 STEPS, BATCH, SAMPLES, WIDTH = 40, 12, 44, 6
-STYLES = ["plain", "closure", "counts"]
-"""How the loop is written: with step(closure), or left by whoever counts its steps, and draws no further batch."""
+STYLES = ["plain", "closure", "counts", "scaled"]
+"""How the loop is written: with step(closure); left by whoever counts its steps, and draws no further batch; with a
+GradScaler that calls step()."""
 
 
 class Exact(torch.nn.Module):
@@ -60,21 +61,24 @@ def script(job, worker):
         optimizer = job.optimizer(model.parameters(), run.group)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS)
         average, counters, noise = Average(model), {"steps": 0, "by": {3: 0}}, torch.Generator().manual_seed(5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=7, enabled=job.style == "scaled")
         run.register(model=model, optimizer=optimizer, scheduler=scheduler, ema=average, counters=counters, noise=noise)
+        run.register(scaler=scaler)
         for numbers, x in run.batches(DATA, global_batch=BATCH, steps=STEPS, seed=3, shuffle=True):
             job.attempts.append((run.step_number + 1, run.group.generation, numbers.tolist()))
 
             def computed(x=x):
                 optimizer.zero_grad()
                 loss = model(x) + 0 * torch.randn((), generator=noise)
-                loss.backward()
+                scaler.scale(loss).backward()
                 return loss
 
             if job.style == "closure":
                 loss = optimizer.step(computed)
             else:
                 loss = computed()
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
             scheduler.step()
             average.update(model)
             counters["steps"] += 1
@@ -90,6 +94,7 @@ def script(job, worker):
         "rate": torch.tensor(scheduler.get_last_lr()[0]),
         "counted": torch.tensor([counters["steps"], counters["by"][3]]),
         "noise": noise.get_state(),
+        **({"scale": torch.tensor([scaler.get_scale(), scaler._get_growth_tracker()])} if scaler.is_enabled() else {}),
     }
 
 
@@ -114,7 +119,7 @@ def assert_same(found, expected):
     ("seed", "style"),
     [
         *((3, style) for style in STYLES),
-        *(pytest.param(s, STYLES[s % 3], marks=pytest.mark.slow) for s in range(4, 13)),
+        *(pytest.param(s, STYLES[s % 4], marks=pytest.mark.slow) for s in range(4, 13)),
     ],
     usual=[0],
 )
@@ -126,7 +131,7 @@ def test_all_that_is_registered_ends_bit_equal_to_an_undisturbed_run(tmp_path, m
         faults.joins[step + 3] = 1
     if style == "counts":
         faults.kills[STEPS - 1] = 0, Fault((0,), "sum", 0)  # in the last step
-    alone = made(tmp_path, monkeypatch, "alone", 1, Plan(), dense)
+    alone = made(tmp_path, monkeypatch, "alone", 1, Plan(), dense, style)
     disturbed = made(tmp_path, monkeypatch, "disturbed", 4, faults, dense, style)
     assert len(disturbed.killed) >= 4
     (expected,) = alone.ended.values()
