@@ -76,6 +76,7 @@ def _signed_in(request: Request, cookie: str | None) -> SignedIn:
         name=person.name,
         role=person.role,
         project=person.project or EVERY,
+        projects=plane.projects.names() if person.projects is None else person.projects,
         token_expires_at=person.expires_at,
         expires_at=None if cookie is None else plane.sessions.expires_at(cookie),
         version=request.app.version,

@@ -154,6 +154,9 @@ class SignedIn(BaseModel):
     name: str
     role: Role
     project: str = Field(DEFAULT, description=f"whose jobs are seen and changed; {EVERY}: those of all")
+    projects: list[str] = Field(
+        [], description="of which one may be named instead, by `project` or Thinwire-Project, in order of name"
+    )
     expires_at: datetime | None = Field(None, description="of the session; null: the request came with a token")
     token_expires_at: datetime | None = Field(None, description="of the token, whose sessions end with it; null: never")
     version: str = Field(description="of the service")
