@@ -42,8 +42,9 @@ from thinwire.service.web.cookies import cookie_of, refuse_foreign
 
 logger = logging.getLogger(__name__)
 
-SIGN_ON_PATHS = ("/v1/sign-on", "/v1/sign-on-begin", "/v1/sign-on-end")
-"""Who signs on has no token yet. The last two are where a browser leaves for the issuer, and comes back."""
+SIGN_ON_PATHS = ("/v1/sign-on", "/v1/sign-on-begin", "/v1/sign-on-end", "/v1/sign-off")
+"""Who signs on has no token yet, and who signs off none any more. The last three are where a browser leaves for the
+issuer, comes back, and leaves for good."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs", "/", *SIGN_ON_PATHS})
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods of requests that change nothing."""

@@ -159,6 +159,7 @@ class SignedIn(BaseModel):
     )
     expires_at: datetime | None = Field(None, description="of the session; null: the request came with a token")
     token_expires_at: datetime | None = Field(None, description="of the token, whose sessions end with it; null: never")
+    issuer_signs_out: bool = Field(False, description="after signing out a browser goes on to /v1/sign-off")
     version: str = Field(description="of the service")
     grafana_url: str | None = Field(None, description="where its dashboards are, if anywhere")
 

@@ -245,7 +245,9 @@ async function signOut() {
   }
   windows.postMessage("out");
   project.chosen = null;
+  const further = me?.issuer_signs_out;
   leave();
+  if (further) location.assign("v1/sign-off");
 }
 
 /** A warning where the token of this session ends within a week. */
