@@ -26,6 +26,7 @@ from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import checkpoints_in
 from thinwire.contract.spec import ScriptSpec, TextFile, TrainSpec
 from thinwire.contract.start import Start
+from thinwire.contract.stores import is_local, path_of
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest
 from thinwire.service.jobs.checkpoint_files import list_checkpoints
@@ -210,21 +211,11 @@ def _begins_below(real: str, row: JobRow) -> bool:
     return place is not None and is_local(place) and Path(os.path.realpath(path_of(place))).is_relative_to(real)
 
 
-def is_local(place: str) -> bool:
-    """Is it a path, on whichever machine opens it?"""
-    return place.startswith(("/", "file://", "local://"))
-
-
 def _plain_place(place: str) -> str:
     """As one of two spellings of a place is compared with the other: s3://a//b, s3a://a/b?region=x. Links followed."""
     if is_local(place):
         return os.path.realpath(path_of(place))
     return posixpath.normpath(place.partition("?")[0].rpartition("://")[2])
-
-
-def path_of(place: str) -> Path:
-    """The path of a local one."""
-    return Path(os.path.normpath(place.partition("://")[2] or place))
 
 
 def unshared(place: str | None, shared: Sequence[Path]) -> str | None:
