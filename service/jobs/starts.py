@@ -77,6 +77,8 @@ class Starts:
         Raises: InvalidRequest.
         """
         for path, place in _places(spec):
+            if "\0" in place:  # which leads nowhere, and is refused in other words
+                continue
             self._refuse_foreign(path, place, project)
 
     def _refuse_foreign(self, path: str, place: str, project: str) -> None:
