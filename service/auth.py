@@ -31,6 +31,7 @@ from thinwire.contract.people import EXPIRES_HEADER, SOON_S, Role
 from thinwire.contract.projects import PROJECT_HEADER, ProjectName
 from thinwire.service.errors import (
     Forbidden,
+    InvalidRequest,
     JobOver,
     ProjectNotFound,
     ServiceError,
@@ -209,6 +210,8 @@ async def in_project(
     """
     found: Person | None = request.state.caller.person
     own = None if found is None else found.project
+    if len(request.headers.getlist(PROJECT_HEADER)) > 1:
+        raise InvalidRequest.at(PROJECT_HEADER, None, "is given twice: give it once")
     project = project or named
     if project is None or project == own:
         return own

@@ -91,20 +91,22 @@ class Starts:
         # a/.. of a link: the kernel goes to the folder above its target, libraries may strike both.
         pieces |= {os.path.realpath(one.partition("://")[2] or one) for one in named if is_local(one)}
         names = {name for one in pieces for name in one.split("/") if name}
-        names |= {job_id for one in pieces if (job_id := self._folders.job_of(Path(one))) is not None}
+        folders = {job_id for one in pieces if (job_id := self._folders.job_of(Path(one))) is not None}
         with self._db.read() as session:
-            rows = session.execute(
-                select(JobRow.id, JobRow.spec).where(JobRow.id.in_(sorted(names)), JobRow.project != project)
-            ).all()
-        for job_id, spec in rows:
-            store = spec.get("checkpoint", {}).get("store")
-            saved = None if store is None else _plain_place(checkpoints_in(store, job_id))
-            for one in pieces:
-                if self._folders.job_of(Path(one)) == job_id or f"{one}/".startswith(f"{saved}/"):
-                    words = "must be the place of a job here: `thinwire jobs` lists them"
-                    if not path.startswith("start."):
-                        words = "must not be in the folder of a job, unless it is one here (`thinwire jobs` lists them)"
-                    raise InvalidRequest.at(path, place, words)
+            found = select(JobRow.id, JobRow.project, JobRow.spec).where(JobRow.id.in_(sorted(names | folders)))
+            rows = session.execute(found).all()
+        theirs = [row for row in rows if row.project != project]
+        stores = [
+            (row.id, store) for row in theirs if (store := row.spec.get("checkpoint", {}).get("store")) is not None
+        ]
+        saved = [_plain_place(checkpoints_in(store, job_id)) for job_id, store in stores]
+        # Of a folder of nobody it is the same: nobody learns which jobs others have.
+        is_foreign = bool(folders - {row.id for row in rows if row.project == project})
+        if is_foreign or any(f"{one}/".startswith(f"{place_of}/") for one in pieces for place_of in saved):
+            words = "must be the place of a job here: `thinwire jobs` lists them"
+            if not path.startswith("start."):
+                words = "must not be in the folder of a job, unless it is one here (`thinwire jobs` lists them)"
+            raise InvalidRequest.at(path, place, words)
 
     def _of_job(self, start: Start, job_id: str, project: str) -> tuple[Start, list[Saved]]:
         """The start with the place of that job's checkpoints, and what is there as far as the service knows."""
