@@ -13,12 +13,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Header, Query, Request
 from fastapi.security import HTTPBearer
 from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
@@ -28,9 +28,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from thinwire.contract import logs
 from thinwire.contract.jobs import JobState
 from thinwire.contract.people import EXPIRES_HEADER, SOON_S, Role
-from thinwire.contract.projects import ProjectName
+from thinwire.contract.projects import PROJECT_HEADER, ProjectName
 from thinwire.service.errors import (
     Forbidden,
+    InvalidRequest,
     JobOver,
     ProjectNotFound,
     ServiceError,
@@ -43,8 +44,9 @@ from thinwire.service.web.cookies import cookie_of, refuse_foreign
 
 logger = logging.getLogger(__name__)
 
-SIGN_ON_PATHS = ("/v1/sign-on", "/v1/sign-on-begin", "/v1/sign-on-end")
-"""Who signs on has no token yet. The last two are where a browser leaves for the issuer, and comes back."""
+SIGN_ON_PATHS = ("/v1/sign-on", "/v1/sign-on-begin", "/v1/sign-on-end", "/v1/sign-off")
+"""Who signs on has no token yet, and who signs off none any more. The last three are where a browser leaves for the
+issuer, comes back, and leaves for good."""
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json", "/docs", "/", *SIGN_ON_PATHS})
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods of requests that change nothing."""
@@ -58,7 +60,8 @@ WEB_FILES = "/web"
 class Person:
     """Who has a token that is no job's: a human being, or a program of theirs.
 
-    project: whose things they see and change; None: those of all. expires_at: unix seconds, of the token; None: never.
+    project: whose things they see and change; None: those of all. elsewhere: other projects that they are in, each with
+    their role there; a request is of one of them (`_choose`). expires_at: unix seconds, of the token; None: never.
     issuer: of OpenID Connect, from which the token or the session comes; None for one of the service's own tokens.
     """
 
@@ -67,6 +70,12 @@ class Person:
     project: str | None = None
     expires_at: float | None = None
     issuer: str | None = None
+    elsewhere: tuple[tuple[str, Role], ...] = ()
+
+    @property
+    def projects(self) -> list[str] | None:
+        """All that they are in, by name; None: all that there are."""
+        return None if self.project is None else sorted([self.project, *(name for name, _ in self.elsewhere)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +201,9 @@ async def in_project(
     project: Annotated[
         ProjectName | None, Query(description="whose; by default that of the token, or all where it is for all")
     ] = None,
+    named: Annotated[
+        ProjectName | None, Header(alias=PROJECT_HEADER, description="the same, for all requests of a program")
+    ] = None,
 ) -> str | None:
     """Dependency: whose things the caller may see and change here; None: those of all projects.
 
@@ -200,6 +212,9 @@ async def in_project(
     """
     found: Person | None = request.state.caller.person
     own = None if found is None else found.project
+    if len(request.headers.getlist(PROJECT_HEADER)) > 1:
+        raise InvalidRequest.at(PROJECT_HEADER, None, "is given twice: give it once")
+    project = project or named
     if project is None or project == own:
         return own
     if own is not None:
@@ -211,6 +226,29 @@ async def in_project(
 
 
 InProject = Annotated[str | None, Depends(in_project)]
+
+
+async def _choose(request: Request) -> None:
+    """Who is in several projects is, from here on, in that of the job which the path names, else in that which the
+    request names, with their role there; without either, or with one that is not theirs, in their first.
+    """
+    caller: Caller = request.state.caller
+    if caller.person is None or not caller.person.elsewhere:
+        return
+    job_id = request.path_params.get("job_id")
+    if job_id is not None:
+        asked = await run_in_threadpool(request.app.state.plane.projects.of_job, job_id)
+    else:
+        asked = request.query_params.get("project") or request.headers.get(PROJECT_HEADER)
+    found = caller.person
+    role = dict(found.elsewhere).get(asked or "")
+    if role is None or found.project is None:
+        return
+    others = tuple(one for one in found.elsewhere if one[0] != asked)
+    found = replace(found, project=asked, role=role, elsewhere=((found.project, found.role), *others))
+    request.state.caller = replace(caller, person=found)
+    if (change := getattr(request.state, "change", None)) is not None:
+        change.project, change.role = asked, role
 
 
 async def _within(request: Request) -> None:
@@ -232,23 +270,27 @@ async def person(request: Request, _: Annotated[object, Depends(_documented)]) -
     """Dependency: a person who may do this: to read takes the role viewer, all else the role user; of their project
     alone. Raises: Forbidden, JobNotFound.
     """
+    await _choose(request)
     _need(_of_request(request), request)
     await _within(request)
 
 
 async def anybody(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: a person of any role, for what is their own. Raises Forbidden."""
+    await _choose(request)
     _need(Role.VIEWER, request)
 
 
 async def operator(request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: only an operator, to read too; of their project alone. Raises: Forbidden, JobNotFound."""
+    await _choose(request)
     _need(Role.OPERATOR, request)
     await _within(request)
 
 
 async def job_or_person(job_id: str, request: Request, _: Annotated[object, Depends(_documented)]) -> None:
     """Dependency: the job named by the path, or a person as for `person`. Raises: Forbidden, JobNotFound, JobOver."""
+    await _choose(request)
     caller: Caller = request.state.caller
     _refuse_ticket(caller)
     if caller.person is not None:

@@ -185,6 +185,7 @@ class Settings(BaseSettings):
     oidc_session_hours: float = Field(
         8.0, gt=0.0, le=8760.0, description="who has signed on by the issuer is signed in to the page for so long"
     )
+    oidc_sign_out: bool = Field(False, description="who signs out of the page is signed out at the issuer, too")
     trusted_proxies: tuple[IPNetwork, ...] = Field(
         (), description="networks of proxies that say by X-Forwarded-For who asks, and from which nobody else can ask"
     )

@@ -226,7 +226,6 @@ class ControlPlane:
         Raises: DatabaseOwned, DatabaseUnusable.
         """
         self.own()
-        self.name_unknown_projects()
         if self.ownership.owns:
             self._begin()
         self.ownership.start(self._begin, self._end)
@@ -246,6 +245,7 @@ class ControlPlane:
         if self._begun:
             return
         self._begun_at = time.monotonic()
+        self.name_unknown_projects()
         self.jobs.rewrite_service_urls()
         self.starter.start()
         self.reconciler.start()

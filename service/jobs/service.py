@@ -501,8 +501,8 @@ class JobService:
         row = self._row(spec, digest, key, token, change.who, change.project or DEFAULT)
         try:
             with self._db.write() as session:
-                self._refuse_too_much(session, row)
-                row.arrival, row.reason = JobRepository(session).next_arrival(), waits_for(session, row)
+                row.reason = self._refuse_too_much(session, row)
+                row.arrival = JobRepository(session).next_arrival()
                 JobRepository(session).add(row)
                 put_labels(session, row, row.labels)
                 record(session, [row], row.created_at)
@@ -532,13 +532,17 @@ class JobService:
             project=project,
         )
 
-    def _refuse_too_much(self, session: Session, row: JobRow) -> None:
-        """Refuse a job that its person or its project may not have. Raises: QuotaReached, ProjectNotFound."""
+    def _refuse_too_much(self, session: Session, row: JobRow) -> str | None:
+        """Refuse a job that its person or its project may not have; why it waits for others of theirs, if it does.
+
+        Raises: QuotaReached, ProjectNotFound.
+        """
         who, jobs = str(row.submitted_by), JobRepository(session)
         refuse_beyond(session, row, self._room())  # it holds the project: of two at once one waits for the other
         too_much = jobs.too_much_of(who, self._person_jobs, MOST_SPEC_BYTES, self._person_bytes)
         if too_much is not None:
             raise QuotaReached(f"{who} has {too_much}: cancel or delete some, and submit this one again")
+        return waits_for(session, row)
 
     def _page(self, row: JobRow) -> str | None:
         return self._launcher.dashboard_url(submission_id(row.id, row.attempt))

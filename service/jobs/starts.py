@@ -26,6 +26,7 @@ from thinwire.contract.reports import EventKind
 from thinwire.contract.run_folder import checkpoints_in
 from thinwire.contract.spec import ScriptSpec, TextFile, TrainSpec
 from thinwire.contract.start import Start
+from thinwire.contract.stores import is_local, path_of
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest
 from thinwire.service.jobs.checkpoint_files import list_checkpoints
@@ -76,6 +77,8 @@ class Starts:
         Raises: InvalidRequest.
         """
         for path, place in _places(spec):
+            if "\0" in place:  # which leads nowhere, and is refused in other words
+                continue
             self._refuse_foreign(path, place, project)
 
     def _refuse_foreign(self, path: str, place: str, project: str) -> None:
@@ -88,20 +91,22 @@ class Starts:
         # a/.. of a link: the kernel goes to the folder above its target, libraries may strike both.
         pieces |= {os.path.realpath(one.partition("://")[2] or one) for one in named if is_local(one)}
         names = {name for one in pieces for name in one.split("/") if name}
-        names |= {job_id for one in pieces if (job_id := self._folders.job_of(Path(one))) is not None}
+        folders = {job_id for one in pieces if (job_id := self._folders.job_of(Path(one))) is not None}
         with self._db.read() as session:
-            rows = session.execute(
-                select(JobRow.id, JobRow.spec).where(JobRow.id.in_(sorted(names)), JobRow.project != project)
-            ).all()
-        for job_id, spec in rows:
-            store = spec.get("checkpoint", {}).get("store")
-            saved = None if store is None else _plain_place(checkpoints_in(store, job_id))
-            for one in pieces:
-                if self._folders.job_of(Path(one)) == job_id or f"{one}/".startswith(f"{saved}/"):
-                    words = "must be the place of a job here: `thinwire jobs` lists them"
-                    if not path.startswith("start."):
-                        words = "must not be in the folder of a job, unless it is one here (`thinwire jobs` lists them)"
-                    raise InvalidRequest.at(path, place, words)
+            found = select(JobRow.id, JobRow.project, JobRow.spec).where(JobRow.id.in_(sorted(names | folders)))
+            rows = session.execute(found).all()
+        theirs = [row for row in rows if row.project != project]
+        stores = [
+            (row.id, store) for row in theirs if (store := row.spec.get("checkpoint", {}).get("store")) is not None
+        ]
+        saved = [_plain_place(checkpoints_in(store, job_id)) for job_id, store in stores]
+        # Of a folder of nobody it is the same: nobody learns which jobs others have.
+        is_foreign = bool(folders - {row.id for row in rows if row.project == project})
+        if is_foreign or any(f"{one}/".startswith(f"{place_of}/") for one in pieces for place_of in saved):
+            words = "must be the place of a job here: `thinwire jobs` lists them"
+            if not path.startswith("start."):
+                words = "must not be in the folder of a job, unless it is one here (`thinwire jobs` lists them)"
+            raise InvalidRequest.at(path, place, words)
 
     def _of_job(self, start: Start, job_id: str, project: str) -> tuple[Start, list[Saved]]:
         """The start with the place of that job's checkpoints, and what is there as far as the service knows."""
@@ -210,21 +215,11 @@ def _begins_below(real: str, row: JobRow) -> bool:
     return place is not None and is_local(place) and Path(os.path.realpath(path_of(place))).is_relative_to(real)
 
 
-def is_local(place: str) -> bool:
-    """Is it a path, on whichever machine opens it?"""
-    return place.startswith(("/", "file://", "local://"))
-
-
 def _plain_place(place: str) -> str:
     """As one of two spellings of a place is compared with the other: s3://a//b, s3a://a/b?region=x. Links followed."""
     if is_local(place):
         return os.path.realpath(path_of(place))
     return posixpath.normpath(place.partition("?")[0].rpartition("://")[2])
-
-
-def path_of(place: str) -> Path:
-    """The path of a local one."""
-    return Path(os.path.normpath(place.partition("://")[2] or place))
 
 
 def unshared(place: str | None, shared: Sequence[Path]) -> str | None:

@@ -76,14 +76,17 @@ class Stream:
         self._request, self.stack = request, stack
 
     async def is_allowed(self) -> bool:
-        """Does its token still hold, and for the same project?"""
+        """Does its token still hold, and for the same project? Who is in several asks for one."""
         before: Caller = self._request.state.caller
         try:
             now: Caller = await self._request.state.ask_again()
         except ServiceError as error:
             logger.info("stream_not_allowed path=%s reason=%s", self._request.url.path, error)
             return error.status == 503  # it cannot be asked now: that is no reason
-        return (now.person and now.person.project) == (before.person and before.person.project)
+        assert before.person is not None, "the router asks for a person"
+        if now.person is None or before.person.project is None or now.person.projects is None:
+            return now.person is not None and now.person.project is before.person.project
+        return before.person.project in now.person.projects
 
 
 async def one_stream(request: Request) -> AsyncIterator[Stream]:

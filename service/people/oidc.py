@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlencode
@@ -25,6 +26,8 @@ from thinwire.service.errors import Unavailable
 from thinwire.service.people.oidc_issuer import CodeRefused, Issuer, IssuerGone
 from thinwire.service.people.oidc_people import IssuerPeople, SignOnFailed, SignOnMissing
 from thinwire.service.people.oidc_tokens import Claims, Identity, IssuedTokens, Refused, has
+
+logger = logging.getLogger(__name__)
 
 BACK = "/v1/sign-on-end"
 """Where the issuer sends browsers back to, below the page's address: in the folder of the API, as its cookie is."""
@@ -61,6 +64,8 @@ class Oidc:
         )
         self.session_s = settings.oidc_session_hours * 3600.0
         """How long somebody who has signed on is signed in."""
+        self.signs_out = settings.oidc_sign_out
+        """Is who signs out of the page signed out at the issuer, too?"""
         self.issuer.look()
 
     def close(self) -> None:
@@ -113,11 +118,23 @@ class Oidc:
             "code_challenge": _digest(_derived(secret, "verifier")),
             "code_challenge_method": "S256",
         }
-        return f"{place}{'&' if '?' in place else '?'}{urlencode(asked)}"
+        return _with(place, asked)
 
-    def arrive(self, secret: str, said: Mapping[str, str]) -> Identity:
-        """Whom the issuer has sent back. said: what it has put into the address. secret: which their browser kept,
-        empty for none.
+    def sign_off(self, id_token: str | None) -> str | None:
+        """Where a browser is to go whose person signs out at the issuer, who sends it back to the page (OpenID Connect
+        RP-Initiated Logout 1.0). id_token: that of the sign-on, by which the issuer knows whom it need not ask, however
+        old it is. None where the issuer has no such place, or does not answer.
+        """
+        said = self.issuer.look()
+        if said is None or said.end_session_endpoint is None or self._client_id is None:
+            logger.warning("issuer_has_no_sign_out issuer=%s trouble=%s", self.issuer.url, self.issuer.trouble)
+            return None
+        asked = {"client_id": self._client_id, "post_logout_redirect_uri": f"{self.page_url}/"}
+        return _with(said.end_session_endpoint, asked if id_token is None else {**asked, "id_token_hint": id_token})
+
+    def arrive(self, secret: str, said: Mapping[str, str]) -> tuple[Identity, str]:
+        """Whom the issuer has sent back, and the ID token. said: what it has put into the address. secret: which their
+        browser kept, empty for none.
 
         Raises SignOnFailed.
         """
@@ -144,13 +161,18 @@ class Oidc:
                 more = self.issuer.userinfo(access_token)
                 if more.get("sub") == claims["sub"]:  # Core, section 5.3.2
                     claims = {**more, **claims}
-            return self.tokens.identity(claims)
+            return self.tokens.identity(claims), id_token
         except (IssuerGone, SignOnMissing) as error:
             raise SignOnFailed("gone", str(error)) from error
         except CodeRefused as error:
             raise SignOnFailed("refused", str(error)) from error
         except Refused as error:
             raise SignOnFailed("token", str(error)) from error
+
+
+def _with(place: str, asked: Mapping[str, str]) -> str:
+    """The address with this query, behind what it has."""
+    return f"{place}{'&' if '?' in place else '?'}{urlencode(asked)}"
 
 
 def _secret(path: Path | None) -> str | None:

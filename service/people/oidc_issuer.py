@@ -67,6 +67,7 @@ class Metadata(BaseModel):
     userinfo_endpoint: str | None = None
     device_authorization_endpoint: str | None = Field(None, description="RFC 8628")
     revocation_endpoint: str | None = Field(None, description="RFC 7009")
+    end_session_endpoint: str | None = Field(None, description="OpenID Connect RP-Initiated Logout 1.0, section 2.1")
     token_endpoint_auth_methods_supported: list[str] | None = Field(None, description="none: client_secret_basic")
 
 
@@ -236,7 +237,7 @@ class Issuer:
         for place in (
             *(metadata.authorization_endpoint, metadata.token_endpoint, metadata.jwks_uri),
             *filter(None, (metadata.userinfo_endpoint, metadata.device_authorization_endpoint)),
-            *filter(None, (metadata.revocation_endpoint,)),
+            *filter(None, (metadata.revocation_endpoint, metadata.end_session_endpoint)),
         ):
             if not is_private(place):
                 raise IssuerGone(f"it names {place[:200]!r}, which is neither https nor on loopback")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -66,8 +66,8 @@ class IssuerPeople:
     """People of one issuer. Methods may be called from any thread.
 
     issuer: None where there is none now: then nobody comes, and who has come is listed. roles: of each group; nobody
-    has more than the highest of theirs, and none without one. projects: of each group, EVERY for all; the first of
-    them that somebody is in is theirs. clock: unix seconds.
+    has more than the highest of theirs, and none without one. projects: of each group, EVERY for all; who is in several
+    has in each the role of the groups that are of it, or of none. clock: unix seconds.
     """
 
     def __init__(
@@ -206,22 +206,37 @@ class IssuerPeople:
             raise Unauthorized(f"{row.name} was blocked here on {when} UTC: ask the operator")
         now = self._clock()
         self._seen.note(row.name, (now, role), now, row.last_at, changed=row.role != role.value)
-        return Person(row.name, role, self._project(groups, role), issuer=row.issuer)
+        (project, role), *others = self._memberships(groups, role)
+        elsewhere = tuple((name, of_it) for name, of_it in others if name is not None)
+        return Person(row.name, role, project, issuer=row.issuer, elsewhere=elsewhere)
 
-    def _project(self, groups: Collection[str], role: Role) -> str | None:
-        """None for all of them. As a new token's, where no group says it."""
-        found = next((project for group, project in self._projects.items() if group in groups), None)
-        found = found or (EVERY if role is Role.OPERATOR else DEFAULT)
-        return None if found == EVERY else found
+    def _memberships(self, groups: Collection[str], highest: Role) -> Sequence[tuple[str | None, Role]]:
+        """Projects, None for all of them, and the role in each: at least one, in the order of the settings.
+
+        As a new token's, where no group says it. Where the first is EVERY it is the only one; a later one adds nothing.
+        """
+        named = list(dict.fromkeys(project for group, project in self._projects.items() if group in groups))
+        if not named:
+            named = [EVERY if highest is Role.OPERATOR else DEFAULT]
+        if named[0] == EVERY:
+            return [(None, highest)]
+        found = []
+        for name in named:
+            of_it = [one for one in groups if self._projects.get(one, name) in (name, EVERY)]
+            if name != EVERY and (role := self._highest(of_it)) is not None:
+                found.append((name, role))
+        return found
+
+    def _highest(self, groups: Iterable[str]) -> Role | None:
+        return max((self._roles[one] for one in groups if one in self._roles), key=list(Role).index, default=None)
 
     def _role(self, groups: Iterable[str], name: str) -> Role:
         """The highest that these groups give. Raises Forbidden where it is none."""
-        found = [self._roles[group] for group in groups if group in self._roles]
-        if not found:
+        if (found := self._highest(groups)) is None:
             raise Forbidden(
                 f"{name} has no role here: the issuer names none of the groups that THINWIRE_OIDC_ROLES gives one"
             )
-        return max(found, key=list(Role).index)
+        return found
 
     def _view(self, row: IssuerPersonRow) -> IssuerPerson:
         return IssuerPerson(

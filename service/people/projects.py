@@ -8,7 +8,7 @@ streams are told the project, and say nothing of others; a new job takes from it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from pydantic import JsonValue, ValidationError
@@ -82,13 +82,13 @@ class Projects:
             session.execute(delete(TokenRow).where(TokenRow.project == name))  # all over: not for who takes the name
             change.write(session, about=name)
 
-    def list(self, limit: int, after: str | None, project: str | None) -> ProjectList:
-        """Up to `limit`, by name, after `next` of an earlier list; project: this one alone. Raises InvalidRequest."""
+    def list(self, limit: int, after: str | None, among: Collection[str] | None) -> ProjectList:
+        """Up to `limit`, by name, after `next` of an earlier list; among: of these alone. Raises InvalidRequest."""
         query = select(ProjectRow).order_by(ProjectRow.name).limit(limit + 1)
         if after is not None:
             query = query.where(ProjectRow.name > key_of(PROJECTS, after, (str,), "after")[0])
-        if project is not None:
-            query = query.where(ProjectRow.name == project)
+        if among is not None:
+            query = query.where(ProjectRow.name.in_(among))
         with self._db.read() as session:
             rows = session.scalars(query).all()
         more, rows = len(rows) > limit, rows[:limit]
@@ -96,10 +96,14 @@ class Projects:
             projects=[_view(row) for row in rows], next=cursor(PROJECTS, rows[-1].name) if more else None
         )
 
+    def names(self) -> Sequence[str]:
+        """Of all that there are, in order."""
+        with self._db.read() as session:
+            return session.scalars(select(ProjectRow.name).order_by(ProjectRow.name)).all()
+
     def unknown(self, names: Iterable[str]) -> Sequence[str]:
         """Those of these names that are no projects."""
-        with self._db.read() as session:
-            return sorted(set(names) - set(session.scalars(select(ProjectRow.name))))
+        return sorted(set(names) - set(self.names()))
 
     def refuse_unknown(self, name: str) -> None:
         """Raises ProjectNotFound."""
@@ -109,11 +113,15 @@ class Projects:
 
     def refuse_foreign(self, job_id: str, project: str) -> None:
         """A job of another project is none, to who asks. Raises JobNotFound."""
-        if "\0" in job_id:  # PostgreSQL would take it for an error
+        if self.of_job(job_id) != project:
             raise JobNotFound(job_id.replace("\0", "\\0"))
+
+    def of_job(self, job_id: str) -> str | None:
+        """Whose it is; None where there is no such job."""
+        if "\0" in job_id:  # PostgreSQL would take it for an error
+            return None
         with self._db.read() as session:
-            if session.scalar(select(JobRow.project).where(JobRow.id == job_id)) != project:
-                raise JobNotFound(job_id)
+            return session.scalar(select(JobRow.project).where(JobRow.id == job_id))
 
     def settings(self, name: str) -> ProjectSettings:
         """What an operator has said of it. Raises ProjectNotFound."""

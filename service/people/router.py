@@ -21,7 +21,7 @@ from thinwire.contract.people import (
     TokenList,
     TokenName,
 )
-from thinwire.contract.projects import NewProject, Project, ProjectList, ProjectName, QuotaList
+from thinwire.contract.projects import PROJECT_HEADER, NewProject, Project, ProjectList, ProjectName, QuotaList
 from thinwire.service.auth import InProject, operator, person
 from thinwire.service.cursors import LONGEST
 from thinwire.service.db import Database
@@ -192,13 +192,16 @@ def create_project(asked: NewProject, projects: AllProjects, change: Asked) -> P
 
 @members.get("/projects")
 def list_projects(
+    request: Request,
     projects: AllProjects,
     project: InProject,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
     after: After = None,
 ) -> ProjectList:
     """The projects that the caller is of, by name, with what an operator has said of each."""
-    return projects.list(limit, after, project)
+    named = request.query_params.get("project") or request.headers.get(PROJECT_HEADER)
+    of_all: list[str] | None = request.state.caller.person.projects
+    return projects.list(limit, after, of_all if named is None or project is None else [project])
 
 
 @members.get("/quotas")

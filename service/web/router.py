@@ -76,8 +76,10 @@ def _signed_in(request: Request, cookie: str | None) -> SignedIn:
         name=person.name,
         role=person.role,
         project=person.project or EVERY,
+        projects=plane.projects.names() if person.projects is None else person.projects,
         token_expires_at=person.expires_at,
         expires_at=None if cookie is None else plane.sessions.expires_at(cookie),
+        issuer_signs_out=person.issuer is not None and plane.oidc is not None and plane.oidc.signs_out,
         version=request.app.version,
         grafana_url=plane.grafana_url,
     )

@@ -32,7 +32,12 @@ KEPT: Final = "thinwire_sign_on"
 UNDER_WAY_S: Final = 900.0
 VIEW: Final = r"^[A-Za-z0-9/._~-]{0,300}$"
 """Of the page, as its fragment names it, without parameters."""
-OFFERED, BEGIN, END = SIGN_ON_PATHS
+HINT: Final = "thinwire_issued"
+"""The cookie with the ID token of a session, by which the issuer knows who signs out. It proves nothing to us."""
+LONGEST_HINT: Final = 3800
+"""Characters: browsers keep no cookie of more than 4096. Of a longer one NO_HINT is kept, and the issuer asks."""
+NO_HINT: Final = "-"
+OFFERED, BEGIN, END, OFF = SIGN_ON_PATHS
 PAGE: Final = "../#/"
 """From these routes, below whatever prefix a proxy has put before them. Behind it comes the view."""
 
@@ -68,7 +73,9 @@ def end(request: Request) -> RedirectResponse:
     if not re.match(VIEW, view):
         view = ""  # a cookie may have been made by anybody
     try:
-        found = oidc.arrive(secret, dict(request.query_params))
+        if len(request.query_params.multi_items()) > len(request.query_params):  # RFC 6749, section 3.1
+            raise SignOnFailed("refused", "the address says something twice")
+        found, id_token = oidc.arrive(secret, dict(request.query_params))
     except SignOnFailed as error:
         return _failed(request, error, view, wrong=error.reason != "gone")
     try:
@@ -86,6 +93,22 @@ def end(request: Request) -> RedirectResponse:
     answer = RedirectResponse(f"{PAGE}{view}?sign-on=done", 303)
     answer.headers.append("Set-Cookie", set_cookie(cookie, age_s, request.headers, _scheme(oidc)))
     _keep(answer, request, "", 0.0)
+    if oidc.signs_out:
+        hint = id_token if len(id_token) <= LONGEST_HINT else NO_HINT
+        answer.headers.append("Set-Cookie", set_cookie(hint, age_s, request.headers, _scheme(oidc), HINT))
+    return answer
+
+
+@sign_on.get(OFF, dependencies=[Depends(known_query)], include_in_schema=False)
+def off(request: Request) -> RedirectResponse:
+    """Send a browser whose session has ended to the issuer, to end its own; else to the page.
+
+    A browser that comes from another site has not brought the cookie, and is signed out of nothing.
+    """
+    oidc, hint = _oidc(request), cookie_of(request.headers, HINT)
+    place = None if hint is None else oidc.sign_off(None if hint == NO_HINT else hint)
+    answer = RedirectResponse(PAGE if place is None else place, 303)
+    answer.headers.append("Set-Cookie", set_cookie("", 0.0, request.headers, _scheme(oidc), HINT))
     return answer
 
 

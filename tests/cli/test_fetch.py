@@ -16,6 +16,7 @@ from tests.s3_server import BUCKET, SECRET, S3Server, s3_session
 from tests.service.live_service import LiveService
 from tests.workers.test_saving import AT, saving_run
 from thinwire.cli import fetch as command
+from thinwire.service.launch.protocol import LaunchState
 from thinwire.workers.checkpoints import CheckpointStore
 
 __all__ = ["s3_session"]
@@ -68,6 +69,31 @@ def test_the_weights_come_from_the_store_that_the_job_names(
     model = trained(tmp_path / "store" / job_id)
     assert thinwire("fetch", job_id, "--to", str(tmp_path / "out")).code == 0
     assert is_those(tmp_path / "out" / "model.safetensors", model)
+
+
+def test_the_figures_that_the_service_keeps_come_as_files_of_tensorboard(
+    thinwire: Callable[..., Run], live: LiveService, tmp_path: Path
+) -> None:
+    from tests.service.control_plane_harness import sample
+    from tests.workers.telemetry.trackers.test_tensorboard import losses, read
+
+    job_id = live.service.submit()
+    run = thinwire("fetch", job_id, "--tensorboard", "--to", str(tmp_path / "out"))
+    assert (run.code, "has made no step yet" in run.err) == (1, True)
+    live.service.turn()
+    live.service.launcher.put(job_id, LaunchState.RUNNING)
+    live.service.turn()
+    for first in (1, 2001):
+        live.service.post(job_id, samples=[sample(step, loss=float(step)) for step in range(first, first + 300)])
+    live.service.post(job_id, events=[{"kind": "regrouped", "step": 3, "time": 3.0, "fields": {"lost": [1]}}])
+    for _ in range(2):  # asked again it is the same
+        run = thinwire("fetch", job_id, "--tensorboard", "--to", str(tmp_path / "out"))
+        assert (run.code, run.out.strip()) == (0, str(tmp_path / "out" / "tensorboard")), run.err
+        steps = [*range(1, 301), *range(2001, 2301)]
+        assert losses(tmp_path / "out" / "tensorboard") == [(step, float(step)) for step in steps]
+    assert "regrouped" in read(tmp_path / "out" / "tensorboard" / "events").Tags()["tensors"]
+    run = thinwire("fetch", job_id, "--tensorboard", "--checkpoint")
+    assert (run.code, "is in their place" in run.err) == (2, True)
 
 
 def test_a_job_without_a_checkpoint_is_told(thinwire: Callable[..., Run], live: LiveService, tmp_path: Path) -> None:

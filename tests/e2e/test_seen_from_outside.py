@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,27 @@ def job(seen: Server) -> dict[str, Any]:
     (pid,) = {line["pid"] for line in lines(seen.logs(job_id)) if line.get("rank") == 0}
     os.kill(pid, signal.SIGKILL)
     return seen.wait_for_end(job_id)
+
+
+@pytest.mark.parametrize("fault", ["absent", "hangs"])
+def test_a_server_of_mlflow_that_does_not_answer_costs_the_run_nothing_and_the_job_says_so(
+    seen: Server, fault: str
+) -> None:
+    pytest.importorskip("mlflow")
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        if fault == "hangs":
+            deaf.listen()  # the kernel takes connections for it, and nobody ever answers
+        uri = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        big = {"layers": 2, "width": 192, "heads": 4, "context": 128}
+        job_id = seen.submit(steps=STEPS, recipe=big, tracking={"mlflow": {"uri": uri}})
+        job = seen.wait_for_end(job_id)
+    assert job["state"] == "SUCCEEDED", job["reason"]
+    told = [one["fields"] for one in seen.history(job_id)["events"] if one["kind"] == "tracker_failed"]
+    if fault == "absent" or told:  # a run may be over before MLflow gives a server up that hangs
+        assert [one["tracker"] for one in told] == ["mlflow"]
+        assert told[0]["reason"]
+    assert "tracking_incomplete" in seen.logs(job_id)
 
 
 def lines(text: str) -> list[dict[str, Any]]:

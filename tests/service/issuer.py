@@ -96,6 +96,7 @@ class TestIssuer:
                 client_name=client_id,
                 client_uri="http://127.0.0.1",
                 redirect_uris=[redirect],
+                post_logout_redirect_uris=[redirect.partition("v1/")[0]],
                 grant_types=["authorization_code", "refresh_token"],
                 response_types=["code"],
                 token_endpoint_auth_method="none" if secret is None else "client_secret_basic",

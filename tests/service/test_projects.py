@@ -429,12 +429,15 @@ def test_nobody_keeps_or_reads_in_the_folder_of_anothers_job(two: Two, tmp_path:
         (spec(checkpoint={"store": f"file://{theirs}/../{two.their_job}/x"}), "checkpoint.store"),
         (script, "recipe.working_dir"),
         (spec(data={"source": "text-file", "path": str(theirs / "job.json")}), "data.path"),
+        (spec(data={"source": "text-file", "path": str(theirs.parent / NOBODYS / "job.json")}), "data.path"),
     ):
         answer = two.service.client.post("/v1/jobs:validate", json=changes, headers=two.me)
         problem = answer.json()["problems"][0]
         assert (problem["path"], "must not be in the folder of a job" in problem["message"]) == (path, True), problem
         assert "zebra" not in problem["message"]
     assert two.service.client.post("/v1/jobs:validate", json=spec(checkpoint={"store": str(link)})).status_code == 422
+    twice = [("Thinwire-Project", "mine"), ("Thinwire-Project", "calm"), *two.me.items()]
+    assert "given twice" in two.service.client.get("/v1/jobs", headers=twice).text
     mine = two.service.client.post(
         "/v1/jobs:validate", json=spec(checkpoint={"store": str(link)}), headers=two.them
     )  # their own

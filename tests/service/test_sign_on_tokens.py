@@ -209,16 +209,20 @@ def test_a_forged_token_is_one_and_the_same_401_and_the_log_says_why(
     assert served.client.get("/v1/jobs").status_code == 200  # the operator, from the same address
 
 
+SEVERAL = {"leads": "*", "vision-team": "vision", "ml-admins": "vision", "nlp-admins": "nlp"}
+
+
 def test_a_group_is_of_a_project_and_who_has_one_sees_no_other(
     tmp_path: Path, real: TestIssuer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = at(tmp_path / "home", real, oidc_projects={"leads": "*", "vision-team": "vision", "ml-admins": "vision"})
+    service = at(tmp_path / "home", real, oidc_projects=SEVERAL, oidc_roles={**ROLES, "nlp-admins": "operator"})
     try:
         for named in (1, 0):  # a name that is misspelt is told at the start, not to the first who submits
             caplog.clear()
             service.plane.name_unknown_projects()
             assert caplog.text.count("project_unknown setting=THINWIRE_OIDC_PROJECTS project=vision") == named
-            assert service.client.post("/v1/projects", json={"name": "vision"}).status_code in (201, 409)
+            for name in ("vision", "nlp"):
+                assert service.client.post("/v1/projects", json={"name": name}).status_code in (201, 409)
         people = {
             "vera": (["ml", "vision-team"], "vision"),
             "otto": (["ml-admins"], "vision"),
@@ -236,6 +240,29 @@ def test_a_group_is_of_a_project_and_who_has_one_sees_no_other(
         assert ask(service, tokens["otto"], "/v1/audit").json()["lines"][0]["project"] == "vision"
         assert ask(service, tokens["otto"], "/v1/people").status_code == 403  # they are of the whole service
         assert ask(service, tokens["anna"], "/v1/jobs?project=vision").status_code == 404
+        # In several: the first without a choice, and in each the role of the groups that are of it, or of none.
+        vera = real.signed(sub="vera", preferred_username="vera", groups=["vision-team", "nlp-admins", "ml"])
+        session = ask(service, vera, "/v1/session").json()
+        assert (session["project"], session["role"], session["projects"]) == ("vision", "user", ["nlp", "vision"])
+        assert ask(service, vera, f"/v1/jobs/{mine}").status_code == 200
+        chosen = {"Thinwire-Project": "nlp", "Authorization": f"Bearer {vera}"}
+        session = service.client.get("/v1/session", headers=chosen).json()
+        assert (session["project"], session["role"], session["projects"]) == ("nlp", "operator", ["nlp", "vision"])
+        there = service.client.post("/v1/jobs", json=spec(), headers=chosen).json()["id"]
+        assert service.client.get(f"/v1/jobs/{there}").json()["submitted_by"] == "vera@idp"
+        for where, seen in (("", mine), ("?project=vision", mine), ("?project=nlp", there)):
+            assert [one["id"] for one in ask(service, vera, f"/v1/jobs{where}").json()["jobs"]] == [seen]
+        assert service.client.get("/v1/jobs?project=vision", headers=chosen).json()["jobs"][0]["id"] == mine
+        assert ask(service, vera, "/v1/audit").status_code == 403  # a user there
+        assert {one["project"] for one in ask(service, vera, "/v1/audit?project=nlp").json()["lines"]} == {"nlp"}
+        assert (
+            ask(service, vera, "/v1/tokens?project=nlp", method="POST", json={"name": "a"}).json()["project"] == "nlp"
+        )
+        assert ask(service, vera, f"/v1/jobs/{mine}/cancel?project=nlp", method="POST").status_code == 422
+        assert ask(service, vera, "/v1/jobs?project=default").status_code == 404
+        assert [one["name"] for one in ask(service, vera, "/v1/projects").json()["projects"]] == ["nlp", "vision"]
+        assert [one["name"] for one in ask(service, vera, "/v1/projects?project=nlp").json()["projects"]] == ["nlp"]
+        assert ask(service, tokens["vera"], f"/v1/jobs/{there}").status_code == 404  # without the group
         operator = real.signed(sub="olga", preferred_username="olga", groups=["ml-admins", "leads"])
         assert ask(service, operator, "/v1/session").json()["project"] == "*"
         gone = real.signed(sub="gil", preferred_username="gil", groups=["guests"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -147,19 +148,25 @@ def test_the_trace_of_a_job_outlives_its_service_and_goes_to_a_driver_elsewhere(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("fault", ["hangs", "refuses", "is gone"])
+@pytest.mark.parametrize("fault", ["never accepts", "hangs", "refuses", "is gone"])
 def test_a_collector_that_takes_nothing_delays_and_fails_nothing_and_what_is_lost_is_counted(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(traces, "MOST_WAITING", 20)
     monkeypatch.setattr(traces, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(traces, "END_S", 0.2)
-    service = traced(tmp_path, collector)
+    deaf = socket.socket()  # the kernel takes connections for it, and nobody ever answers
+    deaf.bind(("127.0.0.1", 0))
+    deaf.listen()
+    if fault == "never accepts":
+        service = Service(tmp_path / "home", otlp_endpoint=f"http://127.0.0.1:{deaf.getsockname()[1]}")
+    else:
+        service = traced(tmp_path, collector)
     if fault == "refuses":
         collector.status = 400
     elif fault == "hangs":
         collector.hangs.clear()
-    else:
+    elif fault == "is gone":
         collector.__exit__(None, None, None)
     assert [service.client.get("/v1/jobs").status_code for _ in range(60)] == [200] * 60
     service.submit()
@@ -174,6 +181,7 @@ def test_a_collector_that_takes_nothing_delays_and_fails_nothing_and_what_is_los
     assert service.plane.traces is not None
     service.plane.traces.close(0.0)
     service.close()
+    deaf.close()
     assert collector.spans == []
 
 

@@ -321,6 +321,33 @@ def test_an_operator_hands_out_and_revokes_tokens(desk: Desk) -> None:
     page.get_by_text("must be another name").wait_for()
 
 
+def test_who_is_in_several_projects_chooses_one_in_each_window(desk: Desk) -> None:
+    from tests.web.browser import findings, sideways
+
+    client = desk.service.client
+    client.post("/v1/projects", json={"name": "vision"})
+    job_id = client.post("/v1/jobs?project=vision", json=spec(name="of-vision")).json()["id"]
+    client.post("/v1/jobs", json=spec(name="of-default"))
+    page = desk.signed_in("#/")
+    choice = page.get_by_label("Project")
+    page.get_by_role("link", name="of-default").first.wait_for()
+    choice.select_option("vision")
+    page.get_by_role("link", name=job_id).wait_for()
+    page.get_by_role("link", name="of-default").first.wait_for(state="detached")
+    page.reload()
+    page.get_by_role("link", name=job_id).wait_for()
+    assert choice.input_value() == "vision"
+    assert findings(page) == []
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert sideways(page) <= 0
+    client.post(f"/v1/jobs/{job_id}/cancel")
+    desk.service.turn(3)
+    assert client.delete(f"/v1/jobs/{job_id}").status_code == 204
+    assert client.delete("/v1/projects/vision").status_code == 204
+    page.reload()  # what was chosen is no more
+    page.get_by_role("link", name="of-default").first.wait_for()
+
+
 @contextmanager
 def below(app: Any, prefix: str) -> Iterator[str]:
     """The application behind what strips a prefix off each path, and passes all else on; its address."""

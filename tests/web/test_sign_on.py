@@ -13,6 +13,7 @@ import pytest
 from tests.service.control_plane_harness import Service, spec
 from tests.service.issuer import CLIENT, PASSWORD, PUBLIC, SECRET, Surfer, TestIssuer, issuer
 from thinwire.service.people.oidc_issuer import MOST_WAITING
+from thinwire.service.web import sign_on
 
 PAGE = "http://testserver"
 SAME = {"Sec-Fetch-Site": "same-origin"}
@@ -104,6 +105,37 @@ def test_who_signs_on_has_a_session_of_their_own_and_the_audit_says_by_which_iss
     ]
     assert browser.send("/v1/session", "DELETE").status_code == 204
     assert browser.cookies == {}
+
+
+def test_who_signs_out_here_is_signed_out_at_the_issuer_where_the_settings_say_so(
+    served: Service, real: TestIssuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served.plane.oidc is not None
+    browser, surfer = Browser(served), Surfer()
+    browser.come_back(surfer.sign_in(browser.leave(), "anna"))
+    assert browser.send("/v1/session").json()["issuer_signs_out"] is False
+    assert browser.send("/v1/sign-off").headers["location"] == "../#/"  # without the cookie nobody goes anywhere
+    monkeypatch.setattr(served.plane.oidc, "signs_out", True)
+    browser.come_back(surfer.sign_in(browser.leave(), "anna"))
+    assert set(browser.cookies) == {"thinwire_session", "thinwire_issued"}
+    assert all("HttpOnly; SameSite=Strict" in said for said in browser.said if said.startswith("thinwire_issued"))
+    assert browser.send("/v1/session").json()["issuer_signs_out"] is True
+    token = browser.cookies["thinwire_issued"]
+    assert browser.send("/v1/session", "DELETE").status_code == 204
+    place = str(browser.send("/v1/sign-off").headers["location"])
+    sent = {name: one for name, (one,) in parse_qs(urlsplit(place).query).items()}
+    assert sent == {"client_id": CLIENT, "post_logout_redirect_uri": f"{PAGE}/", "id_token_hint": token}
+    assert browser.cookies == {}
+    asked_again = browser.leave()
+    assert surfer.get(asked_again)[1].startswith(f"{PAGE}/")  # the issuer still knows the browser
+    status, back, text = surfer.get(place)
+    assert (status, back) == (302, f"{PAGE}/"), text  # it asks nothing
+    assert not surfer.get(browser.leave())[1].startswith(f"{PAGE}/")
+    monkeypatch.setattr(sign_on, "LONGEST_HINT", 10)
+    browser.come_back(Surfer().sign_in(browser.leave(), "anna"))
+    assert browser.cookies["thinwire_issued"] == "-"
+    assert "id_token_hint" not in str(browser.send("/v1/sign-off").headers["location"])
+    assert browser.send("/v1/sign-on-end?state=a&state=b").headers["location"].endswith("sign-on=refused")
 
 
 def test_a_session_ends_when_its_person_is_blocked_and_when_its_groups_are_worth_less(

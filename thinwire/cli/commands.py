@@ -43,6 +43,7 @@ WORK = {
     "plan": "thinwire.workers.plan.run:run",
     "what_if": "thinwire.workers.plan.what_if:answer",
     "fetch": "thinwire.workers.weights:fetch",
+    "files": "thinwire.workers.telemetry.trackers.of_history:write_files",
     "picture": "thinwire.workers.telemetry.history:picture",
     "compared": "thinwire.workers.telemetry.history:compared",
 }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
 
@@ -17,6 +17,7 @@ from thinwire.cli.quantities import bytes_text
 from thinwire.cli.screen import complain, note
 from thinwire.client import Client, NotFound
 from thinwire.contract.jobs import CheckpointFiles, CheckpointList, Job
+from thinwire.contract.reports import Event, Sample
 from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.weights import Fetched, FetchFailed
 
@@ -34,6 +35,13 @@ class Fetching(Protocol):
         """Raises FetchFailed."""
 
 
+class Writing(Protocol):
+    """workers.telemetry.trackers.of_history.write_files."""
+
+    def __call__(self, tool: str, job: Mapping[str, Any], items: Sequence[Sample | Event], target: Path) -> Path:
+        """Raises FetchFailed."""
+
+
 def fetch(
     job_id: JobId,
     to: Annotated[
@@ -42,15 +50,30 @@ def fetch(
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="The newest checkpoint as well, as the workers have written it.")
     ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Not the weights: the figures so far, as event files of TensorBoard.")
+    ] = False,
+    wandb: Annotated[
+        bool, typer.Option("--wandb", help="Not the weights: the figures so far, as an offline run for `wandb sync`.")
+    ] = False,
 ) -> None:
     """Fetch the weights of a job's newest checkpoint, as model.safetensors.
 
     The checkpoints are read from the job's checkpoint.store, or through the service where it names none. Any job has
     weights that has saved a checkpoint, whether it goes on, has ended or has failed.
 
+    With --tensorboard or --wandb it is what the service keeps of the job's figures, for runs whose workers share no
+    folder with it. Asked again, scalars of TensorBoard begin anew.
+
     Example: `thinwire fetch quickstart-3f --to model`
     """
-    do_fetch: Fetching = work("fetch")  # first: what is not installed here need not be downloaded for
+    tools = [name for name, is_asked in (("tensorboard", tensorboard), ("wandb", wandb)) if is_asked]
+    if tools and checkpoint:
+        complain(f"--checkpoint goes with the weights, and --{tools[0]} is in their place: ask one after the other")
+        raise typer.Exit(2)
+    do_fetch: Fetching | None = None
+    if not tools:  # first: what is not installed here need not be downloaded for
+        do_fetch = work("fetch")
     with Client() as client:
         job = client.resolve(job_id)
         target = to or Path(job.id)
@@ -58,6 +81,9 @@ def fetch(
             complain(f"--to {target} is a file: name a folder, or one to be made")
             raise typer.Exit(2)
         try:
+            if do_fetch is None:
+                _figures(client, job, target, tools)
+                return
             with _checkpoints(client, job, target, keep=checkpoint) as where:
                 found = do_fetch(where, target)
         except FetchFailed as error:
@@ -68,6 +94,20 @@ def fetch(
         f"{bytes_text(found.bytes)}."
     )
     typer.echo(found.path)
+
+
+def _figures(client: Client, job: Job, target: Path, tools: Sequence[str]) -> None:
+    """Write what the service keeps of a job's figures. Raises: FetchFailed, ClientError."""
+    write: Writing = work("files")
+    found = client.history(job.id)
+    if not found.samples:
+        raise FetchFailed(f"job {job.id} has made no step yet, as far as the service knows")
+    items: list[Sample | Event] = [*found.samples, *found.events]
+    told = {"job_id": job.id, "name": job.name, "spec": {} if job.spec is None else job.spec.model_dump(mode="json")}
+    for tool in tools:
+        where = write(tool, told, items, target)
+        note(f"{job.name}: {len(found.samples):,} samples and {len(found.events):,} events.")
+        typer.echo(where)
 
 
 @contextmanager

@@ -154,8 +154,12 @@ class SignedIn(BaseModel):
     name: str
     role: Role
     project: str = Field(DEFAULT, description=f"whose jobs are seen and changed; {EVERY}: those of all")
+    projects: list[str] = Field(
+        [], description="of which one may be named instead, by `project` or Thinwire-Project, in order of name"
+    )
     expires_at: datetime | None = Field(None, description="of the session; null: the request came with a token")
     token_expires_at: datetime | None = Field(None, description="of the token, whose sessions end with it; null: never")
+    issuer_signs_out: bool = Field(False, description="after signing out a browser goes on to /v1/sign-off")
     version: str = Field(description="of the service")
     grafana_url: str | None = Field(None, description="where its dashboards are, if anywhere")
 

@@ -14,6 +14,8 @@ DEFAULT: Final = "default"
 """The project of all that names none; it is always there."""
 EVERY: Final = "*"
 """In the place of a project, of a token that is for all of them."""
+PROJECT_HEADER: Final = "Thinwire-Project"
+"""Of a request: what its query may say as `project`, for whoever says it with each, such as the page."""
 LARGEST: Final = 2**53 - 1
 """Of a limit: what every reader of JSON takes for a whole number."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 from thinwire.contract.redaction import redacted
 
@@ -20,6 +22,16 @@ SUPPORTED = (
 def nobody_opens(error: Exception) -> bool:
     """Does pyarrow, which is asked last, say that it knows no such scheme, or is it not there?"""
     return isinstance(error, ImportError) or "Unrecognized filesystem type" in str(error)
+
+
+def is_local(place: str) -> bool:
+    """Is it a path, on whichever machine opens it?"""
+    return place.startswith(("/", "file://", "local://"))
+
+
+def path_of(place: str) -> Path:
+    """The path of a local one."""
+    return Path(os.path.normpath(place.partition("://")[2] or place))
 
 
 def misplaced(place: str) -> str | None:

@@ -22,6 +22,12 @@ const SILENT_MS = 30_000;
 /** Who wants to know how the service answers: `ok()` at each answer, `heard()` where a stream says something, `lost(error)` where there was none. */
 export const watcher = { ok() {}, heard() {}, lost() {}, signedOut() {} };
 
+/** Whose jobs are looked at, of who may choose: a project's name, in each window its own; null: the first, or all. */
+export const project = {
+  get chosen() { return sessionStorage.getItem("thinwire project"); },
+  set chosen(name) { if (name) sessionStorage.setItem("thinwire project", name); else sessionStorage.removeItem("thinwire project"); },
+};
+
 /**
  * One request. Raises SignedOut, ApiError, Unreachable; and AbortError where `signal` says so.
  * token: for the one request that begins a session.
@@ -32,6 +38,7 @@ export async function call(method, path, { body, signal, headers = {}, token, as
     init.headers["Content-Type"] = "application/json";
     init.body = JSON.stringify(body);
   }
+  if (project.chosen) init.headers["Thinwire-Project"] = project.chosen;
   if (token !== undefined) init.headers.Authorization = `Bearer ${token}`;
   let answer, text;
   try {

@@ -1,5 +1,5 @@
 // The frame: who is signed in, which view the address names, and whether what is shown is of now.
-import { ApiError, call, get, query, SignedOut, Unreachable, watcher } from "./api.js";
+import { ApiError, call, get, project, query, SignedOut, Unreachable, watcher } from "./api.js";
 import { fill, h, put, say } from "./dom.js";
 import { clockText, timeText } from "./format.js";
 
@@ -47,7 +47,7 @@ const windows = new BroadcastChannel(`thinwire ${location.pathname}`);
 windows.onmessage = async ({ data }) => {
   if (data === "out") { if (me !== null) leave("You have signed out in another window."); return; }
   try {
-    const found = await get("v1/session");
+    const found = await whoami();
     if (found.name === me?.name && found.role === me.role) { me = found; return; }
     stop();
     me = found;
@@ -83,7 +83,25 @@ function frame() {
   fill(nav, links.map(([href, name]) => h("a", { href }, name)),
     me.grafana_url ? h("a", { href: me.grafana_url, rel: "noreferrer" }, "Grafana") : null,
     h("a", { href: "docs" }, "API"));
-  fill(who, h("span", { class: "wide" }, `${me.name} (${me.role}${me.project === "default" ? "" : `, ${me.project === "*" ? "all projects" : me.project}`})${endsSoon(me)} `), h("button", { type: "button", on: { click: signOut } }, "Sign out"));
+  fill(who, h("span", { class: "wide" }, `${me.name} (${me.role}${me.project === "default" || me.projects.length > 1 ? "" : `, ${me.project === "*" ? "all projects" : me.project}`})${endsSoon(me)} `), ...projects(), h("button", { type: "button", on: { click: signOut } }, "Sign out"));
+}
+
+/** The choice of a project, for who is in several. */
+function projects() {
+  if (me.projects.length < 2) return [];
+  const names = me.project === "*" ? ["", ...me.projects] : me.projects;
+  const choice = h("select", { "aria-label": "Project", on: { change: async () => { project.chosen = choice.value; stop(); await enter(); } } },
+    names.map((name) => h("option", { value: name }, name || "all projects")));
+  choice.value = project.chosen ?? (me.project === "*" ? "" : me.project);
+  return [choice, " "];
+}
+
+/** Who is signed in, in the project that was chosen, where that is still theirs. */
+async function whoami() {
+  const found = await get("v1/session");
+  if (project.chosen === null || found.projects.includes(project.chosen)) return found;
+  project.chosen = null;
+  return get("v1/session");
 }
 
 function mark(name) {
@@ -204,7 +222,7 @@ function signIn(why) {
     try {
       if (!/^[\x21-\x7e]+$/.test(token.value.trim())) throw new Error("a token is one word of letters, digits, - and _");
       await call("POST", "v1/session", { token: token.value.trim() });
-      me = await get("v1/session").catch((problem) => {
+      me = await whoami().catch((problem) => {
         throw problem instanceof SignedOut ? new Error("your browser has not kept the session: allow cookies for this address") : problem;
       });
       token.value = "";
@@ -227,7 +245,10 @@ async function signOut() {
     if (!(error instanceof SignedOut)) { watcher.lost(error); return; }
   }
   windows.postMessage("out");
+  project.chosen = null;
+  const further = me?.issuer_signs_out;
   leave();
+  if (further) location.assign("v1/sign-off");
 }
 
 /** A warning where the token of this session ends within a week. */
@@ -240,7 +261,7 @@ async function enter() {
   const mine = ++turn, known = me !== null;
   for (let waitMs = 1000; ; waitMs = Math.min(15_000, waitMs * 2)) {
     try {
-      const found = await get("v1/session");
+      const found = await whoami();
       if (mine !== turn) return;
       me = found;
       break;

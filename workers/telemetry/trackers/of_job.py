@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from thinwire.contract import stores
 from thinwire.contract.reports import EventKind, Sample
-from thinwire.contract.run_folder import RunFolder
+from thinwire.contract.run_folder import RunFolder, checkpoints_in
 from thinwire.contract.spec import JobSpec
 from thinwire.contract.traces import OfJob
 from thinwire.workers.telemetry.trackers.follow import Ended, Follower, Item, Tracker
@@ -70,8 +71,11 @@ class Trackers:
 def trackers_of(
     spec: JobSpec, job: Mapping[str, Any], folder: RunFolder, *, shared: bool, spans: FirstStep | None = None
 ) -> Trackers:
-    """job: job.json of the run. shared: does its folder outlive this process? What is of files alone needs that.
+    """job: job.json of the run. shared: does its folder outlive this process? What is of files alone needs that, and
+    is else beside the checkpoints where these are in a folder that all machines share (checkpoint.store).
     spans: of the way to the first step, where the job is traced."""
+    if not shared and (store := spec.checkpoint.store) is not None and stores.is_local(store):
+        folder, shared = RunFolder(stores.path_of(checkpoints_in(store, str(job["job_id"])))), True
     asked, found = spec.tracking, list[Tracker]()
     if spans is not None:
         found.append(spans)
@@ -85,7 +89,8 @@ def trackers_of(
         else:
             logger.warning(
                 "tracker_left_out tracker=wandb reason=%s",
-                "the folders of this job's workers end with them: say mode: online",
+                "the folders of this job's workers end with them: say mode: online, name a checkpoint.store in a "
+                "folder that all machines share, or ask for `thinwire fetch --wandb`",
             )
     return Trackers(found, (lambda: None) if spans is None else spans.seated)
 

@@ -44,6 +44,20 @@ def test_files_of_a_folder_that_ends_with_its_process_are_not_written(
     assert names({"wandb": {"mode": "online"}}, tmp_path, shared=False) == ["wandb"]
 
 
+def test_files_are_beside_checkpoints_that_all_machines_share(tmp_path: Path) -> None:
+    def made(**tracking: Any) -> Trackers:
+        spec = {**SPEC, "checkpoint": {"store": f"file://{tmp_path}/store"}, "tracking": tracking}
+        return trackers_of(read_spec(spec), {"job_id": "a-1"}, RunFolder(tmp_path / "own"), shared=False)
+
+    assert [one._tracker.name for one in made(wandb={})._followers] == ["tensorboard", "wandb"]
+    trackers = made()
+    trackers.take(steps(0, 3))
+    trackers.end("succeeded", 60)
+    trackers._followers[0].close(60)
+    assert len(list((tmp_path / "store" / "a-1" / "tensorboard").glob("events.*"))) == 1
+    assert not (tmp_path / "own").exists()
+
+
 def test_whoever_is_rank_0_goes_on_and_what_was_not_told_is(tmp_path: Path) -> None:
     """As the history does, with which each tool agrees at the end."""
     tools = [Tool(), Tool()]
