@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy import event as of_engine
 from sqlalchemy.exc import OperationalError
 
 from tests.service.control_plane_harness import Service, sample
@@ -366,6 +367,23 @@ def test_numbers_are_committed_in_their_order(service: Service) -> None:
     quick.join(60)
     kinds = [one.data["kind"] for one in read(service, "/v1/events", after=met[0])]
     assert kinds == ["a", "b"]
+
+
+def test_a_submission_does_nothing_that_can_wait_while_it_holds_the_counter(service: Service) -> None:
+    said: list[str] = []
+    engine = service.plane.db.engine
+
+    def saw(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        said.append(" ".join(statement.split()[:3]))
+
+    of_engine.listen(engine, "before_cursor_execute", saw)
+    try:
+        service.submit()
+    finally:
+        of_engine.remove(engine, "before_cursor_execute", saw)
+    first = said.index("UPDATE service SET")
+    end = next((at for at in range(first, len(said)) if said[at].startswith("BEGIN")), len(said))
+    assert said[first:end] == ["UPDATE service SET", "INSERT INTO jobs", "UPDATE service SET", "INSERT INTO events"]
 
 
 def test_a_person_has_so_many_streams_and_all_so_many() -> None:
