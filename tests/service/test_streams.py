@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import event as of_engine
 from sqlalchemy.exc import OperationalError
@@ -515,3 +516,30 @@ def test_the_steps_of_another_projects_jobs_are_not_told(service: Service) -> No
     with service.plane.db.read() as session:
         assert told.of_project(session, {job_id, "no-such"}, None) == {job_id}
         assert told.of_project(session, {job_id}, "apart") == frozenset()
+
+
+def test_what_many_readers_ask_at_once_is_read_once(service: Service) -> None:
+    job_id = lived(service)
+    begun: list[object] = []
+    engine = service.plane.db.engine
+
+    def saw(connection: object) -> None:
+        begun.append(connection)
+
+    of_engine.listen(engine, "begin", saw)
+
+    async def ask() -> set[bytes]:
+        transport = httpx.ASGITransport(service.app)
+        headers = {"Authorization": f"Bearer {service.token}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://a", headers=headers) as client:
+            path = f"/v1/jobs/{job_id}/events?follow=false"
+            answers = await asyncio.gather(*(client.get(path) for _ in range(40)))
+        assert {one.status_code for one in answers} == {200}
+        return {one.content for one in answers}
+
+    try:
+        [content] = asyncio.run(ask())
+    finally:
+        of_engine.remove(engine, "begin", saw)
+    assert parsed(content)[-1].event == END
+    assert len(begun) <= 20, f"40 readers took {len(begun)} transactions; each by itself would have taken 80"
