@@ -502,11 +502,12 @@ class JobService:
         try:
             with self._db.write() as session:
                 row.reason = self._refuse_too_much(session, row)
+                change.write(session, row.id)
+                # From here on every other transaction that numbers anything waits for this one.
                 row.arrival = JobRepository(session).next_arrival()
                 JobRepository(session).add(row)
                 put_labels(session, row, row.labels)
                 record(session, [row], row.created_at)
-                change.write(session, row.id)
         except IntegrityError:
             change.written = False  # it was taken back with the rest
             return None

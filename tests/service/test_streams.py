@@ -10,7 +10,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
+from sqlalchemy import event as of_engine
 from sqlalchemy.exc import OperationalError
 
 from tests.service.control_plane_harness import Service, sample
@@ -368,6 +370,23 @@ def test_numbers_are_committed_in_their_order(service: Service) -> None:
     assert kinds == ["a", "b"]
 
 
+def test_a_submission_does_nothing_that_can_wait_while_it_holds_the_counter(service: Service) -> None:
+    said: list[str] = []
+    engine = service.plane.db.engine
+
+    def saw(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        said.append(" ".join(statement.split()[:3]))
+
+    of_engine.listen(engine, "before_cursor_execute", saw)
+    try:
+        service.submit()
+    finally:
+        of_engine.remove(engine, "before_cursor_execute", saw)
+    first = said.index("UPDATE service SET")
+    end = next((at for at in range(first, len(said)) if said[at].startswith("BEGIN")), len(said))
+    assert said[first:end] == ["UPDATE service SET", "INSERT INTO jobs", "UPDATE service SET", "INSERT INTO events"]
+
+
 def test_a_person_has_so_many_streams_and_all_so_many() -> None:
     slots = StreamSlots(in_all=3, of_one=2)
     slots.take("a")
@@ -497,3 +516,30 @@ def test_the_steps_of_another_projects_jobs_are_not_told(service: Service) -> No
     with service.plane.db.read() as session:
         assert told.of_project(session, {job_id, "no-such"}, None) == {job_id}
         assert told.of_project(session, {job_id}, "apart") == frozenset()
+
+
+def test_what_many_readers_ask_at_once_is_read_once(service: Service) -> None:
+    job_id = lived(service)
+    begun: list[object] = []
+    engine = service.plane.db.engine
+
+    def saw(connection: object) -> None:
+        begun.append(connection)
+
+    of_engine.listen(engine, "begin", saw)
+
+    async def ask() -> set[bytes]:
+        transport = httpx.ASGITransport(service.app)
+        headers = {"Authorization": f"Bearer {service.token}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://a", headers=headers) as client:
+            path = f"/v1/jobs/{job_id}/events?follow=false"
+            answers = await asyncio.gather(*(client.get(path) for _ in range(40)))
+        assert {one.status_code for one in answers} == {200}
+        return {one.content for one in answers}
+
+    try:
+        [content] = asyncio.run(ask())
+    finally:
+        of_engine.remove(engine, "begin", saw)
+    assert parsed(content)[-1].event == END
+    assert len(begun) <= 20, f"40 readers took {len(begun)} transactions; each by itself would have taken 80"

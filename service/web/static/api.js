@@ -1,4 +1,5 @@
 // What the page asks of the service. All addresses are relative to the page, so that a proxy may put a prefix before it.
+import { project } from "./project.js";
 import { Stream } from "./stream.js";
 
 export class ApiError extends Error {
@@ -21,12 +22,6 @@ const SILENT_MS = 30_000;
 
 /** Who wants to know how the service answers: `ok()` at each answer, `heard()` where a stream says something, `lost(error)` where there was none. */
 export const watcher = { ok() {}, heard() {}, lost() {}, signedOut() {} };
-
-/** Whose jobs are looked at, of who may choose: a project's name, in each window its own; null: the first, or all. */
-export const project = {
-  get chosen() { return sessionStorage.getItem("thinwire project"); },
-  set chosen(name) { if (name) sessionStorage.setItem("thinwire project", name); else sessionStorage.removeItem("thinwire project"); },
-};
 
 /**
  * One request. Raises SignedOut, ApiError, Unreachable; and AbortError where `signal` says so.

@@ -1,5 +1,6 @@
 // The frame: who is signed in, which view the address names, and whether what is shown is of now.
-import { ApiError, call, get, project, query, SignedOut, Unreachable, watcher } from "./api.js";
+import { ApiError, call, get, query, SignedOut, Unreachable, watcher } from "./api.js";
+import { project } from "./project.js";
 import { fill, h, put, say } from "./dom.js";
 import { clockText, timeText } from "./format.js";
 

@@ -34,7 +34,7 @@ export function ratioText(ratio) {
 export const lossText = (loss) => (loss === null || loss === undefined ? "-" : loss.toFixed(4));
 export const stepsText = (step, of) => (of === null || of === undefined ? `${step}` : `${step}/${of}`);
 export const numberText = (value) =>
-  value === null || value === undefined ? "-" : typeof value === "number" ? String(Number(value.toPrecision(4))) : String(value);
+  value === null || value === undefined ? "-" : typeof value === "number" && !Number.isSafeInteger(value) ? String(Number(value.toPrecision(4))) : String(value);
 
 /** A moment, in the reader's own zone, to the second. Takes unix seconds, or a text of ISO 8601. */
 export function timeText(moment) {

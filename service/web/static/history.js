@@ -34,6 +34,11 @@ export class Samples {
    * part(): called after each part. Returns whether anything came.
    */
   async refresh(progress, signal, part = () => {}) {
+    this.loading = true; // what is told meanwhile may be part of the answer
+    try { return await this.ask(progress, signal, part); } finally { this.loading = false; }
+  }
+
+  async ask(progress, signal, part) {
     const now = progress.step;
     let after = this.length > 2 * this.points ? -1 : Math.min(this.lastStep, this.seenStep, now - 1);
     if (this.length && after < this.lastStep) this.cut(after);
@@ -57,7 +62,7 @@ export class Samples {
    */
   told(job, { attempt, sample }) {
     const last = job?.progress;
-    if (!last || !this.length || attempt !== job.attempt || sample.step <= last.step || sample.step <= this.lastStep || this.length > 2 * this.points) return false;
+    if (this.loading || !last || !this.length || attempt !== job.attempt || sample.step <= last.step || sample.step <= this.lastStep || this.length > 2 * this.points) return false;
     job.progress = sample;
     job.validation_loss = sample.validation_loss ?? job.validation_loss;
     this.take(sample);

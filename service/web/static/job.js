@@ -23,7 +23,7 @@ class JobView {
   constructor(place, route, { me, failed }) {
     this.id = route.parts[0] ?? "";
     this.me = me; this.failed = failed;
-    this.job = null; this.events = []; this.olderEvents = null; this.part = null;
+    this.job = null; this.events = []; this.toldEvents = []; this.olderEvents = null; this.part = null;
     this.samples = new Samples(this.id, place.clientWidth);
     this.charts = []; this.eventsDue = 0; this.drawDue = 0; this.later = null;
     this.state = h("span", { role: "status", "aria-live": "polite" });
@@ -90,8 +90,9 @@ class JobView {
       this.drawSoon();
       return false;
     }
-    if (event === "event" && !this.events.slice(-50).some((one) => one.kind === data.kind && one.step === data.step && one.time === data.time)) {
-      this.events = [...this.events.slice(-MOST_EVENTS), data];
+    if (event === "event") {
+      this.toldEvents.push(data); // an answer that is on its way may be without it
+      this.events = withEvents(this.events, [data]).slice(-MOST_EVENTS);
       this.drawSoon();
     }
     return true;
@@ -99,10 +100,11 @@ class JobView {
 
   async loadEvents(signal) {
     if (OVER.has(this.job.state) && this.eventsDue === Infinity) return;
+    this.toldEvents = [];
     const found = await getLarge(jobPath(this.id, `metrics${query({ after_step: BEYOND_ALL_STEPS })}`), { signal });
     const first = found.events[0];
     const kept = first ? this.events.filter((one) => one.time < first.time) : [];
-    this.events = [...kept, ...found.events];
+    this.events = withEvents([...kept, ...found.events], this.toldEvents);
     if (!kept.length) this.olderEvents = found.next_before_event;
     // Some of the last words come after a job's end.
     const over = OVER.has(this.job.state) && Date.now() / 1000 - new Date(this.job.finished_at ?? 0).getTime() / 1000 > 60;
@@ -399,6 +401,12 @@ const HEALTH = {
   lamb_coeff_median: "Trust coefficient, median",
   lamb_coeff_max: "Trust coefficient, largest",
 };
+
+/** Events with those that are not among the last of them. */
+function withEvents(events, more) {
+  const last = events.slice(-200), isNew = (one) => !last.some((other) => other.kind === one.kind && other.step === one.step && other.time === one.time);
+  return [...events, ...more.filter(isNew)];
+}
 
 function eventText(event) {
   const { told, ...fields } = event.fields;

@@ -1,6 +1,8 @@
 // What the service tells as it happens: server-sent events, read on from the last id wherever the connection broke.
 // By fetch and not by EventSource, which says neither why a stream cannot be opened nor that nothing comes any more.
 
+import { project } from "./project.js";
+
 const SILENT_MS = 45_000; // the service says something every 15 s
 const RETRY_MS = 2000;
 const SELDOM_MS = 60_000;
@@ -80,7 +82,7 @@ export class Stream {
     const wait = () => { clearTimeout(timer); timer = setTimeout(() => connection.abort(), SILENT_MS); };
     wait();
     try {
-      const headers = { Accept: "text/event-stream", ...(this.lastId === null ? {} : { "Last-Event-ID": this.lastId }) };
+      const headers = { Accept: "text/event-stream", ...(this.lastId === null ? {} : { "Last-Event-ID": this.lastId }), ...(project.chosen ? { "Thinwire-Project": project.chosen } : {}) };
       const answer = await fetch(this.path(), { headers, signal: connection.signal, cache: "no-store", credentials: "same-origin", redirect: "error" }).catch(() => null);
       if (answer === null) return;
       if (answer.status === 204) { this.ended = true; this.turned(); return; }

@@ -8,7 +8,8 @@ import { CORE_SCHEMA, dump, load } from "./vendor/js-yaml.esm.min.mjs";
 
 const EXAMPLES = ["quickstart", "bert", "local-steps", "muon", "resnet"];
 const LONGEST = 1 << 20;
-const MOST_FIELDS = 1000;
+/** As the service takes them (service/bodies.py): a few lines of YAML can stand for more than a form can show. */
+const MOST_FIELDS = 1000, MOST_VALUES = 5000;
 const VALIDATE = "/v1/jobs:validate";
 
 const STARTS = {
@@ -176,10 +177,12 @@ async function make(place, parameters, who, signal) {
     try {
       const found = load(content, { schema: CORE_SCHEMA });
       if (found === null || typeof found !== "object" || Array.isArray(found)) throw new Error("it holds no mapping of fields");
-      let size = 0; // as it grows: a few aliases of YAML can stand for gigabytes
+      let size = 0, values = 0; // as they grow
       JSON.stringify(found, (_, value) => {
         if (typeof value === "number" && !Number.isFinite(value)) throw new Error(`it holds ${value}, which JSON cannot carry`);
         size += typeof value === "string" ? value.length : 1;
+        values += 1;
+        if (values > MOST_VALUES) throw new Error(`it has more than ${MOST_VALUES} values; no job has so many`);
         if (size > LONGEST) throw new Error(`it has more than ${LONGEST} characters as JSON`);
         const fields = value && typeof value === "object" ? Object.keys(value).length : 0;
         if (fields > MOST_FIELDS) throw new Error(`it has ${fields} fields or values side by side; no part of a job has so many`);
