@@ -54,6 +54,18 @@ def model_folder(text):
     return text
 
 
+def a_file(text):
+    """What an option says that takes a file; of a folder that --save has left its model.safetensors.
+
+    Raises: ArgumentTypeError for no file.
+    """
+    inside = Path(text) / "model.safetensors"
+    file = inside if inside.is_file() else Path(text)
+    if not file.is_file():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    return file
+
+
 def _natural(text):
     number = int(text)
     if number < 1:
@@ -141,8 +153,10 @@ def rows_of(files, stream=False, **how):
         is_empty = next(iter(rows), None) is None
     except StopIteration:  # as `datasets` says it of an empty JSONL
         is_empty = True
-    except (DatasetGenerationError, UnicodeDecodeError) as error:
-        raise ValueError(f"{', '.join(files)}: cannot be read: {error.__cause__ or error}") from error
+    except (DatasetGenerationError, ValueError) as error:
+        is_empty = "corresponds to no data" in str(error)  # as it says it of a parquet
+        if not is_empty:
+            raise ValueError(f"{', '.join(files)}: cannot be read: {error.__cause__ or error}") from error
     if is_empty:
         raise ValueError(f"{', '.join(files)}: there is no row in it")
     return rows
@@ -250,7 +264,7 @@ def backward(loss_of, batch, given, device, count=lambda part: len(next(iter(par
     whole = sum(counts) or 1.0
     total = torch.zeros((), device=device)
     for part, counted in zip(parts, counts, strict=True):
-        if not counted and len(parts) > 1:
+        if not counted:
             continue  # the mean over nothing is no number
         with torch.autocast(device.type, torch.bfloat16) if given.bf16 else nullcontext():
             loss = loss_of({name: value.to(device) for name, value in part.items()})

@@ -90,7 +90,9 @@ def arguments(words=None):
         "--stem", choices=("imagenet", "cifar"), help="cifar: 3x3, and no pooling; left out: the preset's"
     )
     parser.add_argument("--side", type=int, help="pixels of an image out of a folder of images; left out: the preset's")
-    parser.add_argument("--weights", type=Path, help="a model.safetensors to begin with; another head is left out")
+    parser.add_argument(
+        "--weights", type=parts.a_file, help="a model.safetensors to begin with; another head is left out"
+    )
     parser.add_argument("--channels-last", action="store_true", help="as tensor cores read images")
     given = parser.parse_args(words)
     if given.side is not None and given.side < 1:
