@@ -204,6 +204,8 @@ def main(words=None):
         dev = rows_of(given.dev, task) if given.dev else train[::10]
         if not given.dev:
             train = [row for i, row in enumerate(train) if i % 10]
+        if not train:
+            raise ValueError(f"{given.train}: has one row, which is held out: give --dev, or more rows")
     elif given.task == "cola":
         train, dev = lines_in_order(given.rows, seed=0), lines_in_order(max(2, given.rows // 10), seed=1)
     else:

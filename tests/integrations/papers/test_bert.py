@@ -111,6 +111,14 @@ def test_other_files_are_refused_in_a_sentence(papers, tmp_path):
     (tmp_path / "others.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(ValueError, match="neither SQuAD's JSON, nor rows with answers, context, id, question"):
         papers.squad.questions(tmp_path / "others.jsonl")
+    (tmp_path / "torn.json").write_text('{"data": [{"paragraphs": [{"context": "x"}]}]}')
+    with pytest.raises(ValueError, match=r"torn\.json: is no JSON of SQuAD 1\.1: KeyError\('qas'\)"):
+        papers.squad.questions(tmp_path / "torn.json")
+    with pytest.raises(ValueError, match=r"has one question, which is held out: give --dev"):
+        papers.squad.main(["--train", str(squad_json(tmp_path))])
+    (tmp_path / "one.jsonl").write_text('{"sentence": "A", "label": 1}')
+    with pytest.raises(ValueError, match=r"has one row, which is held out: give --dev"):
+        papers.glue.main(["--task", "sst2", "--train", str(tmp_path / "one.jsonl")])
     with pytest.raises(ValueError, match=r"question q1 has no answer: .*SQuAD 1\.1"):
         papers.squad.questions(squad_json(tmp_path, answers=()))
 
