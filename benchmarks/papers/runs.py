@@ -43,7 +43,9 @@ UNTRAINED = "none"
 NO_STEP = ("--steps", "1", "--lr", "1e-12")
 WORKLOADS = (
     Workload("resnet", "resnet.py", ADAMS),
-    Workload("dcgan", "dcgan.py", ADAMS),
+    Workload(
+        "dcgan", "dcgan.py", tuple(method for method in ADAMS if method != "zero_one_adam")
+    ),  # a session refuses it
     Workload("bert", "bert_pretrain.py", ADAMS),
     Workload("bert-squad", "squad.py", ADAMS, after="bert"),
     Workload("bert-glue", "glue.py", ADAMS, after="bert"),
