@@ -42,14 +42,14 @@ UNTRAINED = "none"
 """In place of a method: what fresh weights score, of seed 0."""
 NO_STEP = ("--steps", "1", "--lr", "1e-12")
 WORKLOADS = (
-    Workload("resnet", "resnet.py", ADAMS),
     Workload(
-        "dcgan", "dcgan.py", tuple(method for method in ADAMS if method != "zero_one_adam")
-    ),  # a session refuses it
+        "dcgan", "dcgan.py", tuple(one for one in ADAMS if one != "zero_one_adam")
+    ),  # which a session refuses here
+    Workload("gpt2", "gpt2.py", ADAMS),
     Workload("bert", "bert_pretrain.py", ADAMS),
     Workload("bert-squad", "squad.py", ADAMS, after="bert"),
     Workload("bert-glue", "glue.py", ADAMS, after="bert"),
-    Workload("gpt2", "gpt2.py", ADAMS),
+    Workload("resnet", "resnet.py", ADAMS),
 )
 
 

@@ -48,7 +48,7 @@ def add_flags(parser, presets, *, optimizer=None, memory=True):
 
 
 def model_folder(text):
-    """What --weights says: a folder, or a name that from_pretrained knows. Raises: ArgumentTypeError for no folder of a model."""
+    """What --weights says: a folder of a model, or a name that from_pretrained knows. Raises: ArgumentTypeError."""
     if text.startswith(("/", ".", "~")) and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no such folder; bert_pretrain.py --save FOLDER makes one")
     if Path(text).is_dir() and not (Path(text) / "config.json").is_file():

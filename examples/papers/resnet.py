@@ -49,8 +49,8 @@ class Preset:
     global_batch: int
     epochs: int
     lr: float
-    drops: tuple[int, ...]
-    warmup_epochs: int | None
+    drops: tuple[float, ...]
+    warmup_epochs: float | None
     weight_decay: float
     rates: dict[str, float]
 
@@ -69,7 +69,7 @@ PRESETS = {
         weight_decay=1e-4, rates={"sgd": 0.1, "onebit_sgd": 0.1},
     ),
     "small": Preset(
-        layers=18, stem="cifar", side=8, global_batch=64, epochs=4, lr=1e-3, drops=(3,), warmup_epochs=1,
+        layers=18, stem="cifar", side=8, global_batch=64, epochs=2, lr=1e-3, drops=(1.5,), warmup_epochs=0.5,
         weight_decay=1e-4, rates={"sgd": 0.05, "onebit_sgd": 0.05},
     ),
 }  # fmt: skip
