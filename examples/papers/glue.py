@@ -244,9 +244,7 @@ def main(words=None):
         loader = {"num_workers": given.loaders}
         for inputs in run.batches(cut, global_batch=batch, steps=steps, seed=given.seed, loader=loader):
             parts.seed_step(run, given.seed)
-            optimizer.zero_grad()
-            loss = parts.backward(lambda part: called(**part).loss, inputs, given, run.device)
-            optimizer.step()
+            loss = parts.step(optimizer, lambda part: called(**part).loss, inputs, given, run.device)
             scheduler.step()
             run.report(loss=loss)
             if run.rank == 0 and (run.step_number + 1) % 25 == 0:

@@ -342,10 +342,8 @@ def main(words=None):
         loader = {"num_workers": given.loaders}
         for inputs, targets in run.batches(trained, global_batch=batch, steps=steps, seed=given.seed, loader=loader):
             parts.seed_step(run, given.seed)
-            optimizer.zero_grad()
             share = {"inputs": inputs, "targets": targets}
-            loss = parts.backward(lambda part: loss_of(computed, **part), share, given, run.device)
-            optimizer.step()
+            loss = parts.step(optimizer, lambda part: loss_of(computed, *part.values()), share, given, run.device)
             scheduler.step()
             run.report(loss=loss)
             step = run.step_number + 1

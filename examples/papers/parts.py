@@ -277,6 +277,19 @@ def backward(loss_of, batch, given, device, count=lambda part: len(next(iter(par
     return total
 
 
+def step(optimizer, *given_to_backward):
+    """A step of the optimizer on a batch, for arguments as those of backward(); returns the loss.
+
+    The gradient is computed by a closure, for CADA asks for it at two places.
+    """
+
+    def gradient():
+        optimizer.zero_grad()
+        return backward(*given_to_backward)
+
+    return optimizer.step(gradient)
+
+
 def prepared(model, given):
     """The model as it is called: with --checkpointing and --compile. What is registered and saved is `model` itself."""
     if given.checkpointing:

@@ -369,10 +369,8 @@ def main(words=None):
             loader={"num_workers": given.loaders},
         )
         for images, labels in batches:
-            optimizer.zero_grad()
             share = {"images": images, "labels": labels}
-            loss = parts.backward(lambda part: loss_of(**part), share, given, run.device)
-            optimizer.step()
+            loss = parts.step(optimizer, lambda part: loss_of(**part), share, given, run.device)
             scheduler.step()
             run.report(loss=loss)
             step = run.step_number + 1
