@@ -28,13 +28,14 @@ RANKS = 2
 class Workload:
     """One of the papers'. methods: the first is the dense one, which the others are paired with.
 
-    after: the workload whose weights it begins with, of the same method and seed.
+    after: the workload whose weights it begins with, of the same method and seed. has_picture: of what it generates.
     """
 
     name: str
     script: str
     methods: tuple[str, ...]
     after: str | None = None
+    has_picture: bool = False
 
 
 ADAMS = ("adam", "onebit_adam", "zero_one_adam", "onebit_lamb", "onebit_muon")
@@ -102,6 +103,8 @@ def _run(workload: Workload, method: str, seed: int, weights: Path) -> dict[str,
         is_begun_with = is_trained and any(other.after == workload.name for other in WORKLOADS)
         files = ["--save", str(saved)] if is_begun_with else []
         files += ["--weights", str(begin)] if after else []
+        if workload.has_picture:
+            files += ["--grid", str(KEPT.parent / f"{workload.name}-{method}.png")]  # of the last seed
         ranks.run(script, [*given, *files, "--out", str(out)], RANKS)
         run: dict[str, Any] = json.loads(out.read_text())
         if is_begun_with:
