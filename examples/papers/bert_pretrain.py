@@ -199,6 +199,9 @@ def pairs(documents, length, random_next, drawn):
 def in_samples(rows, tokenizer, length, seed):
     """The same as a function of `datasets`' batches: what BERT takes, padded to `length`, of many documents at once."""
     begin, end, pad = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
+    unmasked = set(
+        tokenizer.all_special_ids
+    )  # such as that of what is unknown: a sample of these alone teaches nothing
 
     def made(batch, indices):
         texts = [parts.sentences(text or "") for text in batch["text"]]
@@ -208,6 +211,8 @@ def in_samples(rows, tokenizer, length, seed):
         found = {"input_ids": [], "token_type_ids": [], "attention_mask": [], "next_sentence_label": []}
         drawn = random.Random(parts.seed_of(seed, indices[0]))
         for first, second, is_random in pairs([document for document in cut if document], length, 0.5, drawn):
+            if unmasked.issuperset(first + second):
+                continue
             whole = [begin, *first, end, *second, end]
             missing = length - len(whole)
             found["input_ids"].append(whole + [pad] * missing)
@@ -264,7 +269,9 @@ class Masked(torch.utils.data.Dataset):
         """int64[length] each, and a number for the next sentence."""
         self.collator.generator = torch.Generator().manual_seed(parts.seed_of(self.seed, number))
         ids = torch.tensor([row["input_ids"]])
-        inputs, labels = self.collator.torch_mask_tokens(ids)
+        inputs, labels = self.collator.torch_mask_tokens(ids.clone())
+        while (labels == -100).all():  # at least one, as BERT's own script has it: the mean over none is no number
+            inputs, labels = self.collator.torch_mask_tokens(ids.clone())
         return {
             "input_ids": inputs[0],
             "token_type_ids": torch.tensor(row["token_type_ids"]),
@@ -347,6 +354,12 @@ def main(words=None):
     train, held_out = (in_samples(part, tokenizer, phase.length, given.seed) for part in split(rows, given.stream))
     validation = Masked(list(islice(held_out, 64)), tokenizer, given.seed)
     train = (MaskedStream if given.stream else Masked)(train, tokenizer, given.seed)
+    if not len(validation) or next(iter(train.rows), None) is None:
+        apart = f"the first {HELD_OUT}" if given.stream else f"one of {HELD_OUT}"
+        raise ValueError(
+            f"too few documents to train on and to evaluate, of which {apart} are held out: give more text; in "
+            "text files documents stand between empty lines"
+        )
 
     with session(given.folder, save_every=100) as run:
         torch.manual_seed(given.seed)
@@ -374,9 +387,7 @@ def main(words=None):
         loader = {"num_workers": given.loaders}
         for inputs in run.batches(train, global_batch=batch, steps=steps, seed=given.seed, loader=loader, weigh=count):
             parts.seed_step(run, given.seed)
-            optimizer.zero_grad()
-            loss = parts.backward(lambda part: called(**part).loss, inputs, given, run.device, count)
-            optimizer.step()
+            loss = parts.step(optimizer, lambda part: called(**part).loss, inputs, given, run.device, count)
             scheduler.step()
             run.report(loss=loss)
             if run.rank == 0 and (run.step_number + 1) % 25 == 0:

@@ -204,6 +204,8 @@ def main(words=None):
         dev = rows_of(given.dev, task) if given.dev else train[::10]
         if not given.dev:
             train = [row for i, row in enumerate(train) if i % 10]
+        if not train:
+            raise ValueError(f"{given.train}: has one row, which is held out: give --dev, or more rows")
     elif given.task == "cola":
         train, dev = lines_in_order(given.rows, seed=0), lines_in_order(max(2, given.rows // 10), seed=1)
     else:
@@ -242,9 +244,7 @@ def main(words=None):
         loader = {"num_workers": given.loaders}
         for inputs in run.batches(cut, global_batch=batch, steps=steps, seed=given.seed, loader=loader):
             parts.seed_step(run, given.seed)
-            optimizer.zero_grad()
-            loss = parts.backward(lambda part: called(**part).loss, inputs, given, run.device)
-            optimizer.step()
+            loss = parts.step(optimizer, lambda part: called(**part).loss, inputs, given, run.device)
             scheduler.step()
             run.report(loss=loss)
             if run.rank == 0 and (run.step_number + 1) % 25 == 0:

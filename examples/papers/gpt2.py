@@ -87,8 +87,8 @@ def arguments(words=None):
     parser.add_argument("--held-out-windows", type=int, default=64, help="that are evaluated, at most")
     parser.add_argument("--column", default="text", help="of .jsonl, .parquet and .arrow")
     parser.add_argument("--stream-above", type=float, default=2e9, help="bytes of all files")
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; left out: byte pairs of the text")
-    parser.add_argument("--weights", type=Path, help="a model.safetensors to begin with, such as GPT-2's own")
+    parser.add_argument("--tokenizer", type=parts.a_file, help="a tokenizer.json; left out: byte pairs of the text")
+    parser.add_argument("--weights", type=parts.a_file, help="a model.safetensors to begin with, such as GPT-2's own")
     given = parser.parse_args(words)
     for name in ("held_out_rows", "held_out_windows"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
@@ -342,10 +342,8 @@ def main(words=None):
         loader = {"num_workers": given.loaders}
         for inputs, targets in run.batches(trained, global_batch=batch, steps=steps, seed=given.seed, loader=loader):
             parts.seed_step(run, given.seed)
-            optimizer.zero_grad()
             share = {"inputs": inputs, "targets": targets}
-            loss = parts.backward(lambda part: loss_of(computed, **part), share, given, run.device)
-            optimizer.step()
+            loss = parts.step(optimizer, lambda part: loss_of(computed, *part.values()), share, given, run.device)
             scheduler.step()
             run.report(loss=loss)
             step = run.step_number + 1

@@ -48,10 +48,25 @@ def add_flags(parser, presets, *, optimizer=None, memory=True):
 
 
 def model_folder(text):
-    """What --weights says: a folder, or a name that from_pretrained knows. Raises: ArgumentTypeError for no folder."""
+    """What --weights says: a folder of a model, or a name that from_pretrained knows. Raises: ArgumentTypeError."""
     if text.startswith(("/", ".", "~")) and not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no such folder; bert_pretrain.py --save FOLDER makes one")
+    if Path(text).is_dir() and not (Path(text) / "config.json").is_file():
+        told = f"bert_pretrain.py --describe {text} writes it and the pieces beside the weights"
+        raise argparse.ArgumentTypeError(f"{text}: there is no config.json in it; {told}")
     return text
+
+
+def a_file(text):
+    """What an option says that takes a file; of a folder that --save has left its model.safetensors.
+
+    Raises: ArgumentTypeError for no file.
+    """
+    inside = Path(text) / "model.safetensors"
+    file = inside if inside.is_file() else Path(text)
+    if not file.is_file():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    return file
 
 
 def _natural(text):
@@ -141,8 +156,10 @@ def rows_of(files, stream=False, **how):
         is_empty = next(iter(rows), None) is None
     except StopIteration:  # as `datasets` says it of an empty JSONL
         is_empty = True
-    except (DatasetGenerationError, UnicodeDecodeError) as error:
-        raise ValueError(f"{', '.join(files)}: cannot be read: {error.__cause__ or error}") from error
+    except (DatasetGenerationError, ValueError) as error:
+        is_empty = "corresponds to no data" in str(error)  # as it says it of a parquet
+        if not is_empty:
+            raise ValueError(f"{', '.join(files)}: cannot be read: {error.__cause__ or error}") from error
     if is_empty:
         raise ValueError(f"{', '.join(files)}: there is no row in it")
     return rows
@@ -250,7 +267,7 @@ def backward(loss_of, batch, given, device, count=lambda part: len(next(iter(par
     whole = sum(counts) or 1.0
     total = torch.zeros((), device=device)
     for part, counted in zip(parts, counts, strict=True):
-        if not counted and len(parts) > 1:
+        if not counted:
             continue  # the mean over nothing is no number
         with torch.autocast(device.type, torch.bfloat16) if given.bf16 else nullcontext():
             loss = loss_of({name: value.to(device) for name, value in part.items()})
@@ -258,6 +275,19 @@ def backward(loss_of, batch, given, device, count=lambda part: len(next(iter(par
         loss.backward()
         total += loss.detach()
     return total
+
+
+def step(optimizer, *given_to_backward):
+    """A step of the optimizer on a batch, for arguments as those of backward(); returns the loss.
+
+    The gradient is computed by a closure, for CADA asks for it at two places.
+    """
+
+    def gradient():
+        optimizer.zero_grad()
+        return backward(*given_to_backward)
+
+    return optimizer.step(gradient)
 
 
 def prepared(model, given):

@@ -49,8 +49,8 @@ class Preset:
     global_batch: int
     epochs: int
     lr: float
-    drops: tuple[int, ...]
-    warmup_epochs: int | None
+    drops: tuple[float, ...]
+    warmup_epochs: float | None
     weight_decay: float
     rates: dict[str, float]
 
@@ -69,7 +69,7 @@ PRESETS = {
         weight_decay=1e-4, rates={"sgd": 0.1, "onebit_sgd": 0.1},
     ),
     "small": Preset(
-        layers=18, stem="cifar", side=8, global_batch=64, epochs=4, lr=1e-3, drops=(3,), warmup_epochs=1,
+        layers=18, stem="cifar", side=8, global_batch=64, epochs=2, lr=1e-3, drops=(1.5,), warmup_epochs=0.5,
         weight_decay=1e-4, rates={"sgd": 0.05, "onebit_sgd": 0.05},
     ),
 }  # fmt: skip
@@ -90,7 +90,9 @@ def arguments(words=None):
         "--stem", choices=("imagenet", "cifar"), help="cifar: 3x3, and no pooling; left out: the preset's"
     )
     parser.add_argument("--side", type=int, help="pixels of an image out of a folder of images; left out: the preset's")
-    parser.add_argument("--weights", type=Path, help="a model.safetensors to begin with; another head is left out")
+    parser.add_argument(
+        "--weights", type=parts.a_file, help="a model.safetensors to begin with; another head is left out"
+    )
     parser.add_argument("--channels-last", action="store_true", help="as tensor cores read images")
     given = parser.parse_args(words)
     if given.side is not None and given.side < 1:
@@ -367,10 +369,8 @@ def main(words=None):
             loader={"num_workers": given.loaders},
         )
         for images, labels in batches:
-            optimizer.zero_grad()
             share = {"images": images, "labels": labels}
-            loss = parts.backward(lambda part: loss_of(**part), share, given, run.device)
-            optimizer.step()
+            loss = parts.step(optimizer, lambda part: loss_of(**part), share, given, run.device)
             scheduler.step()
             run.report(loss=loss)
             step = run.step_number + 1

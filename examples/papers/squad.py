@@ -69,7 +69,10 @@ def questions(file):
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file}: cannot be read: {error}") from error
         if isinstance(articles, dict) and "data" in articles:
-            return _answered(file, list(_of_articles(articles["data"])))
+            try:
+                return _answered(file, list(_of_articles(articles["data"])))
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{file}: is no JSON of SQuAD 1.1: {error!r} where its questions are read") from error
     rows = parts.rows_of([file])
     missing = {"id", "context", "question", "answers"} - set(rows.column_names)
     if missing:
@@ -268,6 +271,8 @@ def main(words=None):
     elif given.train:
         cut = max(1, len(train) // 20)
         train, dev = train[:-cut], train[-cut:]
+        if not train:
+            raise ValueError(f"{given.train}: has one question, which is held out: give --dev, or more questions")
     else:
         dev = list(who_says(max(1, given.questions // 10), seed=1))
     with session(given.folder, save_every=100) as run:
@@ -298,9 +303,7 @@ def main(words=None):
         loader = {"num_workers": given.loaders, "collate_fn": stacked}
         for inputs in run.batches(cut, global_batch=batch, steps=steps, seed=given.seed, loader=loader):
             parts.seed_step(run, given.seed)
-            optimizer.zero_grad()
-            loss = parts.backward(lambda part: called(**part).loss, inputs, given, run.device)
-            optimizer.step()
+            loss = parts.step(optimizer, lambda part: called(**part).loss, inputs, given, run.device)
             scheduler.step()
             run.report(loss=loss)
             if run.rank == 0 and (run.step_number + 1) % 25 == 0:

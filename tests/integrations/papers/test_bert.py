@@ -111,6 +111,14 @@ def test_other_files_are_refused_in_a_sentence(papers, tmp_path):
     (tmp_path / "others.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(ValueError, match="neither SQuAD's JSON, nor rows with answers, context, id, question"):
         papers.squad.questions(tmp_path / "others.jsonl")
+    (tmp_path / "torn.json").write_text('{"data": [{"paragraphs": [{"context": "x"}]}]}')
+    with pytest.raises(ValueError, match=r"torn\.json: is no JSON of SQuAD 1\.1: KeyError\('qas'\)"):
+        papers.squad.questions(tmp_path / "torn.json")
+    with pytest.raises(ValueError, match=r"has one question, which is held out: give --dev"):
+        papers.squad.main(["--train", str(squad_json(tmp_path))])
+    (tmp_path / "one.jsonl").write_text('{"sentence": "A", "label": 1}')
+    with pytest.raises(ValueError, match=r"has one row, which is held out: give --dev"):
+        papers.glue.main(["--task", "sst2", "--train", str(tmp_path / "one.jsonl")])
     with pytest.raises(ValueError, match=r"question q1 has no answer: .*SQuAD 1\.1"):
         papers.squad.questions(squad_json(tmp_path, answers=()))
 
@@ -145,6 +153,23 @@ def test_the_questions_that_are_made_have_one_answer_which_is_there(papers):
     for one in made:
         (text,), (start,) = one["answers"]["text"], one["answers"]["answer_start"]
         assert one["context"][start:].startswith(f"{text}: ")
+
+
+def test_a_question_that_would_leave_no_room_is_cut(papers, pieces, tmp_path):
+    (asked,) = papers.squad.questions(squad_json(tmp_path))
+    cut = papers.squad.features(pieces, [{**asked, "question": "to be " * 500}], 64, stride=4)
+    of_question = (cut[0]["token_type_ids"] == 0) & (cut[0]["attention_mask"] == 1)
+    assert of_question.sum() == 1 + 64 // 2 + 1  # [CLS], half of the length, [SEP]
+    assert any(one["start_positions"] > 0 for one in cut)
+
+
+def test_squads_json_with_a_byte_order_mark_is_read(papers, tmp_path):
+    file = squad_json(tmp_path)
+    file.write_text(file.read_text(), encoding="utf-8-sig")
+    assert len(papers.squad.questions(file)) == 1
+    file.write_bytes(b'{"data": "\xe9"}')
+    with pytest.raises(ValueError, match=r"cannot be read: .*utf-8"):
+        papers.squad.questions(file)
 
 
 # GLUE ----------------------------------------------------------------------------------------------------------------
@@ -303,6 +328,27 @@ def test_every_format_gives_the_same_samples_streamed_or_not(papers, pieces, tmp
     assert len(direct) >= 12
 
 
+def test_a_folder_of_shards_is_its_files_in_order(papers, tmp_path):
+    from datasets import Dataset
+
+    rows = Dataset.from_dict({"text": [f"row {i}" for i in range(10)]})
+    rows.save_to_disk(tmp_path / "saved", num_shards=3)
+    assert papers.parts.documents([tmp_path / "saved"])["text"] == rows["text"]
+    assert [row["text"] for row in papers.parts.documents([tmp_path / "saved"], stream=True)] == list(rows["text"])
+
+
+def test_each_sample_has_a_masked_piece_and_one_of_unknown_pieces_is_none(papers, pieces):
+    from datasets import Dataset
+
+    def samples(text):
+        return papers.bert.in_samples(Dataset.from_dict({"text": [text]}), pieces, 16, 0)
+
+    assert len(samples("\u4e2d\n\u4e2d")) == 0
+    (sample,) = samples("be.\nto.")
+    one = papers.bert.Masked([sample], pieces, 0)
+    assert all((one.visit(0, number)["labels"] != -100).any() for number in range(50))
+
+
 def test_masks_follow_from_the_samples_number(papers, pieces):
     rows = papers.bert.in_samples(papers.parts.documents(None).select(range(3)), pieces, 64, 0)
     samples = papers.bert.Masked(rows, pieces, 7)
@@ -350,10 +396,16 @@ def test_a_stream_that_goes_on_equals_one_that_went_on(papers, pieces, tmp_path,
         (["a.pdf"], "a.pdf: give files whose ending is one of .txt, .json"),
         (["a.txt", "a.jsonl"], "give files of one kind, not .jsonl and .txt"),
         (["a.jsonl"], "a.jsonl has words"),
+        (["empty.parquet"], "empty.parquet: there is no row in it"),
+        (["folder"], "folder: there is no file in it whose ending is one of .txt, .json"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused_in_a_sentence(papers, tmp_path, files, said):
-    for name in ("a.pdf", "a.txt"):
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": []}).to_parquet(tmp_path / "empty.parquet")
+    (tmp_path / "folder").mkdir()
+    for name in ("a.pdf", "a.txt", "folder/a.pdf"):
         (tmp_path / name).write_text("x")
     (tmp_path / "a.jsonl").write_text('{"words": "x"}\n')
     with pytest.raises(ValueError, match=re.escape(said)):

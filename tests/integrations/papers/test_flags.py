@@ -170,6 +170,9 @@ def test_a_folder_of_weights_that_is_not_there_is_said(name, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script(name).main(["--weights", str(tmp_path / "none")])
     assert f"{tmp_path / 'none'}: there is no such folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        script(name).main(["--weights", str(tmp_path)])
+    assert f"bert_pretrain.py --describe {tmp_path} writes it" in capsys.readouterr().err
 
 
 def test_dcgan_leaves_both_networks(tmp_path):

@@ -173,6 +173,15 @@ def test_weights_of_a_file_are_taken_and_those_of_another_model_refused(tmp_path
         gpt2.make_model(tiny(width=64), 280, tmp_path / "model.safetensors")
 
 
+@pytest.mark.parametrize("option", ["--weights", "--tokenizer"])
+def test_files_that_are_not_there_are_said_and_a_folder_has_the_one_that_was_saved(tmp_path, capsys, option):
+    with pytest.raises(SystemExit):
+        gpt2.arguments([option, str(tmp_path)])
+    assert f"{tmp_path}: there is no such file" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").touch()
+    assert gpt2.arguments(["--weights", str(tmp_path)]).weights == tmp_path / "model.safetensors"
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "error"),

@@ -148,6 +148,20 @@ def test_what_cannot_be_read_is_said(tmp_path):
         resnet.image_folder(tmp_path / "odd", 24)
 
 
+def test_images_of_any_size_and_mode_are_read_and_a_broken_one_is_named(tmp_path):
+    write_images(tmp_path, number=10)
+    for at, (mode, side) in enumerate(
+        [("RGBA", (5, 5)), ("L", (1, 1)), ("P", (300, 7)), ("1", (9, 9)), ("I;16", (4, 4))]
+    ):
+        Image.new(mode, side).save(tmp_path / "cat" / f"odd-{at}.png")
+    training, held_out, _ = resnet.image_folder(tmp_path, 24)
+    assert {image.shape for part in (training, held_out) for image, _ in part} == {(3, 24, 24)}
+    for file in (tmp_path / "dog").iterdir():
+        file.write_bytes(file.read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"dog/\d\.(png|jpg): is no image that can be read"):
+        list(training)
+
+
 def test_random_parts_lie_inside_of_the_image_and_are_those_of_the_number_of_the_sample(tmp_path):
     for width, height in ((40, 30), (7, 300), (1, 1)):
         for _ in range(50):
