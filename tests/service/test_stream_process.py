@@ -255,7 +255,7 @@ def test_with_postgresql_no_reader_steps_over_a_number_that_is_committed_later(
             if sum(made) >= 300:
                 stop.set()
             with reader.read() as session:
-                found = told.page(session, position)
+                found = told.page(session, position, None)
             met += [message.number for message in found.messages]
             position = found.upto
             with reader.read() as session:
