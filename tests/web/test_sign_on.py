@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, real: TestIssuer) -> Iterat
         oidc_name="idp",
         oidc_roles={"ml": "user", "ml-admins": "operator"},
     )
-    made.clock.now = time.time()
+    made.clock.follows = True
     yield made
     made.close()
 
@@ -256,10 +255,7 @@ def test_a_person_signs_on_in_a_browser_below_a_prefix_and_comes_back_to_where_t
             oidc_roles={"ml": "user"},
         )
 
-        def present() -> None:
-            """The service's clock stands while the issuer's goes on, and a browser on a busy machine takes minutes."""
-            desk.service.clock.now = time.time()
-
+        desk.service.clock.follows = True
         try:
             job_id = desk.running(name="watched")
             with below(desk.service.app, "/team/thinwire") as url:
@@ -269,13 +265,11 @@ def test_a_person_signs_on_in_a_browser_below_a_prefix_and_comes_back_to_where_t
                 page = desk.page(f"{url}#/jobs/{job_id}/events")
                 page.get_by_role("link", name="Sign on with idp").wait_for()
                 assert findings(page) == []
-                present()
                 page.keyboard.press("Shift+Tab")  # from the token's field, by the keyboard alone
                 page.keyboard.press("Enter")
                 page.locator("input[name=login]").fill("anna")
                 page.locator("input[name=login]").press("Enter")
                 page.locator("input[name=password]").fill(PASSWORD)
-                present()
                 page.locator("input[name=password]").press("Enter")
                 page.get_by_role("button", name="Sign out").wait_for()
                 page.get_by_text("anna@idp (user)").wait_for()
@@ -293,18 +287,15 @@ def test_a_person_signs_on_in_a_browser_below_a_prefix_and_comes_back_to_where_t
                 operator.get_by_role("button", name="Unblock anna@idp").wait_for()
                 assert findings(operator) == []
                 page.get_by_text("anna@idp was blocked here").wait_for()
-                present()
                 page.get_by_role("link", name="Sign on with idp").click()  # the issuer still knows the browser
                 page.get_by_text("you may do nothing here").wait_for()
                 operator.get_by_role("button", name="Unblock anna@idp").click()
                 operator.get_by_role("button", name="Block anna@idp", exact=True).wait_for()
-                present()
                 page.get_by_role("link", name="Sign on with idp").click()
                 page.get_by_role("button", name="Sign out").click()
 
                 real.stop()
                 desk.service.plane.oidc.issuer._known = None
-                present()
                 page.get_by_role("link", name="Sign on with idp").click()
                 page.get_by_text("does not answer now").wait_for()
                 page.get_by_label("Your token").fill(desk.service.token)
