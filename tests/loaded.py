@@ -19,8 +19,6 @@ MODULES = (
     "thinwire.workers.session.job",
     "thinwire.workers.forming.group",
     "thinwire.workers.telemetry.history",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "tests.workers.small_job",
 )
 

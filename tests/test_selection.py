@@ -11,6 +11,7 @@ from tests import conftest
 WRITTEN = """
 import pytest
 from tests.covering import every_value, parametrize
+mark = pytest.mark
 
 @pytest.fixture(params=["left", pytest.param("right", marks=pytest.mark.slow)])
 def side(request):
@@ -28,9 +29,9 @@ def test_slow_cases(k): ...
 @every_value({"size": (1, 2, 3), "dtype": ("float32", "float64")})
 def test_covered(size, dtype): ...
 
-@pytest.mark.law
+@mark.law
 @parametrize("value", [object(), object(), object()], usual=[1])
-@pytest.mark.parametrize("other", [pytest.param(0, marks=pytest.mark.ray), 1])
+@pytest.mark.parametrize("other", [pytest.param(0, marks=mark.ray), 1])
 def test_named_by_its_place(value, other): ...
 
 @pytest.mark.few(2)

@@ -39,7 +39,7 @@ def at(home: Path, real: TestIssuer, **settings: Any) -> Service:
     """A service that takes the tokens of this issuer, by the clock of the day."""
     wanted = {"oidc_client_id": CLIENT, "oidc_roles": ROLES, "oidc_name": "idp", "oidc_audience": API, **settings}
     made = Service(home, oidc_issuer=real.url, **wanted)
-    made.clock.now = time.time()
+    made.clock.follows = True
     return made
 
 
@@ -303,7 +303,6 @@ def test_an_issuer_that_is_gone_locks_out_nobody_who_has_a_token_and_never_the_o
         assert service.client.get("/v1/sign-on").json()["trouble"] is True
         service.close()
         service.open()  # and it has forgotten the keys
-        service.clock.now = time.time()
         for _ in range(3):
             refused = ask(service, token)
             assert refused.status_code == 503, refused.text

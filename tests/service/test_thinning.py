@@ -27,11 +27,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database, s
 
 def put(database: Database, job_id: str, history: History) -> None:
     """In the place of what was there."""
+    rows = [{"job_id": job_id, "step": step, "attempt": 1, "sample": one} for step, one in history.items()]
     with database.write() as session:
         session.execute(SampleRow.__table__.delete())
-        rows = [{"job_id": job_id, "step": step, "attempt": 1, "sample": one} for step, one in history.items()]
-        if rows:
-            session.execute(insert(SampleRow), rows)
+    for at in range(0, len(rows), 1000):  # PostgreSQL ends a transaction of a service that says nothing for 5 s
+        with database.write() as session:
+            session.execute(insert(SampleRow), rows[at : at + 1000])
 
 
 def thinned(database: Database, job_id: str, points: int, after_step: int = -1) -> list[int]:

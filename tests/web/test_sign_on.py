@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, real: TestIssuer) -> Iterat
         oidc_name="idp",
         oidc_roles={"ml": "user", "ml-admins": "operator"},
     )
-    made.clock.now = time.time()
+    made.clock.follows = True
     yield made
     made.close()
 
@@ -287,6 +286,8 @@ def test_a_person_signs_on_in_a_browser_below_a_prefix_and_comes_back_to_where_t
             oidc_name="idp",
             oidc_roles={"ml": "user"},
         )
+
+        desk.service.clock.follows = True
         try:
             job_id = desk.running(name="watched")
             with below(desk.service.app, "/team/thinwire") as url:

@@ -21,6 +21,8 @@ from pathlib import Path
 from tests.forked import FORKSERVER
 from tests.tools.lab.inside import enter, inside
 from tests.workers.small_job import SMALL, Recording
+from thinwire.contract.files import write_whole
+from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.spec import read_spec
 from thinwire.workers.forming import pairs
 from thinwire.workers.membership.attendance import LEASE_END_S, Timing
@@ -115,7 +117,6 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
     from thinwire.workers.session.course import Course
     from thinwire.workers.session.job import run_job
     from thinwire.workers.session.training import Run
-    from thinwire.workers.telemetry.history import write_report
     from thinwire.workers.worker import box_of, pass_on
 
     thinwire.__version__ = version or thinwire.__version__
@@ -208,7 +209,7 @@ def _work(run_dir: Path, spec: dict, slot: int, address, pause_s: float, times: 
         summary = run_job(read_spec(spec), run, ranks, torch.device("cpu"), reporter)
         reporter._tell(kind="ended", step=-1)
         if summary is not None:
-            write_report(run_dir, summary)
+            write_whole(RunFolder(run_dir).summary, summary.as_text())  # its picture, which nobody sees, costs a second
     except (Dismissed, RunEnded) as reason:
         reporter._tell(kind="left", step=-1, reason=f"{type(reason).__name__}: {reason}")
     except BaseException as error:  # noqa: BLE001 - told to the test
