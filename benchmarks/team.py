@@ -183,21 +183,19 @@ class Reports:
         }
 
 
-def measured(team: Team, service: Service, seconds: float, times: int, readers: int) -> dict[str, Any]:
-    """All but the memory."""
-    found: dict[str, Any] = {"idle_cores": team.idle(10.0), "rss_filled_mib": service.memory()}
-    team.reads(2)
-    found["reads"] = team.reads(times)
+def measured(team: Team, service: Service, seconds: float, times: int, readers: int) -> Iterator[tuple[str, Any]]:
+    """All but the memory, each part with its name as it comes."""
+    yield "idle_cores", team.idle(5.0)
+    yield "rss_filled_mib", service.memory()
+    team.reads(1)
+    yield "reads", team.reads(times)
     before, began = team.cpu_s(), time.monotonic()
     reports = Reports(team, service, None)
     time.sleep(seconds)
-    found["most"] = reports.end()
+    most = reports.end()
     taken = team.cpu_s() - before - team._idle * (time.monotonic() - began)
-    found["most"]["cpu_ms_of_a_job_second"] = round(1e3 * taken / max(1, len(reports.posts)), 2)
-    half = found["most"]["job_seconds_a_second"] / 2
-    reports = Reports(team, service, half)
-    found["reads meanwhile"] = team.reads(max(10, times // 5))
-    found["reports meanwhile"] = reports.end()
+    yield "most", most | {"cpu_ms_of_a_job_second": round(1e3 * taken / max(1, len(reports.posts)), 2)}
+    half = most["job_seconds_a_second"] / 2
     body = spec(workers={"min": WORKERS, "max": WORKERS}, steps=10**6)
     reports = Reports(team, service, half)
     submissions, began = list[float](), time.monotonic()
@@ -205,14 +203,18 @@ def measured(team: Team, service: Service, seconds: float, times: int, readers: 
         since = time.perf_counter()
         team.submitted(body).raise_for_status()
         submissions.append(time.perf_counter() - since)
-    found["submit"] = percentiles(submissions) | {"a_second": round(len(submissions) / (time.monotonic() - began), 1)}
-    found["reports beside submissions"] = reports.end()
+    yield "submit", percentiles(submissions) | {"a_second": round(len(submissions) / (time.monotonic() - began), 1)}
+    yield "reports beside submissions", reports.end()
+    reports = Reports(team, service, half)
+    yield "reads meanwhile", team.reads(max(3, times // 5))
+    yield "reports meanwhile", reports.end()
     posts = Posts(service, team.ids[1], team.tokens[1])
     try:
-        found["streams"] = read(service, team.ids[1], readers, seconds, team.cpu_s)
+        yield "streams", read(service, team.ids[1], readers, seconds, team.cpu_s)
     finally:
         posts.end()
-    return found | {"rss_after_mib": service.memory(), "rss_most_mib": service.memory("VmHWM")}
+    yield "rss_after_mib", service.memory()
+    yield "rss_most_mib", service.memory("VmHWM")
 
 
 @contextmanager
@@ -351,11 +353,12 @@ def main(
             if minutes:
                 found |= memory(team, service, minutes, rate, RESULT.with_name(f"memory-{kind}.part"))
             else:
-                found |= measured(team, service, seconds, times, readers)
+                for part, told in measured(team, service, seconds, times, readers):
+                    found[part] = told
+                    print(f"{kind}, {part}: {json.dumps(told)}", flush=True)
         finally:
             service.process.terminate()
             service.process.wait(60)
-    print(f"{kind}: {json.dumps(found | {'curve': '...'}, indent=1)}")
     known = json.loads(result.read_text()) if result.exists() else {}
     known[kind] = found
     keep(known, result)

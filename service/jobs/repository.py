@@ -14,6 +14,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    Row,
     Select,
     String,
     Text,
@@ -187,8 +188,7 @@ _JOBS: Any = JobRow.__table__
 _SERVICE: Any = ServiceRow.__table__
 _SAMPLES: Any = SampleRow.__table__
 _THIS_JOB = _JOBS.c.id == bindparam("job_id")
-LOCKED = select(JobRow).where(JobRow.id == bindparam("job_id")).with_for_update()
-LOCKED = LOCKED.execution_options(populate_existing=True)
+LOCKED = select(JobRow).where(_THIS_JOB).with_for_update().execution_options(populate_existing=True)
 LOCKED_STANDING = select(_JOBS.c.id, _JOBS.c.state, _JOBS.c.attempt, _JOBS.c.finished_at).where(_THIS_JOB)
 LOCKED_STANDING = LOCKED_STANDING.with_for_update()
 OF_TOKEN = select(_JOBS.c.id, _JOBS.c.state, _JOBS.c.finished_at).where(_JOBS.c.token_hash == bindparam("token_hash"))
@@ -377,7 +377,7 @@ class JobRepository:
             return 0
         rows = [{"job_id": job_id, "attempt": attempt, "step": step, "sample": s} for step, s in samples.items()]
         known = self.session.execute(SIZES, {"job_id": job_id, "steps": list(samples)}).all()
-        before = dict(known)
+        before: dict[int, int] = {step: size for step, size in known}  # noqa: C416 - of rows mypy makes no dict
         written = self.session.execute(_samples_written(self._dialect, replace), rows)
         return sum(size - before.get(step, 0) for step, size in written)
 
@@ -482,12 +482,12 @@ class JobRepository:
         """End the leases that have run out."""
         self.session.execute(delete(LeaseRow).where(LeaseRow.expires_at <= now))
 
-    def live_leases(self, now: float, project: str | None = None) -> Sequence[LeaseRow]:
+    def live_leases(self, now: float, project: str | None = None) -> Sequence[Row[Any]]:
         """Every lease that has not run out, by job and rank; of jobs of this project alone where one is given."""
-        query = select(LeaseRow).where(LeaseRow.expires_at > now).order_by(LeaseRow.job_id, LeaseRow.rank)
+        query = select(LeaseRow.__table__).where(LeaseRow.expires_at > now).order_by(LeaseRow.job_id, LeaseRow.rank)
         if project is not None:
             query = query.join(JobRow, JobRow.id == LeaseRow.job_id).where(JobRow.project == project)
-        return self.session.scalars(query).all()
+        return self.session.execute(query).all()
 
     def count_live_leases(self, job_ids: Sequence[str], now: float) -> dict[str, int]:
         """How many live leases each of these jobs has; a job without any is left out."""

@@ -23,6 +23,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sqlalchemy import Row
+
 from thinwire.contract.files import NotPlain, read_plain, write_whole
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
 from thinwire.contract.metric_names import MOST_SCRAPED
@@ -62,7 +64,7 @@ from thinwire.service.errors import (
 from thinwire.service.jobs.job_folder import JobFolder, RunFolders
 from thinwire.service.jobs.kept import KeptOfPeople
 from thinwire.service.jobs.rate import Rates
-from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, Standing, last_step, transition
+from thinwire.service.jobs.repository import JobRepository, JobRow, Standing, last_step, transition
 from thinwire.service.jobs.views import job_json
 from thinwire.service.jobs.worker_numbers import limits_now, newest_membership
 from thinwire.service.launch.driver import ticket_of
@@ -364,8 +366,8 @@ class WorkerReports:
         for key in (row.submitted_by, _key(row, None), _key(row, row.submitted_by)):
             self._kept.add(key, size)
 
-    def _scraped(self, leases: Sequence[LeaseRow]) -> list[LeaseRow]:
-        of_job: dict[str, list[LeaseRow]] = {}
+    def _scraped(self, leases: Sequence[Row[Any]]) -> list[Row[Any]]:
+        of_job: dict[str, list[Row[Any]]] = {}
         for lease in leases:
             of_job.setdefault(lease.job_id, []).append(lease)
         with self._lock:
