@@ -327,6 +327,13 @@ def main(
     kind = "PostgreSQL" if on_postgresql else "SQLite"
     result = RESULT.with_name("memory.json" if minutes else "team.json")
     found = made() | {"over": jobs, "running": OPEN, "workers": WORKERS}
+
+    def written() -> dict[str, Any]:
+        known = json.loads(result.read_text()) if result.exists() else {}
+        known[kind] = found
+        keep(known, result)
+        return known
+
     with ExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
         url = f"sqlite:///{home / 'thinwire.db'}"
@@ -356,15 +363,13 @@ def main(
                 for part, told in measured(team, service, seconds, times, readers):
                     found[part] = told
                     print(f"{kind}, {part}: {json.dumps(told)}", flush=True)
+                    written()
         finally:
             service.process.terminate()
             service.process.wait(60)
-    known = json.loads(result.read_text()) if result.exists() else {}
-    known[kind] = found
-    keep(known, result)
     if minutes:
         RESULT.with_name(f"memory-{kind}.part").unlink()
-        picture(known, RESULT.with_name("memory.png"))
+        picture(written(), RESULT.with_name("memory.png"))
 
 
 if __name__ == "__main__":
