@@ -401,10 +401,10 @@ def many_jobs(sizes: Sequence[int], database: Callable[[], str] | None) -> dict[
     return found
 
 
-def made() -> dict[str, Any]:
+def made(module: str = "benchmarks.service") -> dict[str, Any]:
     """Of a result: by what it was made."""
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.service", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         **asdict(provenance(CODE)),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},

@@ -270,7 +270,7 @@ def memory(team: Team, service: Service, minutes: float, rate: float, keep_at: P
         turn = 0
         while (since := time.monotonic() - began) < 60.0 * minutes:
             if since >= SAMPLED_S * len(curve):
-                told = {"posts": len(reports.posts), "registrations": len(reports.registrations)}
+                told: dict[str, Any] = {"posts": len(reports.posts), "registrations": len(reports.registrations)}
                 told |= {"streams": watching(), "cores_s": round(team.cpu_s(), 1), "errors": len(reports.errors)}
                 curve.append({"at_s": round(since, 1), "rss_mib": service.memory(), **told, **counts})
                 keep_at.write_text(json.dumps(found) + "\n")
@@ -326,7 +326,7 @@ def main(
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     kind = "PostgreSQL" if on_postgresql else "SQLite"
     result = RESULT.with_name("memory.json" if minutes else "team.json")
-    found = made() | {"over": jobs, "running": OPEN, "workers": WORKERS}
+    found = made("benchmarks.team") | {"over": jobs, "running": OPEN, "workers": WORKERS}
 
     def written() -> dict[str, Any]:
         known = json.loads(result.read_text()) if result.exists() else {}
