@@ -329,7 +329,7 @@ def test_whoever_writes_is_charged_for_it_with_a_body_or_without(service: Servic
 
 
 def test_telemetry_is_read_beside_the_loop_of_the_server(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading some MiB of it takes a tenth of a second, in which nobody else would be answered. A step is read at once."""
+    """Reading some MiB of it takes a tenth of a second, in which nobody else would be answered."""
     within: list[str] = []
     read = Telemetry.model_validate
 
