@@ -30,6 +30,7 @@ from benchmarks.service import PACKAGES, Service
 from tests.service.control_plane_harness import sample, spec
 from tests.service.postgresql import postgresql
 from thinwire.contract.spec import read_spec
+from thinwire.service.auth import token_hash
 from thinwire.service.db import Database
 from thinwire.service.jobs.listing import LabelRow
 from thinwire.service.jobs.repository import JobRow
@@ -62,10 +63,15 @@ LISTS: dict[str, dict[str, Any]] = {
 """What is asked for beside limit=100."""
 
 
-def fill(database: Database, count: int) -> None:
-    """Jobs that are over, ten minutes apart, and OPEN that are not."""
+def token_of(number: int) -> str:
+    """The token of the job of this number, which has no run folder that holds it."""
+    return f"of-job-{number:08}"
+
+
+def fill(database: Database, count: int, state: str = "PENDING", **job: Any) -> None:
+    """Jobs that are over, ten minutes apart, and OPEN that are not, in this state. job: what it asks for beside."""
     draw = random.Random(0)
-    made = read_spec(spec()).model_dump(mode="json", exclude={"labels"})
+    made = read_spec(spec(**job)).model_dump(mode="json", exclude={"labels"})
     newest = {"attempt": 1, "sample": sample(100)}
     first = 1_767_225_600.0  # the beginning of 2026
     with database.unfenced() as session:
@@ -78,12 +84,17 @@ def fill(database: Database, count: int) -> None:
                 if number % 10 == 0:
                     own["sweep"] = str(draw.randrange(100))
                 at = first + 600.0 * number
-                state = draw.choice(["SUCCEEDED"] * 9 + ["FAILED"]) if over else "PENDING"
-                row = {"id": job_id, "name": f"job-{number % 10}", "spec": made, "labels": own, "state": state}
-                row |= {"spec_digest": "0" * 64, "token_hash": f"{number:064x}", "max_attempts": 4, "attempt": 1}
+                now = draw.choice(["SUCCEEDED"] * 9 + ["FAILED"]) if over else state
+                row = {"id": job_id, "name": f"job-{number % 10}", "spec": made, "labels": own, "state": now}
+                row |= {
+                    "spec_digest": "0" * 64,
+                    "token_hash": token_hash(token_of(number)),
+                    "max_attempts": 4,
+                    "attempt": 1,
+                }
                 row |= {"created_at": at, "finished_at": at + 60.0 if over else None, "version": 1, "kept_bytes": 0}
                 row |= {"submitted_by": f"person-{draw.randrange(PEOPLE)}", "arrival": number + 1}
-                row |= {"newest_sample": newest if over else None, "summary": {"state": state} if over else None}
+                row |= {"newest_sample": newest if over else None, "summary": {"state": now} if over else None}
                 jobs.append(row)
                 labels += [{"job_id": job_id, "key": k, "value": v, "created_at": at} for k, v in own.items()]
             session.execute(insert(JobRow), jobs)

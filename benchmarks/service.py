@@ -242,8 +242,8 @@ class Load:
     def __init__(self, service: Service, jobs: int, url: str) -> None:
         self._service, self.jobs, self._url = service, jobs, url
         self._idle = 0.0
-        self._ids: list[str] = []
-        self._tokens: list[str] = []
+        self.ids: list[str] = []
+        self.tokens: list[str] = []
         self._local = threading.local()
 
     def cpu_s(self) -> float:
@@ -278,31 +278,31 @@ class Load:
         """All of it. Some jobs are submitted, and report; the others are put beside them in the database."""
         service, found = self._service, dict[str, Any]()
         body = spec(workers={"min": WORKERS, "max": WORKERS}, steps=10**6)
-        found["submit the first"] = self.measured([lambda: self._submitted(body)] * SUBMITTED)
+        found["submit the first"] = self.measured([lambda: self.submitted(body)] * SUBMITTED)
         began = time.monotonic()
         self._put_beside(self.jobs - 2 * SUBMITTED)
-        found["submit the last"] = self.measured([lambda: self._submitted(body)] * SUBMITTED)
-        wait_until(lambda: self._running() == self.jobs, "all jobs run", timeout_s=600)
+        found["submit the last"] = self.measured([lambda: self.submitted(body)] * SUBMITTED)
+        wait_until(lambda: self.running() == self.jobs, "all jobs run", timeout_s=600)
         found["all_running_after_s"] = round(time.monotonic() - began, 1)
-        self._tokens = [(service.home / "runs" / id / "token").read_text().strip() for id in self._ids]
-        self._put_leases()
+        self.tokens = [(service.home / "runs" / id / "token").read_text().strip() for id in self.ids]
+        self.put_leases()
         found["rss_mib"] = service.memory()
         before, began = self.cpu_s(), time.monotonic()
         time.sleep(IDLE_S)
         self._idle = (self.cpu_s() - before) / (time.monotonic() - began)
         found["idle_cores"] = round(self._idle, 3)
-        ranks = [(job, rank) for rank in range(WORKERS) for job in range(len(self._ids))]
-        found["register"] = self.measured([partial(self._register, *one) for one in ranks], AT_ONCE)
-        steps = [(job, step) for step in range(1, POSTS + 1) for job in range(len(self._ids))]
-        found["post"] = self.measured([partial(self._post, *one) for one in steps], AT_ONCE)
+        ranks = [(job, rank) for rank in range(WORKERS) for job in range(len(self.ids))]
+        found["register"] = self.measured([partial(self.register, *one) for one in ranks], AT_ONCE)
+        steps = [(job, step) for step in range(1, POSTS + 1) for job in range(len(self.ids))]
+        found["post"] = self.measured([partial(self.post, *one) for one in steps], AT_ONCE)
         for name, path in (
             ("list", "/v1/jobs?limit=100"),
-            ("show", f"/v1/jobs/{self._ids[0]}"),
-            ("history", f"/v1/jobs/{self._ids[0]}/metrics"),
+            ("show", f"/v1/jobs/{self.ids[0]}"),
+            ("history", f"/v1/jobs/{self.ids[0]}/metrics"),
             ("metrics", "/metrics"),
             ("targets", "/v1/metrics/targets"),
         ):
-            found[name] = self.measured([partial(self._get, path)] * ASKED)
+            found[name] = self.measured([partial(self.get, path)] * ASKED)
         found["rss_after_mib"] = service.memory()
         beats = WORKERS / HEARTBEAT_S
         each = round(found["post"]["cpu_ms"] + beats * found["register"]["cpu_ms"], 2)
@@ -313,15 +313,15 @@ class Load:
         """So many copies of the first job, which the reconciler finds as ones that it has to submit."""
         table = JobRow.__table__
         with self._database() as session:
-            row = dict(session.execute(select(table).where(table.c.id == self._ids[0])).mappings().one())
+            row = dict(session.execute(select(table).where(table.c.id == self.ids[0])).mappings().one())
             row |= {"state": "SUBMITTING", "idempotency_key": None, "kept_bytes": 1000}
             copies = [row | {"id": f"copy-{n}", "token_hash": f"none-{n}", "arrival": 10**6 + n} for n in range(count)]
             session.execute(insert(JobRow), copies)
 
-    def _put_leases(self) -> None:
-        """Of the workers of those."""
+    def put_leases(self) -> None:
+        """Of the workers of all jobs that run."""
         with self._database() as session:
-            ids = session.scalars(select(JobRow.id).where(JobRow.id.startswith("copy-"))).all()
+            ids = session.scalars(select(JobRow.id).where(JobRow.state == "RUNNING")).all()
             lease = {"attempt": 1, "pid": 1, "node": "box", "expires_at": time.time() + 3600}
             leases = [
                 lease | {"job_id": id, "rank": rank, "address": f"10.0.0.1:{39000 + rank}"}
@@ -345,31 +345,37 @@ class Load:
             client = self._local.client = httpx.Client(base_url=self._service.url, trust_env=False, timeout=60)
         return client
 
-    def _submitted(self, body: dict[str, Any]) -> httpx.Response:
-        answer = self._client().post("/v1/jobs", json=body, headers=_bearer(self._service.operator))
-        self._ids.append(str(answer.json()["id"]))
+    def submitted(self, body: dict[str, Any]) -> httpx.Response:
+        """Submit a job, whose ID is noted."""
+        answer = self._client().post("/v1/jobs", json=body, headers=bearer(self._service.operator))
+        self.ids.append(str(answer.json()["id"]))
         return answer
 
-    def _running(self) -> int:
-        text = self._get("/metrics").text
+    def running(self) -> int:
+        """How many jobs run, as its metrics say."""
+        text = self.get("/metrics").text
         lines = [line for line in text.splitlines() if line.startswith('thinwire_service_jobs{state="RUNNING"}')]
         return int(float(lines[0].split()[-1])) if lines else 0
 
-    def _get(self, path: str) -> httpx.Response:
-        return self._client().get(path, headers=_bearer(self._service.operator))
+    def get(self, path: str) -> httpx.Response:
+        """What the operator is answered."""
+        return self._client().get(path, headers=bearer(self._service.operator))
 
-    def _register(self, job: int, rank: int) -> httpx.Response:
+    def register(self, job: int, rank: int) -> httpx.Response:
+        """A worker of one of the jobs registers."""
         said = {"address": f"127.0.0.1:{39000 + rank}", "attempt": 1, "pid": 100 + rank, "node": f"box{rank}"}
-        path = f"/v1/jobs/{self._ids[job]}/workers/{rank}"
-        return self._client().put(path, json=said | {"leads": rank == 0}, headers=_bearer(self._tokens[job]))
+        path = f"/v1/jobs/{self.ids[job]}/workers/{rank}"
+        return self._client().put(path, json=said | {"leads": rank == 0}, headers=bearer(self.tokens[job]))
 
-    def _post(self, job: int, step: int) -> httpx.Response:
+    def post(self, job: int, step: int) -> httpx.Response:
+        """Rank 0 of one of the jobs posts a sample."""
         made = sample(step, at=time.time(), lr=1e-3, step_seconds=1.0, world_size=WORKERS, payload_bytes=10**6)
-        path = f"/v1/jobs/{self._ids[job]}/telemetry"
-        return self._client().post(path, json={"attempt": 1, "samples": [made]}, headers=_bearer(self._tokens[job]))
+        path = f"/v1/jobs/{self.ids[job]}/telemetry"
+        return self._client().post(path, json={"attempt": 1, "samples": [made]}, headers=bearer(self.tokens[job]))
 
 
-def _bearer(token: str) -> dict[str, str]:
+def bearer(token: str) -> dict[str, str]:
+    """The header of who has this token."""
     return {"Authorization": f"Bearer {token}"}
 
 
@@ -395,10 +401,10 @@ def many_jobs(sizes: Sequence[int], database: Callable[[], str] | None) -> dict[
     return found
 
 
-def _made() -> dict[str, Any]:
+def made(module: str = "benchmarks.service") -> dict[str, Any]:
     """Of a result: by what it was made."""
     return {
-        "command": shlex.join(["python", "-m", "benchmarks.service", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         **asdict(provenance(CODE)),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
@@ -406,7 +412,8 @@ def _made() -> dict[str, Any]:
     }
 
 
-def _keep(found: dict[str, Any], path: Path) -> None:
+def keep(found: dict[str, Any], path: Path) -> None:
+    """Write a result."""
     found["load_average_after"] = os.getloadavg()
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(f"written: {path}")
@@ -422,12 +429,12 @@ def main(
     if hostile == bool(jobs):
         raise typer.BadParameter("say --hostile, or --jobs with numbers of jobs")
     if jobs:
-        found = _made() | {"workers": WORKERS, "database": "PostgreSQL" if postgres else "SQLite"}
+        found = made() | {"workers": WORKERS, "database": "PostgreSQL" if postgres else "SQLite"}
         with postgresql() if postgres else nullcontext() as database:
             found |= many_jobs([int(one) for one in jobs.split(",")], database)
-        _keep(found, RESULT.with_name(f"{name}.json"))
+        keep(found, RESULT.with_name(f"{name}.json"))
         return
-    found = _made() | {"files": FILES}
+    found = made() | {"files": FILES}
     parts: dict[str, Callable[[Service], dict[str, Any]]] = {
         "unread": lambda service: connections(service, ASK * 1000),
         "silent": lambda service: connections(service, b""),
@@ -445,7 +452,7 @@ def main(
                 service.process.terminate()
                 service.process.wait(60)
         print(f"{name}: {json.dumps(found[name], indent=1)}", flush=True)
-    _keep(found, RESULT)
+    keep(found, RESULT)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.service import FOR_EVER, Load, Service, _bearer, _keep, _made
+from benchmarks.service import FOR_EVER, Load, Service, bearer, keep, made
 from tests.service.control_plane_harness import sample, wait_until
 from thinwire.client.streams import Parser
 from thinwire.contract.streams import EVENT, Told
@@ -87,7 +87,7 @@ class Posts:
                     ],
                 }
                 path = f"/v1/jobs/{self._job_id}/telemetry"
-                client.post(path, json=body, headers=_bearer(self._token)).raise_for_status()
+                client.post(path, json=body, headers=bearer(self._token)).raise_for_status()
 
     def end(self) -> None:
         """Post no more."""
@@ -95,15 +95,22 @@ class Posts:
         self._thread.join()
 
 
+def head_of_stream(service: Service, job_id: str) -> bytes:
+    """What a reader asks."""
+    return (
+        f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {service.operator}\r\n\r\n"
+    ).encode()
+
+
 def read(service: Service, job_id: str, count: int, seconds: float, cpu_s: Callable[[], float]) -> dict[str, Any]:
     """So many readers for so long, and what they cost."""
     selector = selectors.DefaultSelector()
-    head = f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {service.operator}\r\n\r\n"
+    head = head_of_stream(service, job_id)
     rss_before, began, began_cpu = service.memory(), time.monotonic(), cpu_s()
     readers = []
     for _ in range(count):
         reader = Reader(socket.create_connection(service.address, timeout=30))
-        reader.socket.sendall(head.encode())
+        reader.socket.sendall(head)
         readers.append(reader)
         selector.register(reader.socket, selectors.EVENT_READ, reader)
 
@@ -149,7 +156,7 @@ def main(
     """Read the streams of one job, print what that cost, and write it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
-    found = _made() | {"command": f"python -m benchmarks.streams --readers {readers} --seconds {seconds:g}"}
+    found = made() | {"command": f"python -m benchmarks.streams --readers {readers} --seconds {seconds:g}"}
     with TemporaryDirectory(ignore_cleanup_errors=True) as home:
         service = Service(
             Path(home), 4096, FOR_EVER, THINWIRE_STREAMS_OF_ONE=str(readers), THINWIRE_STREAMS=str(readers)
@@ -167,9 +174,9 @@ def main(
             found["one"] = read(service, job_id, 1, seconds, load.cpu_s)
             found["many"] = read(service, job_id, readers, seconds, load.cpu_s)
             posts.end()
-            load._ids = [job_id]
+            load.ids = [job_id]
             paths = [f"/v1/jobs/{job_id}/metrics?after_step=1000000000&event_kind=resumed", f"/v1/jobs/{job_id}"]
-            polls = [load.measured([lambda path=path: load._get(path)] * POLLS) for path in paths]  # type: ignore[misc]
+            polls = [load.measured([lambda path=path: load.get(path)] * POLLS) for path in paths]  # type: ignore[misc]
             each_ms = round(sum(one["cpu_ms"] for one in polls), 2)
             found["a poll"] = {
                 "cpu_ms": each_ms,
@@ -182,7 +189,7 @@ def main(
             service.process.wait(60)
     print(json.dumps(found, indent=1), flush=True)
     print(f"load: {os.getloadavg()}")
-    _keep(found, RESULT)
+    keep(found, RESULT)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from thinwire.service.errors import BodyTooLarge, BodyTooSlow, Busy, InvalidRequ
 from thinwire.service.problems import shown
 
 TELEMETRY_LIMIT_BYTES = 8 << 20
+AT_ONCE_BYTES = 4 << 10
+"""A body as short is read in the loop of the server: to hand it to a thread takes longer. A post of a step has 500."""
 MOST_TELEMETRY_VALUES = 200_000
 """A batch of 2000 samples with all that a sample can hold has 50,000."""
 MOST_FIELDS = 1_000
@@ -110,7 +112,10 @@ class Bodies:
             if not _PLAIN_BYTES.fullmatch(path):
                 most_values = MOST_TELEMETRY_VALUES if path.endswith("/telemetry") else MOST_VALUES
                 body = b"".join(message.get("body", b"") for message in held)
-                await run_in_threadpool(refuse_unfit, body, most_values=most_values)
+                if len(body) <= AT_ONCE_BYTES:
+                    refuse_unfit(body, most_values=most_values)
+                else:
+                    await run_in_threadpool(refuse_unfit, body, most_values=most_values)
                 del body
             waiting = iter(held)
 

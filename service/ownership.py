@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Double, String, insert, inspect, literal_column, select, update
+from sqlalchemy import ColumnElement, Double, String, bindparam, insert, inspect, literal_column, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -50,6 +50,13 @@ class OwnerRow(Base):
     url: Mapped[str]
     since: Mapped[float]
     expires_at: Mapped[float]
+
+
+_OWNERS = OwnerRow.__table__
+_HELD = (
+    select(_OWNERS.c.number).where(_OWNERS.c.number == bindparam("number")).with_for_update(read=True, key_share=True)
+)
+"""Of the fence. Made once, and of columns alone: every transaction that writes asks it first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +159,8 @@ class Ownership:
 
         Raises NotOwner.
         """
-        if self._number is not None:
-            mine = select(OwnerRow.number).where(OwnerRow.number == self._number)
-            if session.scalar(mine.with_for_update(read=True, key_share=True)) is not None:
-                return
+        if self._number is not None and session.scalar(_HELD, {"number": self._number}) is not None:
+            return
         raise self._refusal(_owner(session))
 
     def confirm(self) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from thinwire.contract.jobs import Problem
+from thinwire.service.bodies import AT_ONCE_BYTES
 from thinwire.service.errors import (
     Busy,
     Forbidden,
@@ -62,6 +63,8 @@ async def known_query(request: Request) -> None:
     given = [*request.path_params.items(), *request.query_params.multi_items()]
     if nul := [name for name, value in given if "\0" in f"{name}{value}"]:
         raise InvalidRequest.at(nul[0][:200].replace("\0", "\\0"), None, "must be text without the character NUL")
+    if not request.query_params:
+        return
     fields = get_flat_params(request.scope["route"].dependant)  # its dependencies' too
     known = {field.alias: field.field_info.annotation for field in fields if isinstance(field.field_info, params.Query)}
     problems = []
@@ -97,7 +100,8 @@ def read_in_thread(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
     """Dependency: the body as this model. Raises RequestValidationError, as FastAPI does."""
 
     async def body(request: Request) -> Model:
-        return await run_in_threadpool(_read, model, await request.body())
+        sent = await request.body()
+        return _read(model, sent) if len(sent) <= AT_ONCE_BYTES else await run_in_threadpool(_read, model, sent)
 
     return body
 

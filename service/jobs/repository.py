@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -13,10 +14,12 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
+    Row,
     Select,
     String,
     Text,
     UniqueConstraint,
+    bindparam,
     cast,
     delete,
     func,
@@ -170,6 +173,32 @@ class LeaseRow(Base):
     expires_at: Mapped[float] = mapped_column(index=True)
 
 
+class Standing(NamedTuple):
+    """What a report has to know of its job."""
+
+    id: str
+    state: str
+    attempt: int
+    finished_at: float | None
+
+
+# What every report and registration asks: made once, and of columns where no row is changed, for to build a statement
+# and a row's object takes longer than the database does.
+_JOBS: Any = JobRow.__table__
+_SERVICE: Any = ServiceRow.__table__
+_SAMPLES: Any = SampleRow.__table__
+_THIS_JOB = _JOBS.c.id == bindparam("job_id")
+LOCKED = select(JobRow).where(_THIS_JOB).with_for_update().execution_options(populate_existing=True)
+LOCKED_STANDING = select(_JOBS.c.id, _JOBS.c.state, _JOBS.c.attempt, _JOBS.c.finished_at).where(_THIS_JOB)
+LOCKED_STANDING = LOCKED_STANDING.with_for_update()
+OF_TOKEN = select(_JOBS.c.id, _JOBS.c.state, _JOBS.c.finished_at).where(_JOBS.c.token_hash == bindparam("token_hash"))
+NUMBERS = update(_SERVICE).values(numbers=_SERVICE.c.numbers + bindparam("more")).returning(_SERVICE.c.numbers)
+NOTED = update(_JOBS).where(_THIS_JOB)
+SIZES = select(_SAMPLES.c.step, json_bytes(_SAMPLES.c.sample) + SAMPLE_BYTES).where(
+    _SAMPLES.c.job_id == bindparam("job_id"), _SAMPLES.c.step.in_(bindparam("steps", expanding=True))
+)
+
+
 class JobRepository:
     """Jobs, samples, events and leases of one session."""
 
@@ -196,10 +225,17 @@ class JobRepository:
 
     def lock(self, job_id: str) -> JobRow:
         """The job of this id, held against other writers until the transaction ends. Raises JobNotFound."""
-        row = self.session.get(JobRow, job_id, with_for_update=True)
+        row = self.session.scalars(LOCKED, {"job_id": job_id}).one_or_none()
         if row is None:
             raise JobNotFound(job_id)
         return row
+
+    def lock_standing(self, job_id: str) -> Standing:
+        """The same of a job of which no more is asked. Raises JobNotFound."""
+        found = self.session.execute(LOCKED_STANDING, {"job_id": job_id}).one_or_none()
+        if found is None:
+            raise JobNotFound(job_id)
+        return Standing(*found)
 
     def lock_all(self, job_ids: Sequence[str]) -> dict[str, JobRow]:
         """The jobs of these ids, held as `lock` does; one that is gone is left out."""
@@ -223,8 +259,7 @@ class JobRepository:
 
     def by_token_hash(self, token_hash: str) -> tuple[str, JobState, float | None] | None:
         """The job whose token this is: its id, its state, and when it was over."""
-        query = select(JobRow.id, JobRow.state, JobRow.finished_at).where(JobRow.token_hash == token_hash)
-        found = self.session.execute(query).one_or_none()
+        found = self.session.execute(OF_TOKEN, {"token_hash": token_hash}).one_or_none()
         return None if found is None else (found.id, JobState(found.state), found.finished_at)
 
     def id_by_ticket_hash(self, ticket_hash: str) -> str | None:
@@ -252,8 +287,7 @@ class JobRepository:
         would have a job and wait for numbers, and the other the reverse.
         """
         self.session.info[NUMBERED] = True
-        counted = update(ServiceRow).values(numbers=ServiceRow.numbers + count).returning(ServiceRow.numbers)
-        return self.session.scalars(counted).one()
+        return int(self.session.scalars(NUMBERS, {"more": count}).one())
 
     def too_much_of(self, who: str, most_jobs: int, most_spec_bytes: int, most_bytes: int) -> str | None:
         """None where this person may have one more job, else what they have too much of."""
@@ -321,11 +355,14 @@ class JobRepository:
 
     def note(self, job_ids: Sequence[str], in_states: Collection[JobState] | None = None, **values: Any) -> None:
         """Write what no decision depends on, so that the rows' versions stay: of those alone that are `in_states`."""
-        table = JobRow.__table__
-        rows: ColumnElement[bool] = table.c.id.in_(job_ids)
+        rows: ColumnElement[bool] = _JOBS.c.id.in_(job_ids)
         if in_states is not None:
-            rows = rows & table.c.state.in_([state.value for state in in_states])
-        self.session.execute(update(table).where(rows).values(**values))  # type: ignore[arg-type]
+            rows = rows & _JOBS.c.state.in_([state.value for state in in_states])
+        self.session.execute(update(_JOBS).where(rows).values(**values))
+
+    def note_plain(self, job_id: str, values: dict[str, Any]) -> None:
+        """The same of one job, of values that are no expressions: what every report writes."""
+        self.session.execute(NOTED, {"job_id": job_id, **values})
 
     # history
 
@@ -338,19 +375,11 @@ class JobRepository:
         """
         if not samples:
             return 0
-        insert = self._insert(SampleRow)
-        newer: ColumnElement[bool] = insert.excluded.attempt >= SampleRow.attempt
-        changes = {"attempt": insert.excluded.attempt, "sample": insert.excluded.sample}
-        key = ["job_id", "step"]
-        statement = insert.on_conflict_do_update(index_elements=key, set_=changes, where=newer)
-        if not replace:
-            statement = insert.on_conflict_do_nothing(index_elements=key)
         rows = [{"job_id": job_id, "attempt": attempt, "step": step, "sample": s} for step, s in samples.items()]
-        size = select(func.sum(json_bytes(SampleRow.sample) + SAMPLE_BYTES))
-        size = size.where(SampleRow.job_id == job_id, SampleRow.step.in_(list(samples)))
-        before = self.session.scalar(size) or 0
-        self.session.execute(statement, rows)
-        return (self.session.scalar(size) or 0) - before
+        known = self.session.execute(SIZES, {"job_id": job_id, "steps": list(samples)}).all()
+        before: dict[int, int] = {step: size for step, size in known}  # noqa: C416 - of rows mypy makes no dict
+        written = self.session.execute(_samples_written(self._dialect, replace), rows)
+        return sum(size - before.get(step, 0) for step, size in written)
 
     def put_events(self, job_id: str, attempt: int, events: Sequence[dict[str, Any]]) -> int:
         """Write events (kind, step, time, fields); one that is known is left out. How many bytes that has added."""
@@ -360,7 +389,7 @@ class JobRepository:
         """The same for events of many jobs, each with its job_id and attempt."""
         if not events:
             return 0
-        statement = self._insert(EventRow).on_conflict_do_nothing(
+        statement = _insert(self._dialect, EventRow).on_conflict_do_nothing(
             index_elements=["job_id", "attempt", "kind", "step", "time"]
         )
         size = json_bytes(EventRow.fields) + EVENT_BYTES
@@ -432,9 +461,9 @@ class JobRepository:
 
     # leases
 
-    def put_lease(self, lease: LeaseRow) -> None:
-        """Make or renew a worker's lease."""
-        self.session.merge(lease)
+    def put_lease(self, lease: dict[str, Any]) -> None:
+        """Make or renew a worker's lease. lease: all columns of a LeaseRow."""
+        self.session.execute(_lease_written(self._dialect), lease)
 
     def drop_lease(self, job_id: str, rank: int, attempt: int | None = None) -> None:
         """End a worker's lease, only that of `attempt` where it is given; none is fine."""
@@ -453,12 +482,12 @@ class JobRepository:
         """End the leases that have run out."""
         self.session.execute(delete(LeaseRow).where(LeaseRow.expires_at <= now))
 
-    def live_leases(self, now: float, project: str | None = None) -> Sequence[LeaseRow]:
+    def live_leases(self, now: float, project: str | None = None) -> Sequence[Row[Any]]:
         """Every lease that has not run out, by job and rank; of jobs of this project alone where one is given."""
-        query = select(LeaseRow).where(LeaseRow.expires_at > now).order_by(LeaseRow.job_id, LeaseRow.rank)
+        query = select(LeaseRow.__table__).where(LeaseRow.expires_at > now).order_by(LeaseRow.job_id, LeaseRow.rank)
         if project is not None:
             query = query.join(JobRow, JobRow.id == LeaseRow.job_id).where(JobRow.project == project)
-        return self.session.scalars(query).all()
+        return self.session.execute(query).all()
 
     def count_live_leases(self, job_ids: Sequence[str], now: float) -> dict[str, int]:
         """How many live leases each of these jobs has; a job without any is left out."""
@@ -469,11 +498,34 @@ class JobRepository:
         )
         return {row[0]: row[1] for row in self.session.execute(query)}
 
-    def _insert(self, row: type[DeclarativeBase]) -> Any:
-        """An insert that can name its conflicts; SQLAlchemy has one for each database."""
-        if self.session.get_bind().dialect.name == "postgresql":
-            return postgresql.insert(row)
-        return sqlite.insert(row)
+    @property
+    def _dialect(self) -> str:
+        return self.session.get_bind().dialect.name
+
+
+def _insert(dialect: str, row: type[DeclarativeBase]) -> Any:
+    """An insert that can name its conflicts; SQLAlchemy has one for each database."""
+    table: Any = row.__table__  # of the row itself the session would go through its objects
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+
+
+@cache
+def _samples_written(dialect: str, replace: bool) -> Any:
+    """Samples are written, and how large those rows are by their step is what it returns: of those alone."""
+    insert, table, key = _insert(dialect, SampleRow), SampleRow.__table__, ["job_id", "step"]
+    changes = {"attempt": insert.excluded.attempt, "sample": insert.excluded.sample}
+    newer = insert.excluded.attempt >= table.c.attempt
+    written = insert.on_conflict_do_update(index_elements=key, set_=changes, where=newer)
+    if not replace:
+        written = insert.on_conflict_do_nothing(index_elements=key)
+    return written.returning(table.c.step, json_bytes(table.c.sample) + SAMPLE_BYTES)
+
+
+@cache
+def _lease_written(dialect: str) -> Any:
+    insert, key = _insert(dialect, LeaseRow), {"job_id", "rank"}
+    changes = {column.name: insert.excluded[column.name] for column in LeaseRow.__table__.c if column.name not in key}
+    return insert.on_conflict_do_update(index_elements=sorted(key), set_=changes)
 
 
 def first_rows(

@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from sqlalchemy import Row
 
 from thinwire.contract.files import NotPlain, read_plain, write_whole
 from thinwire.contract.jobs import JobState, Problem, TargetGroup
@@ -62,7 +64,7 @@ from thinwire.service.errors import (
 from thinwire.service.jobs.job_folder import JobFolder, RunFolders
 from thinwire.service.jobs.kept import KeptOfPeople
 from thinwire.service.jobs.rate import Rates
-from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, last_step, transition
+from thinwire.service.jobs.repository import JobRepository, JobRow, Standing, last_step, transition
 from thinwire.service.jobs.views import job_json
 from thinwire.service.jobs.worker_numbers import limits_now, newest_membership
 from thinwire.service.launch.driver import ticket_of
@@ -80,6 +82,9 @@ BURST_BYTES, BYTES_A_SECOND = 64 << 20, 1 << 20
 """What one job or person may send at once and in the long run. A job posts a few hundred bytes a step."""
 
 _HOST_PORT = re.compile(r"(?:(?P<name>[A-Za-z0-9_][A-Za-z0-9._-]*)|\[(?P<six>[0-9A-Fa-f:.]+)\]):(?P<port>[0-9]{1,5})\Z")
+
+
+Reported = TypeVar("Reported", JobRow, Standing)
 
 
 class WorkerReports:
@@ -125,12 +130,12 @@ class WorkerReports:
         if worker.pid > LARGEST_PID:
             raise InvalidRequest.at("pid", str(worker.pid), f"must be at most {LARGEST_PID}")
         with self._db.write() as session:
-            row = self._current(JobRepository(session).lock(job_id), worker.attempt)
+            row = self._current(JobRepository(session).lock_standing(job_id), worker.attempt)
             if JobState(row.state).terminal:
                 raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
             said = worker.model_dump(exclude={"leads"})
-            lease = LeaseRow(job_id=job_id, rank=rank, expires_at=self._clock() + self._lease_s, **said)
-            JobRepository(session).put_lease(lease)
+            lease = {"job_id": job_id, "rank": rank, "expires_at": self._clock() + self._lease_s}
+            JobRepository(session).put_lease(lease | said)
         if worker.leads:
             with self._lock:
                 self._leads[job_id] = rank
@@ -182,7 +187,7 @@ class WorkerReports:
                 progress["newest_sample"]["number"] = jobs.next_numbers(1)
             if progress:
                 session.flush()
-                jobs.note([job_id], **progress)
+                jobs.note_plain(job_id, progress)
         self._count(row, added)
         if full is not None:
             raise JobFull(
@@ -328,7 +333,7 @@ class WorkerReports:
             row = self._current(JobRepository(session).found(job_id), attempt)
             return row, self._room(JobRepository(session), row)[0]
 
-    def _current(self, row: JobRow, attempt: int) -> JobRow:
+    def _current(self, row: Reported, attempt: int) -> Reported:
         """The row, where a report of this attempt may still come. Raises JobOver, StaleAttempt."""
         if row.attempt != attempt:
             raise StaleAttempt(row.id, attempt, row.attempt)
@@ -361,8 +366,8 @@ class WorkerReports:
         for key in (row.submitted_by, _key(row, None), _key(row, row.submitted_by)):
             self._kept.add(key, size)
 
-    def _scraped(self, leases: Sequence[LeaseRow]) -> list[LeaseRow]:
-        of_job: dict[str, list[LeaseRow]] = {}
+    def _scraped(self, leases: Sequence[Row[Any]]) -> list[Row[Any]]:
+        of_job: dict[str, list[Row[Any]]] = {}
         for lease in leases:
             of_job.setdefault(lease.job_id, []).append(lease)
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from sqlalchemy import JSON, String
+from sqlalchemy import JSON, Row, String
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from thinwire.contract.projects import ProjectSettings
@@ -40,7 +40,7 @@ def locked(session: Session, name: str) -> ProjectRow:
     return row
 
 
-def settings_of(row: ProjectRow) -> ProjectSettings:
+def settings_of(row: ProjectRow | Row[Any]) -> ProjectSettings:
     """As this version reads it: what a later one may have written beside it is left out."""
     known = {name: row.settings[name] for name in ProjectSettings.model_fields if name in row.settings}
     return ProjectSettings.model_validate_json(json.dumps(known))

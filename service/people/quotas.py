@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, WorkersChange
@@ -95,9 +95,13 @@ def kept_of(session: Session, project: str, who: str | None) -> int:
     return kept_by_project(session, who).get(project, 0)
 
 
+_SETTINGS = select(ProjectRow.settings).where(ProjectRow.name == bindparam("name"))
+"""Made once: every report asks it."""
+
+
 def kept_limits(session: Session, row: JobRow) -> list[tuple[str, str | None, int]]:
     """The limits on what is kept that hold for a job: whose in words, of whom alone, and how many bytes."""
-    project = session.get(ProjectRow, row.project)
+    project = session.execute(_SETTINGS, {"name": row.project}).one_or_none()
     if project is None:
         return []
     settings = settings_of(project)

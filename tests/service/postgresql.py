@@ -23,8 +23,10 @@ URL = "postgresql+psycopg://postgres@/{database}?host={folder}"
 
 
 @contextmanager
-def postgresql() -> Iterator[Callable[[], str]]:
-    """Start the server; what it yields makes an empty database and returns its URL."""
+def postgresql(*, durable: bool = False) -> Iterator[Callable[[], str]]:
+    """Start the server; what it yields makes an empty database and returns its URL. durable: what is committed stays
+    when the power fails, as people run it.
+    """
     programs = _programs()
     folder = Path(tempfile.mkdtemp(prefix="tw-pg-", dir="/tmp"))  # a socket's path may have 100 characters
     how: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
@@ -36,7 +38,8 @@ def postgresql() -> Iterator[Callable[[], str]]:
     subprocess.run(init, check=True, **how)
     engine = create_engine(URL.format(database="postgres", folder=folder), isolation_level="AUTOCOMMIT")
     names = count()
-    options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={folder}", "-c", "fsync=off"]
+    options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={folder}"]
+    options += [] if durable else ["-c", "fsync=off"]
     server = subprocess.Popen([str(programs / "postgres"), "-D", str(data), *options], **how)
 
     def make() -> str:

@@ -342,7 +342,10 @@ def test_telemetry_is_read_beside_the_loop_of_the_server(service: Service, monke
 
     monkeypatch.setattr(Telemetry, "model_validate", noted)
     job, headers = submitted(service)
-    assert service.post(job).status_code == 204
+    assert service.post(job, samples=[sample(1)]).status_code == 204
+    assert "the loop" in within
+    within.clear()
+    assert service.post(job, samples=[sample(step) for step in range(100)]).status_code == 204
     assert within
     assert "the loop" not in within
     for content, words in ((b'{"attempt": 0}', "attempt"), (b'{"attempt": ', "not JSON"), (b"", "required")):

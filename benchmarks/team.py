@@ -1,0 +1,376 @@
+"""The command: python -m benchmarks.team [--postgresql] [--minutes 60]. A service that a team has left open.
+
+A database with 100,000 jobs that are over, of 50 people, and 1,000 that run with eight workers each, on the launcher
+that runs nothing. A server of its own answers over HTTP. Measured, each with p50, p99 and the service's processor:
+
+    reads            lists and their next pages, the page at / with its files, a job, a history, metrics, targets
+    most             as many job-seconds as it takes: a post, and eight workers that register every ten seconds
+    reads meanwhile  the same reads while the jobs report at half of that
+    submit           one after the other, meanwhile
+    streams          a job's stream with so many readers (benchmarks/streams.py)
+
+With --minutes nothing of that, but the service's memory every ten seconds for so long: jobs report, people look, watch
+50 streams, submit, cancel and delete.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import httpx
+import typer
+from sqlalchemy import insert, select, text
+
+from benchmarks.lists import OPEN, fill, token_of
+from benchmarks.service import FOR_EVER, RESULT, WORKERS, Load, Service, bearer, keep, made
+from benchmarks.streams import Posts, read
+from tests.service.control_plane_harness import sample, spec
+from tests.service.postgresql import postgresql
+from thinwire.contract.reports import HEARTBEAT_S
+from thinwire.service.db import Database
+from thinwire.service.jobs.repository import JobRow, SampleRow
+
+RUN = (
+    "from thinwire.service.launch.fake import FakeLauncher as F, LaunchState as S, LaunchStatus as L; "
+    "known = F.status; "
+    f"F.status = lambda one, id: known(one, id) if id in one.submissions else L(S.RUNNING); {FOR_EVER}"
+)
+"""Jobs that never end, those too that it has not started itself."""
+SAMPLES = 20_000
+"""Of one job's history."""
+SENDERS = 4
+"""Connections of those who report."""
+SAMPLED_S = 10.0
+WATCHED = 50
+"""Streams while memory is looked at."""
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """How many, and milliseconds."""
+    ordered = sorted(seconds)
+    at = lambda share: round(1e3 * ordered[int(share * (len(ordered) - 1))], 1)  # noqa: E731
+    return {"count": len(ordered), "p50_ms": at(0.5), "p99_ms": at(0.99)} if ordered else {"count": 0}
+
+
+class Team(Load):
+    """The jobs that run, and those who ask of them."""
+
+    def filled(self) -> None:
+        """Their tokens, and leases of their workers."""
+        assert self.running() == OPEN
+        with self._database() as session:
+            query = select(JobRow.id, JobRow.arrival).where(JobRow.state == "RUNNING").order_by(JobRow.arrival)
+            found = session.execute(query).all()
+        self.ids = [id for id, _ in found]
+        self.tokens = [token_of(arrival - 1) for _, arrival in found]
+        self.put_leases()
+
+    def idle(self, seconds: float) -> float:
+        """Cores that it takes when nobody asks; from here on they are no part of what a request costs."""
+        before, began = self.cpu_s(), time.monotonic()
+        time.sleep(seconds)
+        self._idle = (self.cpu_s() - before) / (time.monotonic() - began)
+        return round(self._idle, 3)
+
+    def reads(self, times: int) -> dict[str, Any]:
+        """What each costs: in turn, so that a busy machine slows all of them alike."""
+        following = self.get("/v1/jobs?limit=100").json()["next"]
+        page = self.get("/").text
+        files = re.findall(r'(?:src|href)="([^"#:]+\.[a-z]+)"', page)
+        files = ["/" + path.lstrip("./") for path in files]
+        one = self.ids[0]
+        paths = {
+            "list": ["/v1/jobs?limit=100"],
+            "list, the next page": [f"/v1/jobs?limit=100&before={following}"],
+            "list, running": ["/v1/jobs?limit=100&state=RUNNING"],
+            "list, of one person": ["/v1/jobs?limit=100&person=person-7"],
+            "list, of a label that few have": ["/v1/jobs?limit=100&label=sweep%3D17"],
+            f"the page, and its {len(files)} files": ["/", *files],
+            "show": [f"/v1/jobs/{one}"],
+            "history, 500 points of 20,000": [f"/v1/jobs/{one}/metrics?points=500"],
+            "history, 1,000 samples": [f"/v1/jobs/{one}/metrics?limit=1000"],
+            "metrics": ["/metrics"],
+            "targets": ["/v1/metrics/targets"],
+        }
+        taken: dict[str, list[float]] = {name: [] for name in paths}
+        for _ in range(times):
+            for name, group in paths.items():
+                began = time.perf_counter()
+                for path in group:
+                    self.get(path).raise_for_status()
+                taken[name].append(time.perf_counter() - began)
+        return {name: percentiles(seconds) for name, seconds in taken.items()}
+
+
+class Reports:
+    """All jobs report, each worker and each rank 0 in its turn, from threads. rate: job-seconds a second; None: as fast
+    as SENDERS connections may.
+    """
+
+    def __init__(self, team: Team, service: Service, rate: float | None) -> None:
+        self._team, self._address, self._rate = team, service.address, rate
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self.posts: list[float] = []
+        self.registrations: list[float] = []
+        self.errors: list[str] = []
+        self._next = 0
+        self._began = time.monotonic()
+        self._threads = [threading.Thread(target=self._run) for _ in range(SENDERS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        connection = http.client.HTTPConnection(*self._address, timeout=60)
+        beats = WORKERS / HEARTBEAT_S
+        while not self._over.is_set():
+            with self._lock:
+                number, self._next = self._next, self._next + 1
+            if self._rate is not None:
+                late = self._began + number / self._rate - time.monotonic()
+                if late > 0 and self._over.wait(late):
+                    break
+            try:
+                job = number % len(self._team.ids)
+                self.posts.append(self._sent(connection, *self._post(job, 30_000 + number // len(self._team.ids))))
+                for beat in range(int(number * beats), int((number + 1) * beats)):
+                    self.registrations.append(self._sent(connection, *self._register(job, beat % WORKERS)))
+            except (OSError, http.client.HTTPException) as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                connection.close()
+
+    def _sent(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any, job: int) -> float:
+        headers = {**bearer(self._team.tokens[job]), "Content-Type": "application/json"}
+        began = time.perf_counter()
+        connection.request(method, path, json.dumps(body), headers)
+        answer = connection.getresponse()
+        said = answer.read()
+        if answer.status != 204:
+            self.errors.append(f"{answer.status} {said[:200]!r}")
+        return time.perf_counter() - began
+
+    def _post(self, job: int, step: int) -> tuple[str, str, Any, int]:
+        one = sample(step, at=time.time(), lr=1e-3, step_seconds=1.0, world_size=WORKERS, payload_bytes=10**6)
+        return "POST", f"/v1/jobs/{self._team.ids[job]}/telemetry", {"attempt": 1, "samples": [one]}, job
+
+    def _register(self, job: int, rank: int) -> tuple[str, str, Any, int]:
+        said = {"address": f"127.0.0.1:{39000 + rank}", "attempt": 1, "pid": 100 + rank, "node": f"box{rank}"}
+        return "PUT", f"/v1/jobs/{self._team.ids[job]}/workers/{rank}", said | {"leads": rank == 0}, job
+
+    def end(self) -> dict[str, Any]:
+        """No more; what there was."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        seconds = time.monotonic() - self._began
+        return {
+            "asked_a_second": self._rate,
+            "job_seconds_a_second": round(len(self.posts) / seconds, 1),
+            "post": percentiles(self.posts),
+            "register": percentiles(self.registrations),
+            "errors": len(self.errors),
+            "error": self.errors[:1],
+        }
+
+
+def measured(team: Team, service: Service, seconds: float, times: int, readers: int) -> Iterator[tuple[str, Any]]:
+    """All but the memory, each part with its name as it comes."""
+    yield "idle_cores", team.idle(5.0)
+    yield "rss_filled_mib", service.memory()
+    team.reads(1)
+    yield "reads", team.reads(times)
+    before, began = team.cpu_s(), time.monotonic()
+    reports = Reports(team, service, None)
+    time.sleep(seconds)
+    most = reports.end()
+    taken = team.cpu_s() - before - team._idle * (time.monotonic() - began)
+    yield "most", most | {"cpu_ms_of_a_job_second": round(1e3 * taken / max(1, len(reports.posts)), 2)}
+    half = most["job_seconds_a_second"] / 2
+    body = spec(workers={"min": WORKERS, "max": WORKERS}, steps=10**6)
+    reports = Reports(team, service, half)
+    submissions, began = list[float](), time.monotonic()
+    while time.monotonic() < began + seconds:
+        since = time.perf_counter()
+        team.submitted(body).raise_for_status()
+        submissions.append(time.perf_counter() - since)
+    yield "submit", percentiles(submissions) | {"a_second": round(len(submissions) / (time.monotonic() - began), 1)}
+    yield "reports beside submissions", reports.end()
+    reports = Reports(team, service, half)
+    yield "reads meanwhile", team.reads(max(3, times // 5))
+    yield "reports meanwhile", reports.end()
+    posts = Posts(service, team.ids[1], team.tokens[1])
+    try:
+        yield "streams", read(service, team.ids[1], readers, seconds, team.cpu_s)
+    finally:
+        posts.end()
+    yield "rss_after_mib", service.memory()
+    yield "rss_most_mib", service.memory("VmHWM")
+
+
+@contextmanager
+def watchers(service: Service, ids: list[str]) -> Iterator[Callable[[], int]]:
+    """Who read a stream each, of some jobs; how many still do."""
+    over = threading.Event()
+    open_now: list[int] = []
+
+    def watch(job_id: str) -> None:
+        with socket.create_connection(service.address, timeout=60) as made:
+            head = (
+                f"GET /v1/jobs/{job_id}/events HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {service.operator}\r\n\r\n"
+            )
+            made.sendall(head.encode())
+            open_now.append(1)
+            try:
+                while not over.is_set() and made.recv(1 << 16):
+                    pass
+            except OSError:
+                pass
+            finally:
+                open_now.pop()
+
+    threads = [threading.Thread(target=watch, args=(job,), daemon=True) for job in ids]
+    for thread in threads:
+        thread.start()
+    try:
+        yield lambda: len(open_now)
+    finally:
+        over.set()
+
+
+def memory(team: Team, service: Service, minutes: float, rate: float, keep_at: Path) -> dict[str, Any]:
+    """The service's memory while it is used as on any day. Written as it comes: a run of an hour may be cut short."""
+    curve: list[dict[str, Any]] = []
+    found = {"minutes": minutes, "rate": rate, "curve": curve}
+    body = spec(workers={"min": 1, "max": 1})
+    mine: list[str] = []
+    counts = {"looks": 0, "submissions": 0, "deleted": 0, "failed": 0}
+    reports = Reports(team, service, rate)
+    began = time.monotonic()
+
+    def ask(method: str, path: str, **more: Any) -> httpx.Response | None:
+        try:
+            answer = team._client().request(method, path, headers=bearer(service.operator), **more)
+            answer.raise_for_status()
+            return answer
+        except httpx.HTTPError:
+            counts["failed"] += 1
+            return None
+
+    with watchers(service, team.ids[:WATCHED]) as watching:
+        turn = 0
+        while (since := time.monotonic() - began) < 60.0 * minutes:
+            if since >= SAMPLED_S * len(curve):
+                told: dict[str, Any] = {"posts": len(reports.posts), "registrations": len(reports.registrations)}
+                told |= {"streams": watching(), "cores_s": round(team.cpu_s(), 1), "errors": len(reports.errors)}
+                curve.append({"at_s": round(since, 1), "rss_mib": service.memory(), **told, **counts})
+                keep_at.write_text(json.dumps(found) + "\n")
+            one = team.ids[turn % len(team.ids)]
+            lists = ("/v1/jobs?limit=100", "/v1/jobs?limit=100&state=RUNNING", "/v1/jobs?person=person-7", "/metrics")
+            for path in (lists[turn % 4], f"/v1/jobs/{one}", f"/v1/jobs/{one}/metrics?points=500", "/"):
+                counts["looks"] += ask("GET", path) is not None
+            if turn % 5 == 0 and (answer := ask("POST", "/v1/jobs", json=body)) is not None:
+                counts["submissions"] += 1
+                mine.append(str(answer.json()["id"]))
+            if len(mine) > 10:
+                oldest = mine[0]
+                state = ask("GET", f"/v1/jobs/{oldest}")
+                if state is not None and state.json()["state"] == "CANCELLED":
+                    counts["deleted"] += ask("DELETE", f"/v1/jobs/{oldest}") is not None
+                    mine.pop(0)
+                else:
+                    ask("POST", f"/v1/jobs/{oldest}/cancel")
+            turn += 1
+            time.sleep(2.0)
+    return found | {"reports": reports.end(), "rss_most_mib": service.memory("VmHWM")}
+
+
+def picture(found: dict[str, Any], path: Path) -> None:
+    """The curve of the memory."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
+    for kind, one in found.items():
+        if isinstance(one, dict) and "curve" in one:
+            axes.plot(
+                [point["at_s"] / 60 for point in one["curve"]], [point["rss_mib"] for point in one["curve"]], label=kind
+            )
+    axes.set(xlabel="minutes", ylabel="MiB resident", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main(
+    jobs: Annotated[int, typer.Option(min=1000, help="That are over.")] = 100_000,
+    times: Annotated[int, typer.Option(min=1, help="Each read is made so often.")] = 100,
+    seconds: Annotated[float, typer.Option(help="That each other part takes.")] = 20.0,
+    readers: Annotated[int, typer.Option(help="Of one stream at once.")] = 500,
+    on_postgresql: Annotated[bool, typer.Option("--postgresql", help="Not SQLite.")] = False,
+    minutes: Annotated[float, typer.Option(help="Look at the memory alone, for so long.")] = 0.0,
+    rate: Annotated[float, typer.Option(help="Job-seconds a second meanwhile.")] = 5.0,
+) -> None:
+    """Fill a database, serve it, print what it bears, and write it beside the results that are there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    kind = "PostgreSQL" if on_postgresql else "SQLite"
+    result = RESULT.with_name("memory.json" if minutes else "team.json")
+    found = made("benchmarks.team") | {"over": jobs, "running": OPEN, "workers": WORKERS}
+
+    def written() -> dict[str, Any]:
+        known = json.loads(result.read_text()) if result.exists() else {}
+        known[kind] = found
+        keep(known, result)
+        return known
+
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
+        url = f"sqlite:///{home / 'thinwire.db'}"
+        if on_postgresql:
+            url = stack.enter_context(postgresql(durable=True))()
+        database = Database(url)
+        database.upgrade()
+        fill(database, jobs, "RUNNING", workers={"min": WORKERS, "max": WORKERS}, steps=10**6)
+        with database.unfenced() as session:
+            first = session.scalars(select(JobRow.id).where(JobRow.state == "RUNNING").order_by(JobRow.id)).first()
+            rows = [{"job_id": first, "step": n, "attempt": 1, "sample": sample(n)} for n in range(1, SAMPLES + 1)]
+            session.execute(insert(SampleRow), rows)
+        with database.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+            if on_postgresql:
+                connection.execute(text("VACUUM ANALYZE"))  # as autovacuum does within a minute
+        database.close()
+        many = str(readers + WATCHED)
+        settings = {"THINWIRE_DATABASE_URL": url, "THINWIRE_STREAMS_OF_ONE": many, "THINWIRE_STREAMS": many}
+        settings |= {"THINWIRE_CHANGES_BURST": "100000", "THINWIRE_PERSON_MAX_JOBS": "100000"}
+        service = Service(home, 4096, RUN, **settings)
+        try:
+            team = Team(service, OPEN, url)
+            team.filled()
+            if minutes:
+                found |= memory(team, service, minutes, rate, RESULT.with_name(f"memory-{kind}.part"))
+            else:
+                for part, told in measured(team, service, seconds, times, readers):
+                    found[part] = told
+                    print(f"{kind}, {part}: {json.dumps(told)}", flush=True)
+                    written()
+        finally:
+            service.process.terminate()
+            service.process.wait(60)
+    if minutes:
+        RESULT.with_name(f"memory-{kind}.part").unlink()
+        picture(written(), RESULT.with_name("memory.png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)
