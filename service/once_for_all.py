@@ -13,34 +13,40 @@ Made = TypeVar("Made")
 class OnceForAll(Generic[Key]):
     """Of each key at most one call is under way, and one waits for it: whoever asks meanwhile is given what that makes.
 
-    So an answer is never of a call that began before it was asked for: it is as new as one of one's own. For one event
-    loop.
+    So an answer is never of a call that began before it was asked for: it is as new as one of one's own. A task belongs
+    to its event loop, so two loops that ask the same service have calls of their own.
     """
 
     def __init__(self) -> None:
-        self._next: dict[Key, asyncio.Task[Any]] = {}
-        self._under_way: dict[Key, asyncio.Task[Any]] = {}
+        self._next: dict[tuple[asyncio.AbstractEventLoop, Key], asyncio.Task[Any]] = {}
+        self._under_way: dict[tuple[asyncio.AbstractEventLoop, Key], asyncio.Task[Any]] = {}
         self.calls = 0
         """Since the start, for who wants to know what was saved."""
 
     async def of(self, key: Key, call: Callable[[], Awaitable[Made]]) -> Made:
         """What `call` gives, or another one of the same key that has not begun yet. Raises what it raises."""
-        task = self._next.get(key)
+        place = asyncio.get_running_loop(), key
+        task = self._next.get(place)
         if task is None:
-            task = self._next[key] = asyncio.create_task(self._make(key, call, self._under_way.get(key)))
+            task = self._next[place] = asyncio.create_task(self._make(place, call, self._under_way.get(place)))
             task.add_done_callback(_seen)
         made: Made = await asyncio.shield(task)  # others wait for it where this one goes away
         return made
 
-    async def _make(self, key: Key, call: Callable[[], Awaitable[Made]], before: asyncio.Task[Any] | None) -> Made:
+    async def _make(
+        self,
+        place: tuple[asyncio.AbstractEventLoop, Key],
+        call: Callable[[], Awaitable[Made]],
+        before: asyncio.Task[Any] | None,
+    ) -> Made:
         if before is not None:
             await asyncio.wait([before])
-        self._under_way[key] = self._next.pop(key)
+        self._under_way[place] = self._next.pop(place)
         self.calls += 1
         try:
             return await call()
         finally:
-            del self._under_way[key]
+            del self._under_way[place]
 
 
 def _seen(task: asyncio.Task[Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -65,3 +67,18 @@ def test_keys_do_not_wait_for_one_another_and_an_error_is_of_those_who_asked() -
         assert await other == 1
 
     asyncio.run(run())
+
+
+def test_two_loops_that_ask_at_once_have_calls_of_their_own() -> None:
+    once: OnceForAll[str] = OnceForAll()
+    both = threading.Barrier(2)
+
+    async def call() -> asyncio.AbstractEventLoop:
+        await asyncio.to_thread(both.wait, 60)  # neither ends before the other has begun
+        return asyncio.get_running_loop()
+
+    async def ask() -> bool:
+        return await once.of("key", call) is asyncio.get_running_loop()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda _: asyncio.run(ask()), range(2))) == [True, True]
