@@ -61,7 +61,8 @@ test: .venv/.dev
 test-fast: .venv/.dev .venv/.loops
 	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal $(LAWS)
 
-test-all: .venv/.dev
+# The site's packages too, for its tests.
+test-all: .venv/.dev .venv/.site
 	@$(MAKE) --no-print-directory -j 2 check .venv/.loops .venv/.collected
 	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(LIBRARIES)
 	$(PYTEST) -m "not ray and not gpu" --hypothesis-profile=thorough $(SIDE_BY_SIDE)
