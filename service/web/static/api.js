@@ -93,6 +93,7 @@ export function send(path, blob, type, { sent, signal }) {
     const stop = () => request.abort();
     request.open("PUT", path);
     request.setRequestHeader("Content-Type", type);
+    if (project.chosen) request.setRequestHeader("Thinwire-Project", project.chosen);
     request.upload.addEventListener("progress", (event) => sent(event.loaded));
     request.addEventListener("abort", () => reject(signal.reason));
     request.addEventListener("error", () => lost("the service does not answer, or has broken the connection off"));
