@@ -24,6 +24,7 @@ def test_where_nothing_overlaps_events_and_streams_are_those_of_a_step_whatever_
     assert calls[FEW]["streams"] == calls[MANY]["streams"] <= 4
 
 
+@pytest.mark.slow
 def test_a_bucket_is_three_launches_two_operations_of_torch_and_two_collectives(calls):
     more = {kind: (calls[MANY][kind] - calls[FEW][kind]) / (MANY - FEW) for kind in ("launches", "operations")}
     assert more == {"launches": 3, "operations": 2}

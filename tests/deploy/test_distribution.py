@@ -134,6 +134,7 @@ def test_what_is_installed_works_away_from_the_clone(installed, tmp_path, source
     away(installed, tmp_path, "python", "-c", source.replace("{environment!r}", repr(str(installed.parent))))
 
 
+@pytest.mark.slow
 def test_the_command_line_works_away_from_the_clone(installed, tmp_path):
     assert "quickstart" in away(installed, tmp_path, "thinwire", "--help")
     first_job = away(

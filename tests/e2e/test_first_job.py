@@ -285,25 +285,30 @@ def resized(server) -> Resized:
     return seen
 
 
+@pytest.mark.slow
 def test_a_running_job_grows_and_shrinks_on_request_without_a_loss(resized):
     assert [fields["world_size"] for fields in resized.by_resizes] == [3, 2]
     assert all(fields["error_lost_norm"] == 0 and not fields["lost"] for fields in resized.by_resizes)
     assert all(fields["redone"] == 0 for fields in resized.by_resizes)
 
 
+@pytest.mark.slow
 def test_who_stays_through_a_resize_keeps_its_process(resized):
     assert resized.kept == [[pid] for pid in resized.first]
 
 
+@pytest.mark.slow
 def test_a_job_below_its_minimum_waits_until_less_is_asked(resized):
     assert resized.waits == {"have": 1, "min": 2}
 
 
+@pytest.mark.slow
 def test_a_worker_that_gets_notice_hands_over_before_it_goes(resized):
     told = resized.handover
     assert (told["world_size"], told["lost"], told["error_lost_norm"]) == (1, [], 0)
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_ends_with_all_its_workers(resized):
     assert resized.state == "CANCELLED"
 

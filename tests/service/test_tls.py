@@ -236,6 +236,7 @@ def test_who_begins_no_handshake_is_ended_soon(server: TlsServer) -> None:
         assert silent.recv(1) == b""
 
 
+@pytest.mark.slow
 def test_a_service_that_others_reach_without_tls_says_that_tokens_cross_in_clear(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
