@@ -1,6 +1,7 @@
 // The folder of a script as a package: a zip of what is not ignored, as thinwire/cli/packing.py makes it. What a browser
 // does not tell is missing: empty folders, and which files can be executed (a file that begins with #! can).
 import { bytesText } from "./format.js";
+import { sha256 as sha2 } from "./vendor/sha2.js";
 
 /** As in thinwire/contract/packages.py. */
 export const MOST_BYTES = 100 * 2 ** 20;
@@ -210,39 +211,14 @@ const CRC = Int32Array.from({ length: 256 }, (_, byte) => {
   return sum;
 });
 
-// The hash, by hand: browsers lend theirs (crypto.subtle) to pages that came over TLS alone.
-
-const root = (n, power) => { const value = n ** (1 / power); return Math.floor((value - Math.floor(value)) * 2 ** 32) | 0; };
-const PRIMES = [];
-for (let n = 2; PRIMES.length < 64; n += 1) if (PRIMES.every((one) => n % one)) PRIMES.push(n);
-const ROUNDS = Int32Array.from(PRIMES, (n) => root(n, 3));
+// The hash, by a library: browsers lend theirs (crypto.subtle) to pages that came over TLS alone, and not in parts.
 
 /** SHA-256 of a blob, in hexadecimal digits. */
 export async function sha256(blob, signal) {
-  const state = Int32Array.from(PRIMES.slice(0, 8), (n) => root(n, 2)), w = new Int32Array(64);
-  const padding = new Uint8Array(((119 - (blob.size % 64)) % 64) + 9);
-  padding[0] = 0x80;
-  const bits = new DataView(padding.buffer);
-  bits.setUint32(padding.length - 8, Math.floor(blob.size / 2 ** 29));
-  bits.setUint32(padding.length - 4, (blob.size * 8) >>> 0);
-  const whole = new Blob([blob, padding]);
-  for (let at = 0; at < whole.size; at += STEP) {
+  const hash = sha2.create();
+  for (let at = 0; at < blob.size; at += STEP) {
     signal?.throwIfAborted();
-    const part = new DataView(await whole.slice(at, at + STEP).arrayBuffer());
-    for (let block = 0; block < part.byteLength; block += 64) {
-      for (let t = 0; t < 16; t += 1) w[t] = part.getInt32(block + 4 * t);
-      for (let t = 16; t < 64; t += 1) {
-        const x = w[t - 15], y = w[t - 2];
-        w[t] = w[t - 16] + w[t - 7] + (((x >>> 7) | (x << 25)) ^ ((x >>> 18) | (x << 14)) ^ (x >>> 3)) + (((y >>> 17) | (y << 15)) ^ ((y >>> 19) | (y << 13)) ^ (y >>> 10));
-      }
-      let [a, b, c, d, e, f, g, h] = state;
-      for (let t = 0; t < 64; t += 1) {
-        const one = (h + (((e >>> 6) | (e << 26)) ^ ((e >>> 11) | (e << 21)) ^ ((e >>> 25) | (e << 7))) + ((e & f) ^ (~e & g)) + ROUNDS[t] + w[t]) | 0;
-        const two = ((((a >>> 2) | (a << 30)) ^ ((a >>> 13) | (a << 19)) ^ ((a >>> 22) | (a << 10))) + ((a & b) ^ (a & c) ^ (b & c))) | 0;
-        h = g; g = f; f = e; e = (d + one) | 0; d = c; c = b; b = a; a = (one + two) | 0;
-      }
-      [a, b, c, d, e, f, g, h].forEach((one, place) => { state[place] += one; });
-    }
+    hash.update(new Uint8Array(await blob.slice(at, at + STEP).arrayBuffer()));
   }
-  return [...state].map((one) => (one >>> 0).toString(16).padStart(8, "0")).join("");
+  return [...hash.digest()].map((one) => one.toString(16).padStart(2, "0")).join("");
 }
