@@ -170,6 +170,7 @@ class ControlPlane:
             self.packages,
             launcher_reason=self.launcher_reason,
             room=lambda: self.reconciler.admission.room,
+            refuse_full=self._refuse_full,
             would=lambda row: self.reconciler.admission.would(row),
             confirm_owner=self.ownership.confirm,
             wake=self.reconciler.wake,
@@ -309,7 +310,14 @@ class ControlPlane:
         with self.db.read() as session:
             return JobRepository(session).service_id()
 
-    def full(self) -> str | None:
+    def _refuse_full(self) -> None:
+        """Raises InsufficientStorage: what is left is for jobs that there are, to be cancelled and deleted."""
+        full = self._full()
+        if full is not None:
+            words = "no job is taken until room is made, as by deleting jobs that are over"
+            raise errors.InsufficientStorage(f"{full}: {words}")
+
+    def _full(self) -> str | None:
         """None when the disk of the home has room for what a new job writes, else why not."""
         try:
             free = shutil.disk_usage(self._home).free
@@ -328,7 +336,7 @@ class ControlPlane:
             self.db.check()
         except SQLAlchemyError as error:
             return f"database: {type(error).__name__}; see the service's log"
-        full = self.full()
+        full = self._full()
         if full is not None:
             return full
         if not self.ownership.owns:

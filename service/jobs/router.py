@@ -83,13 +83,6 @@ async def _one_key(request: Request) -> None:
         raise InvalidRequest.at("idempotency-key", None, f"is given {len(keys)} times: give it once")
 
 
-def _room(request: Request) -> None:
-    """Raises: InsufficientStorage. What is left is for jobs that there are: to be cancelled and deleted."""
-    full: str | None = request.app.state.plane.full()
-    if full is not None:
-        raise InsufficientStorage(f"{full}: no job is taken until room is made, as by deleting jobs that are over")
-
-
 operators = APIRouter(
     prefix="/v1", dependencies=[Depends(person), Depends(known_query)], responses=ALWAYS, tags=["jobs"]
 )
@@ -143,7 +136,7 @@ def _json(found: BaseModel) -> Response:
 @operators.post(
     "/jobs",
     status_code=202,
-    dependencies=[Depends(json_body), Depends(_one_key), Depends(_room)],
+    dependencies=[Depends(json_body), Depends(_one_key)],
     responses=documented(IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType, InsufficientStorage),
 )
 def submit(
@@ -180,7 +173,7 @@ def validate(spec: AnySpec, jobs: Jobs, request: Request, project: InProject) ->
 @operators.post(
     "/jobs/{job_id}/clone",
     status_code=202,
-    dependencies=[Depends(json_body), Depends(_one_key), Depends(_room)],
+    dependencies=[Depends(json_body), Depends(_one_key)],
     responses=documented(
         JobNotFound, IdempotencyKeyReused, QuotaReached, BodyTooLarge, UnsupportedMediaType, InsufficientStorage
     ),

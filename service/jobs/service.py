@@ -106,6 +106,7 @@ class JobService:
         *,
         launcher_reason: Callable[[], str | None],
         room: Callable[[], Room | None],
+        refuse_full: Callable[[], None],
         would: Callable[[JobRow], tuple[StartsWhen, str | None, dict[str, Any] | None]],
         confirm_owner: Callable[[], None],
         wake: Callable[[], None],
@@ -122,7 +123,7 @@ class JobService:
         self._folders = folders
         self._packages = packages
         self._launcher_reason = launcher_reason
-        self._room = room
+        self._room, self._refuse_full = room, refuse_full
         self._would = would
         self._confirm_owner = confirm_owner
         self._wake = wake
@@ -140,7 +141,8 @@ class JobService:
         the same job.
 
         Raises: IdempotencyKeyReused, InvalidRequest (a data file that cannot be read, a package or
-        a start that is not there, more workers than the cluster can ever have), QuotaReached, ProjectNotFound.
+        a start that is not there, more workers than the cluster can ever have), QuotaReached, ProjectNotFound,
+        InsufficientStorage.
         """
         change.project = project
         _refuse_hidden(spec)
@@ -151,6 +153,7 @@ class JobService:
         if earlier is not None:
             change.job_id, change.about = earlier.id, "repeated"
             return earlier
+        self._refuse_full()
         given, spec = spec, self._checked(spec, project)
         token = new_token()
         with self._folders.lock:

@@ -66,12 +66,15 @@ def test_ready_needs_room_on_the_disk(service: Service, monkeypatch: pytest.Monk
 def test_below_that_no_job_is_taken_and_those_that_there_are_can_be_cancelled_and_deleted(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = service.submit()
+    old, key = service.submit(), {"Idempotency-Key": "once"}
+    taken = service.client.post("/v1/jobs", json=spec(), headers=key).json()["id"]
     usage = type(shutil.disk_usage(service.home))
     monkeypatch.setattr("thinwire.service.main.shutil.disk_usage", lambda path: usage(1 << 30, 1 << 30, 3 << 20))
+    # Whose answer was lost learns that the job is there.
+    assert service.client.post("/v1/jobs", json=spec(), headers=key).json()["id"] == taken
     for refused in (
         service.client.post("/v1/jobs", json=spec()),
-        service.client.post(f"/v1/jobs/{old}/clone", json={"steps": 7}),
+        service.client.post(f"/v1/jobs/{old}/clone", json={"steps": 70}),
     ):
         assert refused.status_code == 507
         assert "has 3 MiB left, at least 64 are needed: no job is taken until room is made" in refused.json()["message"]

@@ -61,11 +61,11 @@ def _states(given: Sequence[str] | None) -> list[JobState]:
     """A state by its name, in capitals or not, or `open`: all that are not over. Raises typer.BadParameter."""
     found: list[JobState] = []
     for one in given or ():
-        for name in one.upper().split(","):
-            if name == "OPEN":
+        for name in one.split(","):
+            if name.upper() == "OPEN":
                 found += OPEN
-            elif name in JobState.__members__:
-                found.append(JobState[name])
+            elif name.upper() in JobState.__members__:
+                found.append(JobState[name.upper()])
             else:
                 known = ", ".join(JobState)
                 raise typer.BadParameter(f"{name!r} is no state: {known}; or open", param_hint="--state")
