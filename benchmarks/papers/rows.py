@@ -84,7 +84,7 @@ def scores(found: Sequence[Compared]) -> list[Row]:
             f"{one.score:.4g} (dense {one.dense:.4g}{_untrained(one)}) {one.unit}; worse by {_interval(one)}",
             remark=f"{one.seeds} seed{'s' * (one.seeds > 1)}, paired, 2 workers; "
             + (f"{one.sent:.1f}x fewer bytes than fp32; " if one.sent else "")
-            + f"Adam's rate{_times(one.method)}, not searched",
+            + f"{_searched(one)}",
         )
         for one in found
         if one.method not in ("adam", "sgd")
@@ -95,9 +95,10 @@ def _untrained(one: Compared) -> str:
     return "" if one.untrained is None else f", untrained {one.untrained:.4g}"
 
 
-def _times(method: str) -> str:
-    """What the scripts multiply Adam's rate by: RATES of examples/papers/parts.py."""
-    return " x 3" if method in ("onebit_lamb", "onebit_muon") else ""
+def _searched(one: Compared) -> str:
+    """The rate in times the script's own, and how many were tried with seed 0."""
+    more = len(one.tried) > 1
+    return f"{one.times:g} times the script's rate, " + (f"the best of {len(one.tried)}" if more else "not searched")
 
 
 def _interval(one: Compared) -> str:

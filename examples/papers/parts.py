@@ -21,7 +21,7 @@ KINDS |= {".csv": "csv", ".tsv": "csv"}
 SHAKESPEARE = Path(__file__).parents[2] / "tests" / "data" / "tinyshakespeare.txt"
 
 RATES = {"lamb": 3, "onebit_lamb": 3, "muon": 3, "onebit_muon": 3, "sgd": 100, "onebit_sgd": 100, "sketched_sgd": 100}
-"""Times a preset's rate, which is that of Adam, for steps of another size; nobody has searched them."""
+"""Times a preset's rate, which is that of Adam, for steps of another size: where a search begins, see --lr-times."""
 BERT_BOUNDS = LambBounds(max_coeff=0.3, min_coeff=0.01)
 """Of LAMB's trust ratio, in the settings that 1-bit LAMB was published with (arXiv 2104.06069)."""
 
@@ -32,6 +32,7 @@ def add_flags(parser, presets, *, optimizer=None, memory=True):
     parser.add_argument("--preset", choices=presets, default="small")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=optimizer, help="as in job files")
     parser.add_argument("--lr", type=float, help=f"the highest; {told}")
+    parser.add_argument("--lr-times", type=_positive, default=1.0, help="times that rate: to search for a better one")
     parser.add_argument("--steps", type=_natural, help=told)
     parser.add_argument("--batch", type=_natural, help=f"samples of a step, over all workers; {told}")
     if memory:
@@ -69,6 +70,13 @@ def a_file(text):
     return file
 
 
+def _positive(text):
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return number
+
+
 def _natural(text):
     number = int(text)
     if number < 1:
@@ -76,9 +84,13 @@ def _natural(text):
     return number
 
 
-def rate_of(given, lr, own="adam"):
-    """The highest rate: --lr, or else `lr`, which is for the optimizer `own`, times what that of --optimizer takes."""
-    return lr * RATES.get(given.optimizer, 1) / RATES.get(own, 1) if given.lr is None else given.lr
+def rate_of(given, lr, own="adam", rates=None):
+    """The highest rate: --lr, or else `lr`, which is for the optimizer `own`, times what that of --optimizer takes.
+
+    rates: by optimizer, where a preset has more than one. All of it times --lr-times.
+    """
+    usual = (rates or {}).get(given.optimizer, lr * RATES.get(given.optimizer, 1) / RATES.get(own, 1))
+    return given.lr_times * (usual if given.lr is None else given.lr)
 
 
 def in_groups(model, weight_decay):

@@ -325,7 +325,7 @@ def main(words=None):
     batch = given.batch or preset.global_batch
     steps = given.steps or -(-len(training) * preset.epochs // batch)
     drops = [round(steps * drop / preset.epochs) for drop in preset.drops]
-    lr = given.lr or preset.rates.get(given.optimizer) or parts.rate_of(given, preset.lr)
+    lr = parts.rate_of(given, preset.lr, rates=preset.rates)
     options = {}
     if given.optimizer in ("onebit_adam", "onebit_lamb") and preset.warmup_epochs:
         options["warmup"] = max(1, round(steps * preset.warmup_epochs / preset.epochs))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers import ranks, rows, runs, volume
+from benchmarks.papers import ranks, rates, rows, runs, volume
 from benchmarks.papers.published import table
 from benchmarks.papers.volume import by_our_rules
 from benchmarks.provenance import ROOT
@@ -45,11 +45,55 @@ def test_the_profile_adds_up_to_the_share_of_the_all_reduce_that_the_paper_print
         assert 100 * row["allreduce_ms"] / step_ms == pytest.approx(row["allreduce_percent"], abs=1.0), row
 
 
-def _run(method: str, seed: int, score: float, *, higher: bool = True, sent: int = 10) -> dict[str, object]:
+def _run(
+    method: str, seed: int, score: float, *, higher: bool = True, sent: int = 10, times: float = 1.0
+) -> dict[str, object]:
     return {
         **{"workload": "gpt2", "optimizer": method, "seed": seed, "score": score, "unit": "perplexity"},
-        **{"higher_is_better": higher, "bytes": sent, "dense_bytes": 100},
+        **{"higher_is_better": higher, "bytes": sent, "dense_bytes": 100, "times": times},
     }
+
+
+def test_a_rate_is_searched_with_the_first_seed_until_its_neighbours_are_worse(monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "KEPT", tmp_path / "runs.jsonl")
+    score = {0.5: 9.0, 1.0: 8.0, 2.0: 7.0, 4.0: 6.0}  # lower is better; beyond that it diverges
+
+    def some(workload, one, _):
+        if one.times == 8 and one.method == "adam":
+            raise ranks.RankFailed("rank 0 ended with 1")
+        return _run(one.method, one.seed, score.get(one.times, math.nan) + one.seed, higher=False, times=one.times)
+
+    monkeypatch.setattr(runs, "_run", some)
+    with pytest.raises(runs.RunsFailed):
+        list(runs.make(2, ["gpt2"], tmp_path))
+    told = [(run["seed"], run["times"]) for run in runs.kept() if run["optimizer"] == "onebit_adam"]
+    assert told == [(0, 1.0), (0, 2.0), (0, 4.0), (0, 8.0), (1, 4.0)]
+    one = next(one for one in runs.compared(runs.kept()) if one.method == "onebit_adam")
+    assert (one.seeds, one.times, one.tried, one.score) == (2, 4.0, (1.0, 2.0, 4.0, 8.0), 6.5)
+    (row,) = rows.scores([one])
+    assert row.remark.endswith("4 times the script's rate, the best of 4")
+
+
+def test_a_search_looks_to_both_sides_and_ends_at_the_end_of_its_range():
+    tried = {1.0: 5.0}
+    assert rates.following({}, higher_is_better=True) == 1.0
+    assert rates.following(tried | {2.0: 4.0}, higher_is_better=True) == 0.5
+    assert rates.following(tried | {2.0: 4.0, 0.5: 5.0}, higher_is_better=True) is None  # of equals the nearest to 1
+    falling = {2.0**power: -float(power) for power in range(-4, 2)}
+    assert rates.following(falling, higher_is_better=True) is None
+    assert rates.best({1.0: math.nan, 2.0: math.inf, 0.5: 3.0}, higher_is_better=False) == 0.5
+
+
+def test_what_begins_with_weights_is_made_again_where_a_better_rate_was_found_for_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(runs, "KEPT", tmp_path / "runs.jsonl")
+    bert, after = (next(one for one in runs.WORKLOADS if one.name == name) for name in ("bert", "bert-glue"))
+    first = _run("adam", 0, 1.0) | {"workload": "bert"}
+    later = _run("adam", 0, 1.0) | {"workload": "bert-glue", "weights": "bert-adam-0-x1"}
+    assert runs.found_rate(after, "adam", [first, later]) == 1.0
+    assert runs.compared([first, later])[-1].workload == "bert-glue"
+    better = _run("adam", 0, 2.0, times=2.0) | {"workload": "bert"}
+    assert runs.found_rate(bert, "adam", [first, better]) == 2.0
+    assert [one.workload for one in runs.compared([first, later, better])] == ["bert"]
 
 
 @pytest.mark.parametrize("higher", [True, False])
@@ -82,9 +126,13 @@ def test_a_run_that_is_kept_is_not_made_again(monkeypatch, tmp_path):
     gpt2 = next(workload for workload in runs.WORKLOADS if workload.name == "gpt2")
     runs.KEPT.write_text("".join(json.dumps(_run(method, 0, 1.0)) + "\n" for method in gpt2.methods[1:]))
     made = []
-    monkeypatch.setattr(
-        runs, "_run", lambda workload, method, seed, _: made.append((workload.name, method, seed)) or {}
-    )
+    monkeypatch.setattr(rates, "WIDEST", 1.0)
+
+    def some(workload, one, _):
+        made.append((workload.name, one.method, one.seed))
+        return _run(one.method, one.seed, 1.0)
+
+    monkeypatch.setattr(runs, "_run", some)
     assert len(list(runs.make(1, ["gpt2"], tmp_path))) == 2
     assert made == [("gpt2", gpt2.methods[0], 0), ("gpt2", runs.UNTRAINED, 0)]
     assert [run["optimizer"] for run in runs.kept()[: len(gpt2.methods) - 1]] == list(gpt2.methods[1:])
@@ -93,10 +141,10 @@ def test_a_run_that_is_kept_is_not_made_again(monkeypatch, tmp_path):
 def test_a_run_that_fails_is_said_at_the_end_and_holds_up_no_other(monkeypatch, tmp_path):
     monkeypatch.setattr(runs, "KEPT", tmp_path / "runs.jsonl")
 
-    def some(workload, method, seed, _):
-        if method == "onebit_lamb":
+    def some(workload, one, _):
+        if one.method == "onebit_lamb":
             raise ranks.RankFailed("rank 1 ended with 1")
-        return _run(method, seed, 1.0)
+        return _run(one.method, one.seed, 1.0, times=one.times)
 
     monkeypatch.setattr(runs, "_run", some)
     with pytest.raises(runs.RunsFailed, match="rank 1 ended with 1"):
@@ -116,10 +164,11 @@ def test_weights_that_are_not_there_are_made_again_and_not_kept_twice(monkeypatc
 
     monkeypatch.setattr(runs, "KEPT", tmp_path / "runs.jsonl")
     monkeypatch.setattr(ranks, "run", script)
+    monkeypatch.setattr(rates, "WIDEST", 1.0)
     made = list(runs.make(1, ["bert-glue"], tmp_path))
     assert ran == ["bert_pretrain.py", "glue.py"] * 5 + ["glue.py"]
     assert len(made) == len(runs.kept()) == 6
-    assert made[0]["command"].endswith("glue.py --preset small --optimizer adam --seed 0 --weights bert-adam-0")
+    assert made[0]["command"].endswith("glue.py --preset small --optimizer adam --seed 0 --weights bert-adam-0-x1")
     assert not any(str(tmp_path) in line for line in runs.KEPT.read_text().splitlines())
 
 

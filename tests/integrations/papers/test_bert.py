@@ -456,11 +456,13 @@ def test_every_optimizer_trains_bert_and_decays_neither_biases_nor_norms(papers)
 
 
 def test_a_preset_has_the_rate_of_its_own_optimizer(papers):
-    def rate(optimizer, lr=None, own="adam"):
-        return papers.parts.rate_of(Namespace(optimizer=optimizer, lr=lr), 6.0, own)
+    def rate(optimizer, lr=None, own="adam", times=1.0, rates=None):
+        return papers.parts.rate_of(Namespace(optimizer=optimizer, lr=lr, lr_times=times), 6.0, own, rates)
 
     assert (rate("onebit_adam"), rate("onebit_lamb"), rate("onebit_lamb", own="onebit_lamb")) == (6, 18, 6)
     assert (rate("adam", own="onebit_lamb"), rate("onebit_lamb", lr=1.0)) == (2, 1)
+    assert (rate("onebit_lamb", times=0.5), rate("adam", lr=1.0, times=2.0)) == (9, 2)
+    assert (rate("sgd", rates={"sgd": 0.5}), rate("sgd", lr=1.0, rates={"sgd": 0.5})) == (0.5, 1)
 
 
 def test_dropout_follows_from_the_step_and_the_rank(papers):
