@@ -240,7 +240,7 @@ def compared(runs: Sequence[dict[str, Any]]) -> list[Compared]:
                     len(both),
                     sum(sums[0]) / len(both),
                     sum(sums[1]) / len(both),
-                    fresh and fresh["score"],
+                    None if fresh is None else fresh["score"],
                     interval(differences),
                     sum(run["dense_bytes"] for _, run in both) / sent if sent else None,
                     found_rate(workload, method, runs),
