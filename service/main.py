@@ -34,6 +34,7 @@ from thinwire.service.jobs import router as jobs_router
 from thinwire.service.jobs.hub import Hub
 from thinwire.service.jobs.job_folder import RunFolders, ServiceAt
 from thinwire.service.jobs.log_parts import LogParts
+from thinwire.service.jobs.pace import Pace
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.reconciler import Reconciler
 from thinwire.service.jobs.repository import JobRepository
@@ -127,6 +128,7 @@ class ControlPlane:
         self.making = asyncio.Semaphore(JOBS_SHOWN_AT_ONCE)
         self.large_answers = Slots(settings.large_answers, settings.large_answers_of_one)
         self.hub = Hub(self.db)
+        self.pace = Pace(self.hub.streamed)
         self.stream_slots = StreamSlots(settings.streams, settings.streams_of_one)
         self.changes = Rates(settings.changes_burst, settings.changes_per_s)
         ca = "" if settings.tls_ca is None else read_ca(settings.tls_ca)
@@ -181,7 +183,7 @@ class ControlPlane:
             person_jobs=settings.person_max_jobs,
             person_bytes=settings.person_max_bytes,
         )
-        self.log_parts = LogParts(self.jobs, self.hub)
+        self.log_parts = LogParts(self.jobs, self.hub, self.pace)
         self.reports = WorkerReports(
             self.db,
             folders,
@@ -189,6 +191,7 @@ class ControlPlane:
             lease_s=settings.worker_lease_s,
             clock=clock,
             networks=settings.scrape_networks,
+            pace=self.pace,
             grace_s=settings.job_grace_s,
             job_bytes=settings.job_max_bytes,
             person_bytes=settings.person_max_bytes,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -59,6 +59,11 @@ class Reader:
         self.over = False
         """The service ends: nothing more comes."""
 
+    @property
+    def jobs(self) -> frozenset[str]:
+        """Those that it names."""
+        return self.samples_of if self.job_id is None else self.samples_of | {self.job_id}
+
     def give(self, message: Message) -> None:
         """Let it have one more."""
         if self.lost:
@@ -101,6 +106,7 @@ class Hub:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._readers: dict[Reader, None] = {}
+        self._streamed: Counter[str] = Counter()
         self._position = 0
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,6 +119,10 @@ class Hub:
         self.looks = 0
         """At the database since the start, for who wants to know what readers cost."""
         db.told = self.told
+
+    def streamed(self, job_id: str) -> bool:
+        """Does somebody read what is told of this job alone, or its samples? From any thread."""
+        return self._streamed[job_id] > 0
 
     def told(self) -> None:
         """Something was committed that is told. From any thread."""
@@ -154,12 +164,14 @@ class Hub:
                 self._position, _ = await self.read(told.numbers)
                 self._task = self._loop.create_task(self._run())
             self._readers[reader] = None
+            self._streamed.update(reader.jobs)
         try:
             self._news.set()
             await reader.seen.wait()
             yield reader
         finally:
             self._readers.pop(reader, None)
+            self._streamed -= Counter(reader.jobs)  # and of what nobody reads nothing is left
 
     def end(self, why: str) -> None:
         """End all streams, and take no more. why: for who asks for one later."""
@@ -173,8 +185,7 @@ class Hub:
         while self._readers and self.ended is None:
             self._news.clear()
             readers, position = list(self._readers), self._position
-            jobs = frozenset(reader.job_id for reader in readers if reader.job_id is not None)
-            jobs = jobs.union(*(reader.samples_of for reader in readers))
+            jobs = frozenset[str]().union(*(reader.jobs for reader in readers))
             everything = any(reader.job_id is None for reader in readers)
             of_projects = any(reader.project is not None for reader in readers)
             try:

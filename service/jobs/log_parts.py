@@ -15,6 +15,7 @@ from thinwire.contract.jobs import JobState
 from thinwire.contract.streams import LOG
 from thinwire.service.jobs import told
 from thinwire.service.jobs.hub import Hub
+from thinwire.service.jobs.pace import Pace
 from thinwire.service.jobs.repository import JobRepository
 from thinwire.service.jobs.service import JobService
 from thinwire.service.once_for_all import OnceForAll
@@ -36,14 +37,16 @@ class Part:
 class LogParts:
     """The logs of all jobs that are followed. For the one event loop that answers requests."""
 
-    def __init__(self, jobs: JobService, hub: Hub) -> None:
-        self._jobs, self._hub = jobs, hub
+    def __init__(self, jobs: JobService, hub: Hub, pace: Pace) -> None:
+        self._jobs, self._hub, self._pace = jobs, hub, pace
         self._reads: OnceForAll[tuple[str, int]] = OnceForAll()
         self._looks: dict[str, asyncio.Event] = {}
 
     async def part(self, job_id: str, offset: int) -> Part:
         """What follows this offset. Raises: JobNotFound, LogGone, Unavailable; sqlalchemy's errors."""
-        return await self._reads.of((job_id, offset), partial(self._hub.run, partial(self._read, job_id, offset)))
+        part = await self._reads.of((job_id, offset), partial(self._hub.run, partial(self._read, job_id, offset)))
+        self._pace.looked(job_id)
+        return part
 
     async def look(self, job_id: str) -> None:
         """Wait until it is time to look again, with all who follow this log."""

@@ -26,7 +26,7 @@ from thinwire.contract.jobs import (
 from thinwire.contract.labels import MOST_LABELS, label_of
 from thinwire.contract.projects import DEFAULT
 from thinwire.contract.remote_run import Claim, Claimed, KeptFile, LogKept, RunNow
-from thinwire.contract.reports import Telemetry, WorkerRegistration
+from thinwire.contract.reports import NEXT_HEADER, Telemetry, WorkerRegistration
 from thinwire.contract.spec import LARGEST_STEP, MOST_WORKERS, AnySpec
 from thinwire.service.auth import InProject, job_or_person, person, ticket_holder
 from thinwire.service.cursors import LONGEST
@@ -52,6 +52,7 @@ from thinwire.service.errors import (
     documented,
 )
 from thinwire.service.jobs.listing import Filter
+from thinwire.service.jobs.pace import Pace
 from thinwire.service.jobs.service import JobService
 from thinwire.service.jobs.thinning import LEAST, MOST
 from thinwire.service.jobs.worker_reports import WorkerReports
@@ -103,6 +104,7 @@ claims = APIRouter(
 
 Jobs = Annotated[JobService, of_plane("jobs")]
 Reports = Annotated[WorkerReports, of_plane("reports")]
+ThePace = Annotated[Pace, of_plane("pace")]
 Asked = Annotated[Change, Depends(change_of)]
 Attempt = Annotated[int, Query(ge=1, le=LARGEST_STEP, description="which submission of the job says it")]
 Rank = Annotated[
@@ -257,10 +259,14 @@ def _labels(given: Sequence[str]) -> dict[str, str]:
 
 
 @operators.get("/jobs/{job_id}", response_model=Job, responses=documented(JobNotFound))
-async def show(job_id: str, jobs: Jobs, making: Annotated[asyncio.Semaphore, of_plane("making")]) -> Response:
+async def show(
+    job_id: str, jobs: Jobs, making: Annotated[asyncio.Semaphore, of_plane("making")], pace: ThePace
+) -> Response:
     """One job: its state, its progress, how it ended."""
     async with making:
-        return await run_in_threadpool(lambda: _json(jobs.get(job_id)))
+        found = await run_in_threadpool(lambda: _json(jobs.get(job_id)))
+    pace.looked(job_id)
+    return found
 
 
 @operators.patch(
@@ -296,11 +302,14 @@ def delete(job_id: str, jobs: Jobs, change: Asked) -> None:
 def logs(
     job_id: str,
     jobs: Jobs,
+    pace: ThePace,
     offset: Annotated[int, Query(ge=0, le=LARGEST_OFFSET)] = 0,
     limit: Annotated[int, Query(ge=4, le=4 << 20, description="bytes, at most")] = LOG_PART_BYTES,
 ) -> Logs:
     """A part of the log, from byte `offset` on. Ask again from `next_offset` until `complete`."""
-    return jobs.logs(job_id, offset, limit)
+    found = jobs.logs(job_id, offset, limit)
+    pace.looked(job_id)
+    return found
 
 
 @workers.get(
@@ -313,6 +322,8 @@ def logs(
 def history(
     job_id: str,
     jobs: Jobs,
+    pace: ThePace,
+    request: Request,
     after_step: Annotated[int, Query(ge=-1, le=LARGEST_STEP)] = -1,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     event_kind: Annotated[list[str] | None, Query(max_length=20)] = None,
@@ -331,7 +342,10 @@ def history(
     With `points`: the first and the last sample, those with a validation loss, and of each range of steps those with
     the smallest and the largest loss.
     """
-    return _json(jobs.history(job_id, after_step, limit, event_kind, before_event, points))
+    found = _json(jobs.history(job_id, after_step, limit, event_kind, before_event, points))
+    if request.state.caller.person is not None:
+        pace.looked(job_id)
+    return found
 
 
 @operators.get("/jobs/{job_id}/checkpoints", dependencies=LARGE, responses=documented(JobNotFound))
@@ -371,11 +385,14 @@ def targets(reports: Reports, project: InProject) -> list[TargetGroup]:
 @workers.put(
     "/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge)
 )
-def register(job_id: str, rank: Rank, worker: WorkerRegistration, reports: Reports, request: Request) -> None:
+def register(
+    job_id: str, rank: Rank, worker: WorkerRegistration, reports: Reports, request: Request, response: Response
+) -> None:
     """Say where a worker can be scraped, on the host that says it. Repeat it: the registration runs out."""
     if request.state.caller.person is not None:
         raise Forbidden("a worker registers itself, with its job's token: Prometheus would ask what a person names")
-    reports.register(job_id, rank, worker, request.client.host if request.client else "")
+    next_s = reports.register(job_id, rank, worker, request.client.host if request.client else "")
+    response.headers[NEXT_HEADER] = f"{next_s:.1f}"
 
 
 @workers.delete("/{job_id}/workers/{rank}", status_code=204, responses=documented(JobNotFound))
@@ -393,13 +410,18 @@ def leave(
     responses=documented(JobNotFound, JobOver, StaleAttempt, BodyTooLarge, UnsupportedMediaType, JobFull, TooMuch),
     openapi_extra=takes(Telemetry),
 )
-def telemetry(job_id: str, batch: Annotated[Telemetry, Depends(read_in_thread(Telemetry))], reports: Reports) -> None:
+def telemetry(
+    job_id: str,
+    batch: Annotated[Telemetry, Depends(read_in_thread(Telemetry))],
+    reports: Reports,
+    response: Response,
+) -> None:
     """Post samples, events, and how the run ended. Repeating a batch changes nothing.
 
     A job of which too much is kept is `job_full`: then the progress, a summary and a failure are taken, and no more.
     After the job's end what is missing may come for some minutes, and nothing that is there is replaced.
     """
-    reports.post(job_id, batch)
+    response.headers[NEXT_HEADER] = f"{reports.post(job_id, batch):.1f}"
 
 
 @claims.post(

@@ -39,6 +39,7 @@ from thinwire.contract.remote_run import (
     RunNow,
 )
 from thinwire.contract.reports import (
+    HEARTBEAT_S,
     SCRAPE_PORTS,
     Event,
     EventKind,
@@ -63,6 +64,7 @@ from thinwire.service.errors import (
 )
 from thinwire.service.jobs.job_folder import JobFolder, RunFolders
 from thinwire.service.jobs.kept import KeptOfPeople
+from thinwire.service.jobs.pace import Pace
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository, JobRow, Standing, last_step, transition
 from thinwire.service.jobs.views import job_json
@@ -90,7 +92,8 @@ Reported = TypeVar("Reported", JobRow, Standing)
 class WorkerReports:
     """The workers' side of the jobs domain. Methods may be called from any thread.
 
-    lease_s: how long a registration holds. clock: unix seconds. networks: whose addresses may be registered too.
+    lease_s: how long a registration holds; one that is to be renewed more seldom than after HEARTBEAT_S holds longer by
+    as much. pace: how often they report. clock: unix seconds. networks: whose addresses may be registered too.
     grace_s: how long after its end a job may say what is missing. job_bytes, person_bytes: how much is kept of the
     samples, events and logs of a job, and of all jobs of a person.
     """
@@ -104,6 +107,7 @@ class WorkerReports:
         lease_s: float,
         clock: Callable[[], float],
         networks: Sequence[Network] = (),
+        pace: Pace | None = None,
         grace_s: float,
         job_bytes: int,
         person_bytes: int,
@@ -112,6 +116,7 @@ class WorkerReports:
         self._lease_s = lease_s
         self._clock = clock
         self._networks = networks
+        self._pace = pace or Pace()
         self._grace_s, self._job_bytes, self._person_bytes = grace_s, job_bytes, person_bytes
         self._kept = KeptOfPeople()
         self._rates = Rates(BURST_BYTES, BYTES_A_SECOND)
@@ -119,8 +124,8 @@ class WorkerReports:
         self._leads: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def register(self, job_id: str, rank: int, worker: WorkerRegistration, came_from: str) -> None:
-        """Make or renew a worker's lease. came_from: the sender's address.
+    def register(self, job_id: str, rank: int, worker: WorkerRegistration, came_from: str) -> float:
+        """Make or renew a worker's lease; seconds until it is to be renewed. came_from: the sender's address.
 
         Raises JobNotFound, JobOver, StaleAttempt, InvalidRequest.
         """
@@ -133,12 +138,15 @@ class WorkerReports:
             row = self._current(JobRepository(session).lock_standing(job_id), worker.attempt)
             if JobState(row.state).terminal:
                 raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
+            next_s = self._pace.registered(job_id, rank)
             said = worker.model_dump(exclude={"leads"})
-            lease = {"job_id": job_id, "rank": rank, "expires_at": self._clock() + self._lease_s}
+            expires_at = self._clock() + self._lease_s + next_s - HEARTBEAT_S
+            lease = {"job_id": job_id, "rank": rank, "expires_at": expires_at}
             JobRepository(session).put_lease(lease | said)
         if worker.leads:
             with self._lock:
                 self._leads[job_id] = rank
+        return next_s
 
     def leave(self, job_id: str, rank: int, attempt: int | None = None) -> None:
         """End a worker's lease, only that of `attempt` where it is given; none is fine. Raises JobNotFound."""
@@ -147,8 +155,8 @@ class WorkerReports:
             jobs.found(job_id)
             jobs.drop_lease(job_id, rank, attempt)
 
-    def post(self, job_id: str, telemetry: Telemetry) -> None:
-        """Store a batch; the same batch again changes nothing.
+    def post(self, job_id: str, telemetry: Telemetry) -> float:
+        """Store a batch; the same batch again changes nothing. Returns seconds until the next one.
 
         A batch that arrives soon after the job's end is stored too: it is the end of its history. A summary that is
         there by then stays. Raises JobNotFound, JobOver, StaleAttempt, InvalidRequest; JobFull where no more
@@ -194,6 +202,7 @@ class WorkerReports:
                 f"no more samples and events of job {job_id} are kept here: {full}. Its run folder has them, and it "
                 "goes on"
             )
+        return self._pace.reported(job_id)
 
     def targets(self, project: str | None) -> list[TargetGroup]:
         """The workers that can be scraped now, as Prometheus HTTP service discovery wants it; of one project, or all.

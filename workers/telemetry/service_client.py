@@ -30,7 +30,17 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from thinwire.contract.jobs import History
 from thinwire.contract.remote_run import KeptFile, LogKept, RunNow
-from thinwire.contract.reports import HEARTBEAT_S, Event, Failure, Sample, Telemetry, WorkerRegistration
+from thinwire.contract.reports import (
+    HEARTBEAT_S,
+    MOST_HEARTBEAT_S,
+    NEXT_HEADER,
+    REPORT_S,
+    Event,
+    Failure,
+    Sample,
+    Telemetry,
+    WorkerRegistration,
+)
 from thinwire.contract.run_folder import RunFolder
 from thinwire.contract.tls import trusting
 
@@ -40,7 +50,6 @@ Method = Literal["GET", "PUT", "POST", "DELETE"]
 
 RETRY_S = 1.0
 """Between two calls of a poster or a heartbeat while the service does not answer."""
-POST_EVERY_S = 1.0
 POST_AT_SAMPLES = 200
 MAX_PENDING = 500_000
 """Samples kept while the service does not answer, about half a gigabyte; beyond it the oldest go."""
@@ -108,20 +117,20 @@ class ServiceClient:
         """Which submission of the job this worker belongs to: its own, or a later one that has adopted it."""
         return self._attempt() if callable(self._attempt) else self._attempt
 
-    def register(self, address: str) -> None:
-        """Say where this worker's metrics are; good for reports.LEASE_S."""
+    def register(self, address: str) -> float:
+        """Say where this worker's metrics are; seconds until to say it again, 0 where the service does not tell."""
         registration = WorkerRegistration(
             address=address, attempt=self.attempt, pid=os.getpid(), node=socket.gethostname(), leads=self.leads
         )
-        self._request("PUT", f"workers/{self.rank}", registration.model_dump_json())
+        return _next_s(self._request("PUT", f"workers/{self.rank}", registration.model_dump_json()))
 
     def deregister(self) -> None:
         """End the registration; that of a newer attempt stays."""
         self._request("DELETE", f"workers/{self.rank}", query={"attempt": self.attempt})
 
-    def post(self, telemetry: Telemetry) -> None:
-        """Hand over history; a batch the service has seen before changes nothing."""
-        self._request("POST", "telemetry", telemetry.model_dump_json())
+    def post(self, telemetry: Telemetry) -> float:
+        """Hand over history; a batch the service has seen before changes nothing. Returns as `register` does."""
+        return _next_s(self._request("POST", "telemetry", telemetry.model_dump_json()))
 
     def run_now(self) -> RunNow:
         """What the service knows of the run at this moment."""
@@ -247,6 +256,15 @@ class ServiceClient:
                 self._silent_since = None
 
 
+def _next_s(answer: httpx.Response) -> float:
+    """Seconds until the next, as the service asks for; 0 where it does not, or for what makes no sense."""
+    try:
+        seconds = float(answer.headers.get(NEXT_HEADER, 0.0))
+    except ValueError:
+        return 0.0
+    return min(seconds, MOST_HEARTBEAT_S) if seconds > 0.0 else 0.0
+
+
 class _JobFile(BaseModel):
     job_id: str
 
@@ -266,6 +284,9 @@ def _judge(answer: httpx.Response) -> None:
 class Poster:
     """Posts samples and events in order, from a thread of its own, and keeps them while nobody answers.
 
+    Samples wait as long as the service asks for, unless there are many: no more of them wait than every worker
+    remembers, so that a new rank 0 has them all. Events do not.
+
     num_lost: what the service refused to take or what outgrew MAX_PENDING; the run folder still has it. superseded:
     the service has said that a newer attempt of this job is running.
     """
@@ -274,7 +295,7 @@ class Poster:
         self,
         client: ServiceClient,
         *,
-        interval_s: float = POST_EVERY_S,
+        interval_s: float = REPORT_S,
         retry_s: float = RETRY_S,
         leave: Callable[[], None] | None = None,
     ) -> None:
@@ -285,6 +306,7 @@ class Poster:
         self._client = client
         self._interval_s = interval_s
         self._retry_s = retry_s
+        self._next_s = 0.0  # as the service has asked for
         self._samples: deque[Sample] = deque()
         self._events: deque[Event] = deque()
         self._in_flight = (0, 0)  # samples and events of the batch that is being posted
@@ -317,7 +339,7 @@ class Poster:
         with self._changed:
             if not self.superseded:
                 self._events.append(event)
-                self._wake(urgent=False)
+                self._wake(urgent=True)
 
     def close(
         self,
@@ -348,7 +370,7 @@ class Poster:
         return self._finished and self.num_lost == 0
 
     def _wake(self, *, urgent: bool) -> None:
-        """There is something to post, at once where it is urgent. Under the lock."""
+        """There is something to post; where it is urgent, sooner than the service asks for. Under the lock."""
         if not self._has_begun:
             self._has_begun = True
             self._thread.start()
@@ -386,8 +408,12 @@ class Poster:
     def _wait(self) -> bool:
         """Wait for the next time to post; False when closing."""
         with self._changed:
-            if self._give_up_at is None and len(self._samples) < POST_AT_SAMPLES:
-                self._changed.wait(self._interval_s)
+            began = time.monotonic()
+            while self._give_up_at is None and len(self._samples) < POST_AT_SAMPLES:
+                wait_s = self._interval_s if self._events else max(self._interval_s, self._next_s)
+                if (left_s := began + wait_s - time.monotonic()) <= 0.0:
+                    break
+                self._changed.wait(left_s)
             return self._give_up_at is None
 
     def _post_pending(self) -> None:
@@ -404,7 +430,8 @@ class Poster:
         """Post one batch, again and again while the service does not answer. Raises Superseded, ServiceUnavailable."""
         while True:
             try:
-                return self._client.post(batch.model_copy(update={"attempt": self._client.attempt}))
+                self._next_s = self._client.post(batch.model_copy(update={"attempt": self._client.attempt}))
+                return
             except ServiceUnavailable:
                 if self._give_up_at is not None and time.monotonic() + self._retry_s > self._give_up_at:
                     raise
@@ -420,7 +447,11 @@ class Poster:
 
 
 class Heartbeat:
-    """Keeps one worker's registration alive from a thread of its own; ends it at close."""
+    """Keeps one worker's registration alive from a thread of its own; ends it at close.
+
+    As seldom as the service asks for; but a worker that leads now, or no longer, or is of another attempt, says so
+    within `interval_s`.
+    """
 
     def __init__(
         self, client: ServiceClient, address: str, *, interval_s: float = HEARTBEAT_S, retry_s: float = RETRY_S
@@ -446,7 +477,9 @@ class Heartbeat:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._closing.wait(self._beat())
+                said, due = self._said, time.monotonic() + self._beat()
+                while (left_s := due - time.monotonic()) > 0.0 and said == self._said and not self._closing.is_set():
+                    self._closing.wait(min(left_s, self._interval_s))
             self._client.deregister()
         except ServiceUnavailable as error:
             logger.info("registration_left rank=%d reason=%r", self._client.rank, str(error))
@@ -456,7 +489,11 @@ class Heartbeat:
     def _beat(self) -> float:
         """Register once; seconds to the next time."""
         try:
-            self._client.register(self._address)
+            return max(self._interval_s, self._client.register(self._address))
         except ServiceUnavailable:  # counted and logged by the client
             return self._retry_s
-        return self._interval_s
+
+    @property
+    def _said(self) -> tuple[int, bool]:
+        """Of what a registration says, what may change."""
+        return self._client.attempt, self._client.leads

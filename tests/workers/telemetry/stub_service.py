@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from thinwire.contract.reports import Telemetry
+from thinwire.contract.reports import NEXT_HEADER, Telemetry
 
 TOKEN = "job-token-5e1f"
 
@@ -29,6 +29,7 @@ class Service:
 
     run_dir: Path
     status: int = 204
+    next_s: str | None = None  # what it answers in NEXT_HEADER
     requests: list[Request] = field(default_factory=list)
     server: ThreadingHTTPServer | None = None
     connections: set[socket.socket] = field(default_factory=set)
@@ -52,6 +53,8 @@ class Service:
                 authorization = self.headers["Authorization"]
                 service.requests.append(Request(self.command, self.path, authorization, body))
                 self.send_response(service.status)
+                if service.next_s is not None:
+                    self.send_header(NEXT_HEADER, service.next_s)
                 if service.status != 204:
                     self.send_header("Content-Length", "7")
                 self.end_headers()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.workers.telemetry.stub_service import TOKEN, Service, until
-from thinwire.contract.reports import Event, Failure, Sample, Telemetry, WorkerRegistration
+from thinwire.contract.reports import MOST_HEARTBEAT_S, Event, Failure, Sample, Telemetry, WorkerRegistration
 from thinwire.workers.telemetry import service_client as telemetry
 from thinwire.workers.telemetry.service_client import (
     Heartbeat,
@@ -212,6 +212,47 @@ def test_many_samples_are_posted_before_the_interval_is_over(service: Service, c
         poster.samples([sample(step)])
     until(lambda: len(service.steps()) == telemetry.POST_AT_SAMPLES)
     assert poster.close()
+
+
+def test_samples_wait_as_long_as_the_service_asks_and_events_and_the_last_word_do_not(
+    service: Service, poster: Poster
+) -> None:
+    service.next_s = "3600"
+    poster.samples([sample(0)])
+    until(lambda: service.steps() == [0])
+    poster.samples([sample(1)])
+    poster.samples([sample(2)])
+    until(lambda: poster._next_s == MOST_HEARTBEAT_S)  # no service silences a worker for longer
+    assert service.steps() == [0]
+    poster.event(event(2))
+    until(lambda: service.steps() == [0, 1, 2])
+    assert len(service.accepted()) == 2
+    for step in range(3, 3 + telemetry.POST_AT_SAMPLES):
+        poster.samples([sample(step)])
+    until(lambda: len(service.steps()) == 3 + telemetry.POST_AT_SAMPLES)
+    poster.samples([sample(1000)])
+    assert poster.close()
+    assert service.steps() == [*range(3 + telemetry.POST_AT_SAMPLES), 1000]
+
+
+@pytest.mark.parametrize("next_s", [None, "", "soon", "nan", "-5", "-inf"])
+def test_what_no_service_means_makes_a_worker_wait_for_nothing(
+    service: Service, client: ServiceClient, next_s: str | None
+) -> None:
+    service.next_s = next_s
+    assert client.register("127.0.0.1:9000") == client.post(Telemetry(attempt=2, samples=[sample(1)])) == 0.0
+
+
+def test_heartbeat_waits_as_asked_unless_what_it_says_has_changed(service: Service, client: ServiceClient) -> None:
+    service.next_s = "50"
+    heartbeat = Heartbeat(client, "127.0.0.1:9000", interval_s=0.02)
+    until(lambda: service.requests)
+    client.leads = True
+    until(lambda: len(service.requests) == 2)
+    heartbeat.close()
+    said = [WorkerRegistration.model_validate_json(request.body).leads for request in service.requests[:2]]
+    assert said == [False, True]
+    assert [request.method for request in service.requests] == ["PUT", "PUT", "DELETE"]
 
 
 def test_an_outage_loses_nothing_and_blocks_nobody(

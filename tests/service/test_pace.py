@@ -1,0 +1,84 @@
+"""How often jobs report, as the service asks them to."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.service.control_plane_harness import Service, sample
+from thinwire.contract.reports import HEARTBEAT_S, LEASE_S, MOST_HEARTBEAT_S, MOST_REPORT_S, NEXT_HEADER, REPORT_S
+from thinwire.service.jobs import pace as pace_module
+from thinwire.service.jobs.pace import A_SECOND, LOOKED_S, Pace
+
+
+class Elapsed:
+    """A clock of seconds that stands."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_more_jobs_report_the_more_seldom_each_does() -> None:
+    elapsed = Elapsed()
+    pace = Pace(elapsed=elapsed)
+    asked = [pace.reported(f"job-{number}") for number in range(3000)]
+    assert asked == sorted(asked)
+    assert (asked[0], asked[99], asked[499], asked[-1]) == (REPORT_S, REPORT_S, 5.0, MOST_REPORT_S)
+    assert pace.reported("job-7") == MOST_REPORT_S, "the same job again is no other one"
+    elapsed.now = 3 * MOST_REPORT_S
+    assert pace.reported("job-7") == REPORT_S, "the others have fallen silent"
+
+
+def test_who_looks_at_a_job_among_many_has_it_live() -> None:
+    elapsed, streamed = Elapsed(), set[str]()
+    pace = Pace(streamed.__contains__, elapsed)
+    for number in range(3000):
+        pace.reported(f"job-{number}")
+    pace.looked("job-1")
+    streamed.add("job-2")
+    assert [pace.reported(f"job-{number}") for number in (1, 2, 3)] == [REPORT_S, REPORT_S, MOST_REPORT_S]
+    streamed.clear()
+    assert pace.reported("job-2") == MOST_REPORT_S
+    elapsed.now = LOOKED_S / 2
+    for number in range(3000):
+        pace.reported(f"job-{number}")
+    assert pace.reported("job-1") == REPORT_S
+    elapsed.now = LOOKED_S
+    assert pace.reported("job-1") == MOST_REPORT_S
+
+
+def test_registrations_follow_the_number_of_workers() -> None:
+    pace = Pace(elapsed=Elapsed())
+    asked = [pace.registered("job", rank) for rank in range(int(A_SECOND * MOST_HEARTBEAT_S) + 1)]
+    assert (asked[0], asked[1999], asked[-1]) == (HEARTBEAT_S, 20.0, MOST_HEARTBEAT_S)
+
+
+def test_answers_say_how_long_until_the_next_and_a_lease_lasts_as_much_longer(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = service.running()
+    assert float(service.post(job_id, samples=[sample(1)]).headers[NEXT_HEADER]) == REPORT_S
+    assert float(service.register(job_id, 0).headers[NEXT_HEADER]) == HEARTBEAT_S
+    monkeypatch.setattr(service.plane.pace, "_elapsed", lambda: time.monotonic() + LOOKED_S)
+    monkeypatch.setattr(pace_module, "A_SECOND", 0.05)
+    assert float(service.post(job_id, samples=[sample(2)]).headers[NEXT_HEADER]) == MOST_REPORT_S
+    assert float(service.register(job_id, 0).headers[NEXT_HEADER]) == 20.0
+    service.clock.pass_(LEASE_S + 9.0)
+    assert service.client.get("/v1/metrics/targets").json(), "it was to be silent for 10 s longer than others are"
+    service.clock.pass_(1.0)
+    assert service.client.get("/v1/metrics/targets").json() == []
+
+
+@pytest.mark.parametrize("path", ["", "/metrics", "/logs", "/events?follow=false", "/logs/stream?follow=false"])
+def test_who_asks_for_a_job_makes_it_live(service: Service, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    job_id = service.running()
+    monkeypatch.setattr(service.plane.pace, "_elapsed", lambda: time.monotonic() + LOOKED_S)  # since the harness asked
+    monkeypatch.setattr(pace_module, "A_SECOND", 0.01)
+    assert float(service.post(job_id, samples=[sample(1)]).headers[NEXT_HEADER]) == MOST_REPORT_S
+    service.client.get(f"/v1/jobs/{job_id}{path}").raise_for_status()
+    lives = path != "/events?follow=false"  # which is over by now: who follows it is in the hub
+    asked = float(service.post(job_id, samples=[sample(2)]).headers[NEXT_HEADER])
+    assert asked == (REPORT_S if lives else MOST_REPORT_S)
