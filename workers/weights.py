@@ -55,11 +55,11 @@ def weights_of(content: Content) -> dict[str, Tensor]:
     return {name: x.clone().contiguous() for name, x in dense.items()}
 
 
-def fetch(where: str, target: Path) -> Fetched:
+def fetch(where: str, target: Path, *, replace: bool = False) -> Fetched:
     """Write the weights of the newest whole checkpoint at a path or URL into the folder `target`, as MODEL.
 
-    Modifies: target, which is made where it is missing; a file that is there is replaced as a whole.
-    Raises: FetchFailed.
+    Modifies: target, which is made where it is missing. A file that is there is replaced, as a whole, where `replace`
+    says so; else other weights stay. Raises: FetchFailed.
     """
     try:
         store = CheckpointStore(where, keep=1)
@@ -85,6 +85,11 @@ def fetch(where: str, target: Path) -> Fetched:
             "run.register(model=model), and the next checkpoint has them"
         )
     path, partial = target / MODEL, target / f".{MODEL}.{secrets.token_hex(4)}"
+    if not replace and os.path.lexists(path) and not _holds(path, tensors):
+        raise FetchFailed(
+            f"{path.absolute()} is there, and not with these weights of step {which.step}: --force puts these in its "
+            "place, --to names another folder"
+        )
     try:
         target.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, metadata={"format": "pt", "thinwire.step": str(which.step)})
@@ -95,6 +100,22 @@ def fetch(where: str, target: Path) -> Fetched:
         raise FetchFailed(f"{path} cannot be written: {error.strerror or error}") from error
     parameters = sum(x.numel() for x in tensors.values())
     return Fetched(path, which.step, len(tensors), parameters, path.stat().st_size)
+
+
+def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
+    """Has the file these tensors, bit for bit? Not by its bytes: safetensors writes its own words in any order."""
+
+    def bits(x: Tensor) -> Tensor:
+        return x.contiguous().flatten().view(torch.uint8)
+
+    try:
+        with safe_open(path, framework="pt") as found:
+            if set(found.keys()) != set(tensors):
+                return False
+            read = ((found.get_tensor(name), x) for name, x in tensors.items())
+            return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b)) for a, b in read)
+    except (OSError, SafetensorError):
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,24 @@ def test_the_checkpoint_comes_along_where_it_is_asked_for(
     assert sorted(os.listdir(folder)) == sorted(os.listdir(own / folder.name))
 
 
+def test_it_says_where_the_files_go_and_leaves_other_weights_as_they_are(
+    thinwire: Callable[..., Run], live: LiveService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = live.service.submit()
+    model = trained(live.service.run_dir(job_id) / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / job_id / "model.safetensors"
+    for _ in range(2):  # the same again is no loss
+        run = thinwire("fetch", job_id)
+        assert (run.code, f"The files go to {path.parent}.\n" in run.err) == (0, True), run.err
+    path.write_bytes(b"of somebody else")
+    run = thinwire("fetch", job_id)
+    assert (run.code, path.read_bytes(), os.listdir(path.parent)) == (1, b"of somebody else", [path.name])
+    assert f"{path} is there, and not with these weights" in run.err
+    assert thinwire("fetch", job_id, "--force").code == 0
+    assert is_those(path, model)
+
+
 def test_the_weights_come_from_the_store_that_the_job_names(
     thinwire: Callable[..., Run], live: LiveService, tmp_path: Path
 ) -> None:

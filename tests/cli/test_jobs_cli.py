@@ -7,13 +7,17 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from tests.cli.command_line import Run
 from tests.covering import parametrize
@@ -170,10 +174,10 @@ def test_ctrl_c_ends_the_waiting_and_not_the_job(
 ) -> None:
     job_id = live.service.running()
 
-    def stop(seconds: float) -> None:
+    def stop(bell: object, seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("thinwire.client.asking.time.sleep", stop)
+    monkeypatch.setattr("thinwire.client.bell.Bell.wait", stop)
     assert thinwire("wait", job_id).code == exit_codes.INTERRUPTED
     assert live.service.state(job_id) == "RUNNING"
 
@@ -199,6 +203,38 @@ def test_several_jobs_are_shown_cancelled_and_deleted_at_once(live: LiveService,
     assert "job_not_over" not in some.err
     assert f"{on} is RUNNING" in some.err
     assert [live.service.client.get(f"/v1/jobs/{one}").status_code for one in (on, first, second)] == [200, 404, 404]
+
+
+def test_top_asks_when_a_stream_tells_of_a_step(live: LiveService, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = live.service.running(name="shown", labels={"shown": "yes"})
+    monkeypatch.setattr(jobs_cli, "LOOK_S", 3600.0)
+    monkeypatch.setattr(jobs_cli, "POLL_S", 0.01)
+    shown: set[str] = set()
+
+    class Screen:
+        def update(self, table: Table, *, refresh: bool) -> None:
+            text = io.StringIO()
+            Console(file=text, width=jobs_cli.WIDE).print(table)
+            shown.update(re.findall(r"\d+/\d+", text.getvalue()))
+            if len(shown) == 4:
+                raise KeyboardInterrupt
+
+    over = threading.Event()
+
+    def go_on() -> None:
+        step = 0
+        while not over.wait(0.1):
+            step += 1
+            live.service.post(job_id, samples=[sample(step)])
+
+    going = threading.Thread(target=go_on)
+    going.start()
+    try:
+        with Client() as client, pytest.raises(KeyboardInterrupt):
+            jobs_cli._show_as_they_go(lambda: client.jobs(labels={"shown": "yes"}), client, cast(Live, Screen()))
+    finally:
+        over.set()
+        going.join()
 
 
 def test_top_is_a_table_of_what_is_not_over(live: LiveService, thinwire: Thinwire) -> None:

@@ -16,9 +16,9 @@ from tests.cli.command_line import Run
 from tests.service.control_plane_harness import sample, wait_until
 from tests.service.live_service import LiveService
 from thinwire.cli import watch as watching
-from thinwire.cli.bell import Bell
 from thinwire.cli.events import line
 from thinwire.client import AsyncClient, BadAnswer, Client, Server, server_of
+from thinwire.client.bell import Bell, Rings
 from thinwire.client.streams import MOST_BYTES, Parser, follow, followed
 from thinwire.contract.streams import Told
 
@@ -107,7 +107,7 @@ def test_a_bell_rings_for_what_happens_and_falls_silent_at_the_end(live: LiveSer
         live.service.post(job_id, events=[{"kind": "told", "step": 1, "time": 1.0}])
         assert bell.wait(60)
         other = live.service.running()
-        with Bell(client, [job_id, other], each_step=False) as of_two:
+        with Bell(client, [job_id, other], Rings.CHANGES) as of_two:
             wait_until(lambda: of_two.follows and of_two.wait(0.0), "it follows all jobs", timeout_s=60)
             live.finish(other)
             assert of_two.wait(60)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import itertools
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import httpx
 import pytest
 
 from tests.covering import parametrize
-from tests.service.control_plane_harness import spec
+from tests.service.control_plane_harness import spec, wait_until
 from tests.service.live_service import LiveService
 from thinwire.client import ApiError, AsyncClient, Client, ClientError, NotFound, Rejected, Server, Unreachable
 from thinwire.client.asking import Call
@@ -198,6 +200,25 @@ def test_a_wait_outlasts_a_service_that_goes_away_and_ends_with_its_time() -> No
         client.wait(["a-1"], poll_s=0.01)
     with Client(to, transport=httpx.MockTransport(error(503))) as client, pytest.raises(Unreachable):
         client.wait(["a-1"], 0.02, poll_s=0.01)
+
+
+def test_a_wait_looks_when_it_is_told_and_hangs_up_then(live: LiveService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody polls: each look but the first two comes of what a stream has told."""
+    monkeypatch.setattr("thinwire.client.calls.LOOK_S", 3600.0)
+
+    async def awaited(job_ids: list[str]) -> Collection[str]:
+        async with AsyncClient(server(live)) as client:
+            return await client.wait(job_ids, poll_s=3600.0)
+
+    with Client(server(live)) as client:
+        waits = (lambda job_ids: client.wait(job_ids, poll_s=3600.0), lambda job_ids: asyncio.run(awaited(job_ids)))
+        for wait, jobs in itertools.product(waits, (1, 2)):
+            job_ids = [live.service.running() for _ in range(jobs)]
+            ending = threading.Timer(0.2, lambda ids=job_ids: [live.finish(job_id) for job_id in ids])
+            ending.start()
+            assert set(wait(job_ids)) == set(job_ids)
+            ending.join()
+        wait_until(lambda: "thinwire-bell" not in {one.name for one in threading.enumerate()}, "the threads have ended")
 
 
 def test_a_wait_that_is_over_in_time_has_what_has_ended_by_then(live: LiveService) -> None:

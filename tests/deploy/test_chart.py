@@ -282,6 +282,19 @@ def test_jobs_run_in_the_namespace_of_the_release_only_where_that_is_asked_for()
     assert (env["THINWIRE_KUBERAY_NAMESPACE"], env["THINWIRE_KUBERAY_SHARED_NAMESPACE"]) == ("thinwire", "true")
 
 
+def test_the_ingress_may_lead_from_below_a_path():
+    def paths(*more):
+        text = render(["--values", str(VALUES["ingress"]), *more])
+        (found,) = [one for one in objects(text) if one["kind"] == "Ingress"]
+        return [(one["path"], one["pathType"]) for one in found["spec"]["rules"][0]["http"]["paths"]]
+
+    assert paths() == [("/", "Prefix")]
+    below = ("--set", "ingress.path=/thinwire/(.*)", "--set", "ingress.pathType=ImplementationSpecific")
+    assert paths(*below) == [("/thinwire/(.*)", "ImplementationSpecific")]
+    with pytest.raises(RenderRefused, match="path"):
+        paths("--set", "ingress.path=thinwire")
+
+
 def test_each_namespace_of_a_project_has_the_rights_and_the_policies_of_the_first():
     found = objects(rendered("namespaces"))
 

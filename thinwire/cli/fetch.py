@@ -31,7 +31,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 class Fetching(Protocol):
     """workers.weights.fetch."""
 
-    def __call__(self, where: str, target: Path) -> Fetched:
+    def __call__(self, where: str, target: Path, *, replace: bool) -> Fetched:
         """Raises FetchFailed."""
 
 
@@ -56,6 +56,9 @@ def fetch(
     wandb: Annotated[
         bool, typer.Option("--wandb", help="Not the weights: the figures so far, as an offline run for `wandb sync`.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Put other weights in the place of those that are there.")
+    ] = False,
 ) -> None:
     """Fetch the weights of a job's newest checkpoint, as model.safetensors.
 
@@ -64,6 +67,8 @@ def fetch(
 
     With --tensorboard or --wandb it is what the service keeps of the job's figures, for runs whose workers share no
     folder with it. Asked again, scalars of TensorBoard begin anew.
+
+    It says first where the files go. Weights that lie there stay, unless they are the same, or --force is given.
 
     Example: `thinwire fetch quickstart-3f --to model`
     """
@@ -80,12 +85,13 @@ def fetch(
         if target.exists() and not target.is_dir():
             complain(f"--to {target} is a file: name a folder, or one to be made")
             raise typer.Exit(2)
+        note(f"The files go to {target.absolute()}.")
         try:
             if do_fetch is None:
                 _figures(client, job, target, tools)
                 return
             with _checkpoints(client, job, target, keep=checkpoint) as where:
-                found = do_fetch(where, target)
+                found = do_fetch(where, target, replace=force)
         except FetchFailed as error:
             complain(str(error))
             raise typer.Exit(1) from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
@@ -14,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli import exit_codes
-from thinwire.cli.bell import Bell
 from thinwire.cli.job_ids import JobId, JobIds, resolved
 from thinwire.cli.news import workers_text
 from thinwire.cli.quantities import (
@@ -28,14 +25,15 @@ from thinwire.cli.quantities import (
     time_text,
 )
 from thinwire.cli.screen import complain, console, note, print_columns, printable
-from thinwire.cli.watch import POLL_S, SLOW_POLL_S, STATE_STYLES, outcome
+from thinwire.cli.watch import POLL_S, STATE_STYLES, outcome
 from thinwire.client import ApiError, Client, NotFound, Unreachable
+from thinwire.client.bell import MOST_SAMPLES_OF, Bell
+from thinwire.client.calls import LOOK_S
 from thinwire.contract.jobs import Job, JobItem, JobList, JobState
 from thinwire.contract.labels import label_of
 
 WIDE = 10_000
 """Columns: more than any table has."""
-TOP_EVERY_S = 1.0
 OPEN = tuple(state for state in JobState if not state.terminal)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON as the REST API gives it, for programs.")]
@@ -150,29 +148,6 @@ def labels_text(labels: dict[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
-def _wait(client: Client, job_ids: Sequence[str], timeout_s: float | None, say: Callable[[Job], None]) -> str:
-    """Wait for the end of jobs, by a stream; `say` is called with each. Why the service was not reached at the last."""
-    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    left = dict.fromkeys(job_ids)
-
-    def saw(job: Job) -> None:
-        if job.id in left:
-            del left[job.id]
-            say(job)
-
-    with Bell(client, left, each_step=False) as bell:
-        while True:
-            reason = ""
-            try:
-                client.wait(list(left), 0.0, on_ended=saw)
-            except Unreachable as error:
-                reason = f" ({error})"
-            left_s = until - time.monotonic()
-            if not left or left_s <= 0.0:
-                return reason
-            bell.wait_for_news(min(POLL_S, left_s), min(SLOW_POLL_S, left_s), lambda: None)
-
-
 def wait(
     job_ids: JobIds,
     timeout: Annotated[
@@ -203,7 +178,9 @@ def wait(
     with Client() as client:
         named = resolved(client, job_ids)
         try:
-            reason = _wait(client, [job.id for job in named], timeout_s, say)
+            client.wait([job.id for job in named], timeout_s, on_ended=say)
+        except Unreachable as error:
+            reason = f" ({error})"
         except KeyboardInterrupt:
             note("\nNo longer waiting; the jobs go on.")
             raise typer.Exit(exit_codes.INTERRUPTED) from None
@@ -237,18 +214,31 @@ def top(
                 shown.width = WIDE  # an ID in a pipe must be whole, whatever COLUMNS says
             shown.print(running(client.jobs(None, state=OPEN, labels=labels, person=person)))
             return
-        table = running([])
         try:
             with Live(console=shown, auto_refresh=False, screen=True) as live:
-                while True:
-                    try:
-                        table = running(client.jobs(None, state=OPEN, labels=labels, person=person))
-                    except Unreachable as error:
-                        table.caption = f"control plane not reachable, waiting ({printable(str(error))})"
-                    live.update(table, refresh=True)
-                    time.sleep(TOP_EVERY_S)
+                _show_as_they_go(lambda: client.jobs(None, state=OPEN, labels=labels, person=person), client, live)
         except KeyboardInterrupt:
             raise typer.Exit(exit_codes.INTERRUPTED) from None
+
+
+def _show_as_they_go(ask: Callable[[], list[JobItem]], client: Client, live: Live) -> None:
+    """Until Ctrl-C: a stream of all jobs, and of the steps of those that are shown, says when to ask again."""
+    table, found = running([]), list[JobItem]()
+    while True:
+        followed = _followed(found)
+        with Bell(client, (), samples_of=followed) as bell:
+            while _followed(found) == followed:
+                bell.wait_for_news(POLL_S, LOOK_S)
+                try:
+                    found = ask()
+                    table = running(found)
+                except Unreachable as error:
+                    table.caption = f"control plane not reachable, waiting ({printable(str(error))})"
+                live.update(table, refresh=True)
+
+
+def _followed(found: Sequence[JobItem]) -> list[str]:
+    return [job.id for job in found][:MOST_SAMPLES_OF]
 
 
 def running(found: Sequence[JobItem]) -> Table:

@@ -29,19 +29,18 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.cli.bell import Bell
 from thinwire.cli.job_ids import JobId
 from thinwire.cli.news import WATCHED_KINDS, News, queue_text, waiting_text, workers_text
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, reported_text, seconds_text, steps_text
 from thinwire.cli.screen import complain, console, note, printable
 from thinwire.client import Client, ClientError, NotFound, Unreachable, streams
+from thinwire.client.bell import Bell, Rings
+from thinwire.client.calls import LOOK_S
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.reports import Event, EventKind, Sample
 from thinwire.contract.streams import LOG
 
 POLL_S = 1.0
-SLOW_POLL_S = 10.0
-"""Where a stream says when something has happened: it says nothing of leases that run out, or of the queue."""
 LINE_EVERY_S = 10.0
 MOST_REPORTED_SHOWN = 9
 """A script's own numbers in the display; the others are in the history."""
@@ -158,14 +157,14 @@ def _news(
     sleep: Callable[[float], None] | None,
     on_poll: Callable[[], None] = lambda: None,
     *,
-    each_step: bool = True,
+    rings: Rings = Rings.EACH_STEP,
 ) -> Iterator[Callable[[], None]]:
     """What waits until it is time to ask for the job again: by its stream, or POLL_S where there is a `sleep`."""
     if sleep is not None:
         yield partial(sleep, POLL_S)
         return
-    with Bell(client, [job_id], each_step=each_step) as bell:
-        yield partial(bell.wait_for_news, POLL_S, SLOW_POLL_S, on_poll)
+    with Bell(client, [job_id], rings) as bell:
+        yield partial(bell.wait_for_news, POLL_S, LOOK_S, on_poll)
 
 
 def wait_for_workers(
@@ -181,7 +180,7 @@ def wait_for_workers(
     Raises: ClientError, but waits where the service is Unreachable.
     """
     shown, due_s = "", 0.0
-    with _news(client, job_id, sleep, each_step=False) as wait_for_news:
+    with _news(client, job_id, sleep, rings=Rings.CHANGES) as wait_for_news:
         while True:
             try:
                 job = client.job(job_id)

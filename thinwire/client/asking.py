@@ -23,6 +23,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, JsonValue, ValidationError
 
+from thinwire.client.bell import AwaitedBell, Bell, Rings
 from thinwire.client.errors import (
     BadAnswer,
     ClientError,
@@ -34,13 +35,13 @@ from thinwire.client.errors import (
     not_sent,
 )
 from thinwire.client.servers import Server, find_server, trusted
+from thinwire.client.streams import Params
 from thinwire.contract.people import EXPIRES_HEADER
 from thinwire.contract.streams import HEARTBEAT_S
 
 T = TypeVar("T")
 P = ParamSpec("P")
 Answer = TypeVar("Answer", bound=BaseModel)
-Params = Mapping[str, str | list[str]]
 PROJECT_VARIABLE = "THINWIRE_PROJECT"
 _LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
 _PART_BYTES = 1 << 18
@@ -67,8 +68,9 @@ class Upload:
 class Ask:
     """One request. into: the file that its answer is written to, which is made when the answer is a success.
 
-    after_s: seconds to wait first. is_open: without a token. any_status: an answer that is no success is none that has
-    to be thrown.
+    after_s: seconds to wait first. ends_of: but to make it as soon as one of these jobs is over, where the service
+    tells; where it does not, after `poll_s`. is_open: without a token. any_status: an answer that is no success is none
+    that has to be thrown.
     """
 
     method: str
@@ -79,6 +81,8 @@ class Ask:
     upload: Upload | None = None
     into: Path | None = None
     after_s: float = 0.0
+    ends_of: tuple[str, ...] = ()
+    poll_s: float = 0.0
     is_open: bool = False
     any_status: bool = False
 
@@ -143,7 +147,7 @@ class _Asking:
         return options
 
     def _stream_options(
-        self, server: Server, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None
+        self, server: Server, job_id: str | None, what: str, params: Params, last_id: str | None
     ) -> tuple[str, dict[str, Any]]:
         path = f"/v1/{what}" if job_id is None else path_of_job(job_id, what)
         params = params if job_id is not None else {**scoped(None), **params}
@@ -195,22 +199,30 @@ class Blocking(_Asking):
 
     def run(self, steps: Steps[T]) -> T:
         """Make the requests of a call; its result. Raises ClientError, and what the call itself raises."""
-        try:
-            ask = next(steps)
-            while True:
-                try:
-                    response = self._send(ask)
-                except (ClientError, OSError) as error:
-                    ask = steps.throw(error)
-                else:
-                    ask = steps.send(response)
-        except StopIteration as end:
-            found: T = end.value
-            return found
+        bell: Bell | None = None
+        with ExitStack() as listening:
+            try:
+                ask = next(steps)
+                while True:
+                    if ask.ends_of:
+                        if bell is None:
+                            bell = listening.enter_context(Bell(self, ask.ends_of, Rings.ENDS))
+                        bell.wait(ask.after_s if bell.follows else min(ask.poll_s, ask.after_s))
+                    elif ask.after_s:
+                        time.sleep(ask.after_s)
+                    try:
+                        response = self._send(ask)
+                    except (ClientError, OSError) as error:
+                        ask = steps.throw(error)
+                    else:
+                        ask = steps.send(response)
+            except StopIteration as end:
+                found: T = end.value
+                return found
 
     @contextmanager
     def stream(
-        self, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None = None
+        self, job_id: str | None, what: str, params: Params, last_id: str | None = None
     ) -> Iterator[httpx.Response]:
         """An answer that goes on: server-sent events, after `last_id`, as they come; 204 where there are no more.
 
@@ -231,8 +243,6 @@ class Blocking(_Asking):
             yield response
 
     def _send(self, ask: Ask) -> httpx.Response:
-        if ask.after_s:
-            time.sleep(ask.after_s)
         server = self._find()
         options = self._options(server, ask)
         if ask.upload is not None:
@@ -283,22 +293,30 @@ class Awaiting(_Asking):
 
     async def run(self, steps: Steps[T]) -> T:
         """Make the requests of a call; its result. Raises ClientError, and what the call itself raises."""
-        try:
-            ask = next(steps)
-            while True:
-                try:
-                    response = await self._send(ask)
-                except (ClientError, OSError) as error:
-                    ask = steps.throw(error)
-                else:
-                    ask = steps.send(response)
-        except StopIteration as end:
-            found: T = end.value
-            return found
+        bell: AwaitedBell | None = None
+        async with AsyncExitStack() as listening:
+            try:
+                ask = next(steps)
+                while True:
+                    if ask.ends_of:
+                        if bell is None:
+                            bell = await listening.enter_async_context(AwaitedBell(self, ask.ends_of, Rings.ENDS))
+                        await bell.wait(ask.after_s if bell.follows else min(ask.poll_s, ask.after_s))
+                    elif ask.after_s:
+                        await asyncio.sleep(ask.after_s)
+                    try:
+                        response = await self._send(ask)
+                    except (ClientError, OSError) as error:
+                        ask = steps.throw(error)
+                    else:
+                        ask = steps.send(response)
+            except StopIteration as end:
+                found: T = end.value
+                return found
 
     @asynccontextmanager
     async def stream(
-        self, job_id: str | None, what: str, params: Mapping[str, str], last_id: str | None = None
+        self, job_id: str | None, what: str, params: Params, last_id: str | None = None
     ) -> AsyncIterator[httpx.Response]:
         """The same as Blocking.stream."""
         server = await asyncio.to_thread(self._find)
@@ -315,8 +333,6 @@ class Awaiting(_Asking):
             yield response
 
     async def _send(self, ask: Ask) -> httpx.Response:
-        if ask.after_s:
-            await asyncio.sleep(ask.after_s)
         server = await asyncio.to_thread(self._find)
         options = self._options(server, ask)
         if ask.upload is not None:

@@ -5,6 +5,7 @@ Each returns what contract/ says of its answer. A list comes whole, page after p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -13,9 +14,9 @@ from typing import BinaryIO, TypeVar
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from thinwire.client.asking import Ask, Params, Steps, Upload, answered, path_of_job, quoted, scoped
+from thinwire.client.asking import Ask, Steps, Upload, answered, path_of_job, quoted, scoped
 from thinwire.client.errors import AmbiguousId, BadAnswer, ClientError, NotFound, Unreachable, error_body
-from thinwire.client.streams import Parser
+from thinwire.client.streams import Params, Parser
 from thinwire.contract.jobs import (
     CheckpointList,
     Draft,
@@ -48,6 +49,8 @@ from thinwire.contract.streams import Told
 
 MOST = 1000
 """In one page."""
+LOOK_S = 10.0
+"""Where a stream says when something has happened: it says nothing of leases that run out, or of the queue."""
 _BEYOND_ALL_STEPS = 10**9
 _LONGEST_NAME_ASKED = 64
 """Characters of the filter by name, with its asterisk."""
@@ -245,33 +248,34 @@ def wait(
 ) -> Steps[dict[str, Job]]:
     """The jobs as they have ended, by full ID; at the end of `timeout_s` those that have by then.
 
-    A service that cannot be reached is waited for. poll_s: seconds between two looks. on_ended: called with each.
-    Raises NotFound, where one is deleted meanwhile.
+    It looks when a stream says that one is over, and every LOOK_S: a stream does not tell of everything. A service that
+    cannot be reached is waited for. poll_s: seconds between two looks where there is no stream, as of an older service.
+    on_ended: called with each, as it has ended. Raises: NotFound, where one is deleted meanwhile; Unreachable, where
+    nobody answers at the end of the time.
     """
-    until = None if timeout_s is None else time.monotonic() + timeout_s
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    left = dict.fromkeys(job_ids)
     ended: dict[str, Job] = {}
-    pause_s = 0.0
+    pause_s, of = 0.0, tuple[str, ...]()
     while True:
-        for job_id in dict.fromkeys(job_ids):
-            if job_id in ended:
-                continue
+        for job_id in list(left):
+            ask = Ask("GET", path_of_job(job_id), after_s=pause_s, ends_of=of, poll_s=poll_s)
             try:
-                found = yield from answered(Job, Ask("GET", path_of_job(job_id), after_s=pause_s))
+                found = yield from answered(Job, ask)
             except Unreachable:
-                if until is not None and time.monotonic() >= until:
+                if time.monotonic() >= until:
                     raise
-                pause_s = poll_s
+                pause_s, of = poll_s, ()
                 continue
-            pause_s = 0.0
+            pause_s, of = 0.0, ()
             if found.state.terminal:
+                del left[job_id]
                 ended[job_id] = found
                 on_ended(found)
-        if all(job_id in ended for job_id in job_ids):
+        left_s = until - time.monotonic()
+        if not left or left_s <= 0.0:
             return ended
-        left_s = float("inf") if until is None else until - time.monotonic()
-        if left_s <= 0.0:
-            return ended
-        pause_s = min(poll_s, left_s)
+        pause_s, of = min(LOOK_S, left_s), tuple(left)
 
 
 # what a job has said

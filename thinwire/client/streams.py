@@ -11,17 +11,38 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Final
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Final, Protocol
 
 import httpx
 
-from thinwire.client.asking import Awaiting, Blocking
 from thinwire.client.errors import BadAnswer, ClientError, NotFound, Unreachable
 from thinwire.contract.streams import END, RETRY_MS, Told
 
 MOST_BYTES: Final = 1 << 20
 """Of one line: the service writes none of a quarter of it."""
 _PIECES: Final = re.compile(rb"[\r\n]|[^\r\n]+")
+
+
+Params = Mapping[str, str | list[str]]
+
+
+class Following(Protocol):
+    """What a stream is read by: see `asking.Blocking.stream`."""
+
+    def stream(
+        self, job_id: str | None, what: str, params: Params, last_id: str | None = None
+    ) -> AbstractContextManager[httpx.Response]:
+        """The answer, as it comes."""
+
+
+class FollowingAwaited(Protocol):
+    """The same with an event loop: see `asking.Awaiting.stream`."""
+
+    def stream(
+        self, job_id: str | None, what: str, params: Params, last_id: str | None = None
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        """The answer, as it comes."""
 
 
 class Parser:
@@ -89,21 +110,21 @@ class Parser:
 
 
 def follow(
-    client: Blocking,
+    client: Following,
     job_id: str | None,
     what: str,
-    params: Mapping[str, str] | None = None,
+    params: Params | None = None,
     *,
     again: bool = True,
     lost: Callable[[ClientError], None] = lambda error: None,
-    opened: Callable[[], None] = lambda: None,
+    opened: Callable[[httpx.Response], None] = lambda response: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Told]:
     """The messages of a stream, to its `end`, or to where the service says that there are no more.
 
     job_id, what, params: as Client.stream takes them.
     again: a stream that breaks off, or that the service ends, is asked for from the last id on, for ever. lost: called
-    each time that it could not be. opened: each time that it is, before its first message.
+    each time that it could not be. opened: each time that it is, before its first message, with the answer.
     Raises: ClientError, but waits where it is Unreachable and `again`.
     """
     parser = Parser()
@@ -113,7 +134,7 @@ def follow(
                 if response.status_code == httpx.codes.NO_CONTENT:
                     return
                 parser.begin()
-                opened()
+                opened(response)
                 for part in response.iter_bytes():
                     for told in parser.of(part):
                         yield told
@@ -127,14 +148,14 @@ def follow(
 
 
 async def followed(
-    client: Awaiting,
+    client: FollowingAwaited,
     job_id: str | None,
     what: str,
-    params: Mapping[str, str] | None = None,
+    params: Params | None = None,
     *,
     again: bool = True,
     lost: Callable[[ClientError], None] = lambda error: None,
-    opened: Callable[[], None] = lambda: None,
+    opened: Callable[[httpx.Response], None] = lambda response: None,
 ) -> AsyncIterator[Told]:
     """The same as `follow`, for a program with an event loop."""
     parser = Parser()
@@ -144,7 +165,7 @@ async def followed(
                 if response.status_code == httpx.codes.NO_CONTENT:
                     return
                 parser.begin()
-                opened()
+                opened(response)
                 async for part in response.aiter_bytes():
                     for told in parser.of(part):
                         yield told

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,11 +15,44 @@ import torch.distributed as dist
 
 from thinwire.comm import SoloGroup, TorchGroup, prepare_nccl
 from thinwire.comm.protocol import Group
+from thinwire.contract.reports import Sample
 from thinwire.contract.spec import Checkpoint
 from thinwire.workers.error_words import in_words
 from thinwire.workers.ranks import FixedRanks
 from thinwire.workers.session.training import Run, Surroundings
 from thinwire.workers.telemetry.reporter import Reporter
+
+LINE_EVERY_S = 1.0
+"""A loop of quick steps fills no screen."""
+
+
+class OnScreen(Reporter):
+    """What the ranks have reported, from rank 0 for who looks on: on stderr, for stdout is the script's."""
+
+    _due_s = 0.0
+
+    def steps(self, samples: Sequence[Sample], num_samples: int, sent_bytes: Mapping[str, int]) -> None:
+        """As Reporter.steps, and a line now and then: of each evaluation, of the last step, and every LINE_EVERY_S."""
+        super().steps(samples, num_samples, sent_bytes)
+        if not self._leads:
+            return
+        for sample in samples:
+            is_due = sample is samples[-1] and time.monotonic() >= self._due_s
+            if is_due or sample.validation_loss is not None or sample.step == sample.last_step:
+                if (line := figures(sample)) is not None:
+                    sys.stderr.write(f"{line}\n")
+                self._due_s = time.monotonic() + LINE_EVERY_S
+
+
+def figures(sample: Sample) -> str | None:
+    """What was reported of a step, as a line; None where nothing was."""
+    losses = {"loss": sample.loss, "validation": sample.validation_loss}
+    found = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+    found += [f"{name} {float(value):.4g}" for name, value in (sample.reported or {}).items()]
+    if not found:
+        return None
+    of = "" if sample.last_step is None else f"/{sample.last_step}"
+    return f"step {sample.step}{of}  " + "  ".join([*found, f"{sample.samples_per_second:.1f} samples/s"])
 
 
 def outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, keep: int) -> Surroundings:
@@ -50,7 +85,7 @@ def outside_of_a_job(folder: str | os.PathLike[str] | None, save_every: int, kee
         ranks=FixedRanks(group),
         device=device,
         run=Run(directory, created_at=time.time()),
-        reporter=Reporter(),
+        reporter=OnScreen(),
         checkpoint=checkpoint,
         group=group,
         close=end,

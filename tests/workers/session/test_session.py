@@ -120,6 +120,23 @@ def test_what_ranks_report_is_averaged_over_the_samples_and_gradients_too(tmp_pa
         assert [sample.validation_loss for sample in told] == [0.5, None, 0.5, None, 0.5]
 
 
+def test_outside_of_a_job_what_is_reported_is_printed_beside_the_scripts_own_output(capsys):
+    with session() as run:
+        model = torch.nn.Linear(1, 1)
+        run.register(model=model, optimizer=Adam(model.parameters(), lr=0.0, group=run.group))
+        run.evaluate_every(10, lambda: {"loss": 0.5, "accuracy": float("nan")})
+        for _ in run.batches([torch.ones(1)] * 40, global_batch=2, steps=11):
+            run.step(model(torch.ones(1)).mean() * 0 + 3.0)
+            run.report(of_mine=0.25)
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert lines[0].startswith("step 0/11  validation 0.5000  validation_accuracy nan  ")
+    assert [line.split("  ")[1:-1] for line in lines if line.startswith("step 11/11")] == [
+        ["loss 3.0000", "validation 0.5000", "of_mine 0.25", "validation_accuracy nan"]
+    ]
+
+
 def test_what_an_evaluation_reports_is_told_with_its_step_the_one_before_the_first_too(tmp_path):
     def work(group):
         reporter = Recording()
