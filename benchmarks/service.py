@@ -322,7 +322,7 @@ class Load:
         """Of the workers of all jobs that run."""
         with self._database() as session:
             ids = session.scalars(select(JobRow.id).where(JobRow.state == "RUNNING")).all()
-            lease = {"attempt": 1, "pid": 1, "node": "box", "expires_at": time.time() + 3600}
+            lease = {"attempt": 1, "pid": 1, "node": "box", "expires_at": time.time() + 86400.0}
             leases = [
                 lease | {"job_id": id, "rank": rank, "address": f"10.0.0.1:{39000 + rank}"}
                 for id in ids
