@@ -68,16 +68,16 @@ def token_of(number: int) -> str:
     return f"of-job-{number:08}"
 
 
-def fill(database: Database, count: int, state: str = "PENDING", **job: Any) -> None:
-    """Jobs that are over, ten minutes apart, and OPEN that are not, in this state. job: what it asks for beside."""
+def fill(database: Database, count: int, state: str = "PENDING", running: int = OPEN, **job: Any) -> None:
+    """Jobs that are over, ten minutes apart, and some that are not, in this state. job: what it asks for beside."""
     draw = random.Random(0)
     made = read_spec(spec(**job)).model_dump(mode="json", exclude={"labels"})
     newest = {"attempt": 1, "sample": sample(100)}
     first = 1_767_225_600.0  # the beginning of 2026
     with database.unfenced() as session:
-        for begin in range(0, count + OPEN, 5000):
+        for begin in range(0, count + running, 5000):
             jobs, labels = [], []
-            for number in range(begin, min(begin + 5000, count + OPEN)):
+            for number in range(begin, min(begin + 5000, count + running)):
                 job_id = f"job-{number % 10}-{number:06x}"
                 over = number < count
                 own = {"half": "yes" if number % 2 else "no"}

@@ -53,6 +53,7 @@ from tests.service.postgresql import postgresql
 from thinwire.contract.reports import HEARTBEAT_S
 from thinwire.service.db import Database
 from thinwire.service.jobs.repository import JobRow, LeaseRow
+from thinwire.service.launch.keeper import die_with_parent
 
 RESULT = ROOT / "benchmarks" / "results" / "service" / "hostile.json"
 CODE = ("service", "thinwire", "benchmarks/service.py", ":!*.md")
@@ -79,21 +80,28 @@ IDLE_S = 5.0
 
 
 class Service:
-    """A server of its own. Raises where it does not start.
+    """A server of its own, which does not outlive the thread that has made it. Raises where it does not start.
 
     files: that it may have open; code: what its process runs; settings: of its environment.
     """
 
-    def __init__(self, home: Path, files: int = FILES, code: str = SERVE, **settings: str) -> None:
+    def __init__(
+        self, home: Path, files: int = FILES, code: str = SERVE, launcher: str = "fake", **settings: str
+    ) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("THINWIRE_")}
         self.home = home
+
+        def set_up() -> None:
+            die_with_parent()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
         with (home / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", code, "serve", "--launcher", "fake", "--port", "0"],
+                [sys.executable, "-c", code, "serve", "--launcher", launcher, "--port", "0"],
                 env={**kept, "THINWIRE_HOME": str(home), **settings},
                 stdout=log,
                 stderr=log,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
+                preexec_fn=set_up,
             )
         known = wait_until(self._known, (home / "log").read_text(), timeout_s=120)
         self.url: str = known["url"]
@@ -322,7 +330,7 @@ class Load:
         """Of the workers of all jobs that run."""
         with self._database() as session:
             ids = session.scalars(select(JobRow.id).where(JobRow.state == "RUNNING")).all()
-            lease = {"attempt": 1, "pid": 1, "node": "box", "expires_at": time.time() + 3600}
+            lease = {"attempt": 1, "pid": 1, "node": "box", "expires_at": time.time() + 86400.0}
             leases = [
                 lease | {"job_id": id, "rank": rank, "address": f"10.0.0.1:{39000 + rank}"}
                 for id in ids

@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -247,10 +247,13 @@ def watchers(service: Service, ids: list[str]) -> Iterator[Callable[[], int]]:
         over.set()
 
 
-def memory(team: Team, service: Service, minutes: float, rate: float, keep_at: Path) -> dict[str, Any]:
-    """The service's memory while it is used as on any day. Written as it comes: a run of an hour may be cut short."""
+def memory(team: Team, service: Service, minutes: float, rate: float, every: float, keep_at: Path) -> dict[str, Any]:
+    """The service's memory while it is used as on any day: its people look each `every` seconds.
+
+    Written as it comes; Ctrl-C ends it with what there is.
+    """
     curve: list[dict[str, Any]] = []
-    found = {"minutes": minutes, "rate": rate, "curve": curve}
+    found = {"minutes": minutes, "rate": rate, "looks_every_s": every, "curve": curve}
     body = spec(workers={"min": 1, "max": 1})
     mine: list[str] = []
     counts = {"looks": 0, "submissions": 0, "deleted": 0, "failed": 0}
@@ -266,13 +269,14 @@ def memory(team: Team, service: Service, minutes: float, rate: float, keep_at: P
             counts["failed"] += 1
             return None
 
-    with watchers(service, team.ids[:WATCHED]) as watching:
+    with watchers(service, team.ids[:WATCHED]) as watching, suppress(KeyboardInterrupt):
         turn = 0
         while (since := time.monotonic() - began) < 60.0 * minutes:
             if since >= SAMPLED_S * len(curve):
                 told: dict[str, Any] = {"posts": len(reports.posts), "registrations": len(reports.registrations)}
                 told |= {"streams": watching(), "cores_s": round(team.cpu_s(), 1), "errors": len(reports.errors)}
-                curve.append({"at_s": round(since, 1), "rss_mib": service.memory(), **told, **counts})
+                sizes = {"rss_mib": service.memory(), "anonymous_mib": service.memory("RssAnon")}
+                curve.append({"at_s": round(since, 1), **sizes, **told, **counts})
                 keep_at.write_text(json.dumps(found) + "\n")
             one = team.ids[turn % len(team.ids)]
             lists = ("/v1/jobs?limit=100", "/v1/jobs?limit=100&state=RUNNING", "/v1/jobs?person=person-7", "/metrics")
@@ -290,7 +294,8 @@ def memory(team: Team, service: Service, minutes: float, rate: float, keep_at: P
                 else:
                     ask("POST", f"/v1/jobs/{oldest}/cancel")
             turn += 1
-            time.sleep(2.0)
+            time.sleep(every)
+    found["minutes"] = round(curve[-1]["at_s"] / 60.0, 1)
     return found | {"reports": reports.end(), "rss_most_mib": service.memory("VmHWM")}
 
 
@@ -320,6 +325,7 @@ def main(
     on_postgresql: Annotated[bool, typer.Option("--postgresql", help="Not SQLite.")] = False,
     minutes: Annotated[float, typer.Option(help="Look at the memory alone, for so long.")] = 0.0,
     rate: Annotated[float, typer.Option(help="Job-seconds a second meanwhile.")] = 5.0,
+    every: Annotated[float, typer.Option(help="Seconds between looks meanwhile.")] = 2.0,
 ) -> None:
     """Fill a database, serve it, print what it bears, and write it beside the results that are there."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -358,7 +364,7 @@ def main(
             team = Team(service, OPEN, url)
             team.filled()
             if minutes:
-                found |= memory(team, service, minutes, rate, RESULT.with_name(f"memory-{kind}.part"))
+                found |= memory(team, service, minutes, rate, every, RESULT.with_name(f"memory-{kind}.part"))
             else:
                 for part, told in measured(team, service, seconds, times, readers):
                     found[part] = told

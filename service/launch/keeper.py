@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = subprocess.Popen(
         args.command,
         stdin=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        preexec_fn=die_with_parent if sys.platform == "linux" else None,
     )
     _log.info("command_started pid=%d lease_s=%g", command.pid, args.lease_s)
     code = _watch(command.pid, args.lease, args.lease_s, asked)
@@ -149,7 +149,8 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """SIGKILL for this process when the thread ends that has started it. For preexec_fn; Linux only."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,10 +1,9 @@
-"""A real PostgreSQL server on a socket of its own, for as long as a module's tests run."""
+"""A real PostgreSQL server on a socket of its own, for as long as a module's tests, or a benchmark, run."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +19,17 @@ from tests.conftest import missing
 from tests.service.control_plane_harness import wait_until
 
 URL = "postgresql+psycopg://postgres@/{database}?host={folder}"
+KEPT = """
+folder=$1; shift
+"$@" &
+read -r _
+kill -QUIT $!
+wait
+rm -rf "$folder"
+"""
+"""A shell's: run a server, until this process ends, however it ends, for then the pipe from it is closed. Then end the
+server at once, for nobody needs what it holds, and remove its folder.
+"""
 
 
 @contextmanager
@@ -40,7 +50,11 @@ def postgresql(*, durable: bool = False) -> Iterator[Callable[[], str]]:
     names = count()
     options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={folder}"]
     options += [] if durable else ["-c", "fsync=off"]
-    server = subprocess.Popen([str(programs / "postgres"), "-D", str(data), *options], **how)
+    command = [str(programs / "postgres"), "-D", str(data), *options]
+    # A session of its own: what is typed at a terminal ends this process first.
+    kept = subprocess.Popen(
+        ["sh", "-c", KEPT, "kept", str(folder), *command], stdin=subprocess.PIPE, start_new_session=True, **how
+    )
 
     def make() -> str:
         name = f"test{next(names)}"
@@ -53,9 +67,7 @@ def postgresql(*, durable: bool = False) -> Iterator[Callable[[], str]]:
         yield make
     finally:
         engine.dispose()
-        server.send_signal(signal.SIGQUIT)  # at once: nobody needs what it holds
-        server.wait()
-        shutil.rmtree(folder)
+        kept.communicate()
 
 
 def _answers(engine: Engine) -> bool:
