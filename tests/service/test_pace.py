@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -72,13 +73,32 @@ def test_answers_say_how_long_until_the_next_and_a_lease_lasts_as_much_longer(
     assert service.client.get("/v1/metrics/targets").json() == []
 
 
-@pytest.mark.parametrize("path", ["", "/metrics", "/logs", "/events?follow=false", "/logs/stream?follow=false"])
-def test_who_asks_for_a_job_makes_it_live(service: Service, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    job_id = service.running()
-    monkeypatch.setattr(service.plane.pace, "_elapsed", lambda: time.monotonic() + LOOKED_S)  # since the harness asked
+def test_who_asks_for_a_job_makes_it_live(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id, elapsed = service.running(), Elapsed()
+    elapsed.now = time.monotonic()
+    monkeypatch.setattr(service.plane.pace, "_elapsed", elapsed)
     monkeypatch.setattr(pace_module, "A_SECOND", 0.01)
-    assert float(service.post(job_id, samples=[sample(1)]).headers[NEXT_HEADER]) == MOST_REPORT_S
-    service.client.get(f"/v1/jobs/{job_id}{path}").raise_for_status()
-    lives = path != "/events?follow=false"  # which is over by now: who follows it is in the hub
-    asked = float(service.post(job_id, samples=[sample(2)]).headers[NEXT_HEADER])
-    assert asked == (REPORT_S if lives else MOST_REPORT_S)
+    for path in ("", "/metrics", "/logs", "/logs/stream?follow=false"):
+        elapsed.now += LOOKED_S
+        assert float(service.post(job_id, samples=[sample(1)]).headers[NEXT_HEADER]) == MOST_REPORT_S, path
+        service.client.get(f"/v1/jobs/{job_id}{path}").raise_for_status()
+        assert float(service.post(job_id, samples=[sample(2)]).headers[NEXT_HEADER]) == REPORT_S, path
+    elapsed.now += LOOKED_S
+    assert service.client.get(f"/v1/jobs/{job_id}x").status_code == 404
+    assert service.client.get(f"/v1/jobs/{job_id}/events?follow=false").is_success
+    assert float(service.post(job_id, samples=[sample(3)]).headers[NEXT_HEADER]) == MOST_REPORT_S, (
+        "it was read, and left"
+    )
+
+
+def test_a_job_is_streamed_while_somebody_is_in_the_hub(service: Service) -> None:
+    hub = service.plane.hub
+
+    async def run() -> None:
+        async with hub.joined("job-1"), hub.joined("job-1"):
+            async with hub.joined(None, samples_of=frozenset({"job-2"})), hub.joined(None):
+                assert [hub.streamed(f"job-{number}") for number in (1, 2, 3)] == [True, True, False]
+            assert [hub.streamed(f"job-{number}") for number in (1, 2)] == [True, False]
+        assert not hub.streamed("job-1")
+
+    asyncio.run(run())
