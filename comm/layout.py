@@ -211,6 +211,12 @@ class Buckets:
         return zlib.crc32(repr(self.spans).encode())
 
 
+def refuse_block(block: object) -> None:
+    """Raises: ValueError for what is no length of runs that share something: a positive multiple of BYTE."""
+    if type(block) is not int or block < BYTE or block % BYTE:
+        raise ValueError(f"block = {block!r}: must be a positive multiple of {BYTE}")
+
+
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple

@@ -5,6 +5,8 @@
     rank j      y: [samples / n, d_0 + ... + d_(n-1)], all parts' activations of its own samples
     backward    dy at these places goes back, and nothing else: dx_i is 0 where nothing was sent
 
+Each row begins with the call that it is of, so that a rank that is in another one does not take it for its own.
+
 It is the all-to-all of a model whose parts lie on different ranks while each rank has samples of its own, such as
 DLRM: embedding tables on one rank or spread over several, the dense part on all. What is not sent is lost: activations
 are of one step, and there is no memory of them. With share = 1 it is the dense all-to-all, bit for bit; so is a group
@@ -19,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thinwire.comm.calls import calls_of
+from thinwire.comm.calls import calls_of, mismatch
 from thinwire.comm.default import GivenGroup, given_or_default
 from thinwire.comm.groups.texts import gather_texts, refuse_differing
 from thinwire.comm.layout import BYTE, round_up
@@ -80,7 +83,8 @@ class Thresholded:
     """
 
     def __init__(self, *, share: float, group: GivenGroup | None = None) -> None:
-        if not 0 < share <= 1:
+        given: Any = share
+        if not isinstance(given, Real) or isinstance(given, bool) or not 0 < share <= 1:
             raise ValueError(
                 f"share = {share!r}: must be above 0, which would send nothing and teach the other part nothing, and "
                 "at most 1, which sends all"
@@ -89,6 +93,7 @@ class Thresholded:
         self._group: Group = given_or_default(group)
         if not isinstance(self._group, Uneven):
             raise TypeError(f"group = {type(self._group).__name__}: must be Uneven (thinwire.comm.protocol)")
+        self._calls = 0
         self._known: dict[tuple[int, int, torch.dtype], list[_Part]] = {}
 
     @property
@@ -102,6 +107,8 @@ class Thresholded:
         x: float[samples, d_i]. Raises: as the class.
         """
         size = self._group.size
+        if not isinstance(x_bd, Tensor):
+            raise TypeError(f"x is {type(x_bd).__name__}: must be a tensor, floats of [samples of all ranks, width]")
         if x_bd.dim() != 2 or not x_bd.is_floating_point() or not len(x_bd) or len(x_bd) % size:
             raise ValueError(
                 f"x is {x_bd.dtype}{list(x_bd.shape)}: must be floats of [samples of all ranks, width], with as many "
@@ -111,8 +118,11 @@ class Thresholded:
             return x_bd
         # Where no parameter of this rank is behind x, backward must come here all the same: the others wait for it.
         anchor = x_bd.new_zeros((), requires_grad=torch.is_grad_enabled())
+        self._calls += 1
         with calls_of(self._group).within("Thresholded()"):
-            y: Tensor = _Exchange.apply(x_bd, anchor, self._group, self._parts(x_bd))  # type: ignore[no-untyped-call]
+            y: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+                x_bd, anchor, self._group, self._parts(x_bd), self._calls
+            )
         return y
 
     def _parts(self, x_bd: Tensor) -> list[_Part]:
@@ -138,8 +148,8 @@ class _Exchange(torch.autograd.Function):
     """Forward and backward of one call. anchor: a scalar that needs a gradient, so that backward runs on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x_bd: Tensor, anchor: Tensor, group: Group, parts: list[_Part]) -> Tensor:
-        """As the module's docstring, on ranks i and j. Raises: PeerLost."""
+    def forward(ctx: Any, x_bd: Tensor, anchor: Tensor, group: Group, parts: list[_Part], call: int) -> Tensor:
+        """As the module's docstring, on ranks i and j. Raises: PeerLost, CallMismatch."""
         own = parts[group.rank]
         sent_bk: Tensor | None = None
         value_bk = x_bd
@@ -153,7 +163,7 @@ class _Exchange(torch.autograd.Function):
                 row = torch.cat([row, _bytes(sent_bk[of_rank].to(own.place_type), own.place_bytes)])
             rows.append(row)
         lengths = [part.value_bytes + part.place_bytes for part in parts]
-        came = _swap(group, rows, lengths, group.size * sum(lengths))
+        came = _swap(group, rows, lengths, group.size * sum(lengths), call)
         y_bd, places = x_bd.new_zeros(own.num, sum(part.width for part in parts)), []
         for part, of_part_bd, row_B in zip(parts, _of_parts(y_bd, parts), came, strict=True):
             values_bk = _values(row_B, part, x_bd.dtype)
@@ -165,14 +175,14 @@ class _Exchange(torch.autograd.Function):
                 place_bk = signed_bk.long() & (1 << 8 * part.place_type.itemsize) - 1
                 of_part_bd.scatter_(1, place_bk, values_bk)
             places.append(place_bk)
-        ctx.group, ctx.parts = group, parts
+        ctx.group, ctx.parts, ctx.call = group, parts, call
         ctx.save_for_backward(sent_bk, *places)
         return y_bd
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_bd: Tensor) -> tuple[Tensor | None, ...]:
-        """As the module's docstring. Raises: PeerLost."""
+        """As the module's docstring. Raises: PeerLost, CallMismatch."""
         group, parts = ctx.group, ctx.parts
         own, (sent_bk, *places) = parts[group.rank], ctx.saved_tensors
         rows = []
@@ -180,20 +190,33 @@ class _Exchange(torch.autograd.Function):
             rows.append(_bytes(of_part_bd if place_bk is None else of_part_bd.gather(1, place_bk), part.value_bytes))
         with calls_of(group).within("backward of Thresholded()"):
             whole = group.size * sum(part.value_bytes for part in parts)
-            came = _swap(group, rows, [own.value_bytes] * group.size, whole)
+            came = _swap(group, rows, [own.value_bytes] * group.size, whole, -ctx.call)
         dx_bd = torch.cat([_values(row_B, own, dy_bd.dtype) for row_B in came])
         if sent_bk is not None:
             dx_bd = dx_bd.new_zeros(len(dx_bd), own.width).scatter_(1, sent_bk, dx_bd)
-        return dx_bd, None, None, None
+        return dx_bd, None, None, None, None
 
 
-def _swap(group: Group, rows: Sequence[Tensor], lengths: Sequence[int], num_bytes: int) -> Sequence[Tensor]:
-    """Give rows, one to each rank. Returns those that came from each, of these lengths. num_bytes: of all ranks."""
+def _swap(group: Group, rows: Sequence[Tensor], lengths: Sequence[int], num_bytes: int, call: int) -> list[Tensor]:
+    """Give rows, one to each rank. Returns those that came from each, of these lengths. num_bytes: of all ranks.
+
+    call: its number, with a minus that of one whose backward this is. Raises: PeerLost; CallMismatch, alike on every
+    rank, where some are in another one: where forward and backward send as many bytes nothing else would show it.
+    """
     assert isinstance(group, Uneven)
-    given_B = torch.cat(list(rows))
-    came_B = given_B.new_empty(sum(lengths))
-    group.start_all_to_all_v(came_B, given_B, lengths, [len(row) for row in rows], num_bytes).wait()
-    return torch.split(came_B, list(lengths))
+    head_B = torch.tensor([call], dtype=torch.int64, device=rows[0].device).view(torch.uint8)
+    given_B = torch.cat([part for row in rows for part in (head_B, row)])
+    of, to = [BYTE + length for length in lengths], [BYTE + len(row) for row in rows]
+    came_B = given_B.new_empty(sum(of))
+    group.start_all_to_all_v(came_B, given_B, of, to, num_bytes + BYTE * group.size**2).wait()
+    came = torch.split(came_B, of)
+    calls = torch.stack([row_B[:BYTE] for row_B in came]).view(torch.int64).view(-1).tolist()
+    if any(other != call for other in calls):
+        where = [
+            f"call {one} of Thresholded()" if one > 0 else f"backward of call {-one} of Thresholded()" for one in calls
+        ]
+        raise mismatch(dict(enumerate(where)), ["let the loss of every rank depend on what it returns"])
+    return [row_B[BYTE:] for row_B in came]
 
 
 def _of_parts(y_bd: Tensor, parts: Sequence[_Part]) -> Sequence[Tensor]:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -269,8 +270,9 @@ class CADA(FlatOptimizer[CadaState]):
 
     @property
     def _allowed(self) -> float:
-        """How large |d|^2 may be, at most, of a rank that does not send."""
-        return float(self.threshold * sum(self._lengths) / self.horizon)
+        """How large |d|^2 may be, at most, of a rank that does not send; 0, so that all send, where that overflows."""
+        allowed = float(self.threshold * sum(self._lengths) / self.horizon)
+        return allowed if isfinite(allowed) else 0.0
 
     def _agreed(self) -> list[int]:
         """The ranks that send in this step, in order. Collective, a byte from each rank.

@@ -180,7 +180,7 @@ class LocalSteps(InRounds):
         inner = type(self.inner.optimizer).__name__
         self.saved |= {"last_sync": 0, "num_rounds": 0, "same_inner": -1, "inner": inner}
         self.inner.share(self.param_groups, self.state)
-        self._turn, self._at = None, slice(0, self.space.p_N.numel())
+        self._turn, self._made, self._at = None, 0, slice(0, self.space.p_N.numel())
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse the state of another inner optimizer, which would begin anew unseen. Raises: ValueError."""
@@ -252,6 +252,7 @@ class LocalSteps(InRounds):
             space.g_N.zero_()
         space.leave_gradients(space.g_N)
         self.inner.step(self.state)
+        self._made = self.num_steps + 1
         space.take_written()  # of low precision through .data, too, as many optimizers write
 
     def _tell_scaler(self, *, left_out: bool) -> None:
@@ -397,12 +398,12 @@ class LocalSteps(InRounds):
         )
 
     def _steps_of_round(self) -> tuple[int, int]:
-        return self._last_sent + 1, max(self.num_steps, self._last_sent + 1)
+        return self._last_sent + 1, max(self.num_steps, self._made, self._last_sent + 1)
 
     def _begin_round(self) -> None:
         """x is where all begin. What is under way has been settled."""
         self.vectors.start_N = self.vectors.base_b = self._failed = self._turn = None
-        self._has_arrived = False
+        self._has_arrived, self._made = False, 0
         self.vectors.lost.zero_()
 
     @torch.no_grad()

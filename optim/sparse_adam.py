@@ -32,8 +32,9 @@ from thinwire.comm.protocol import Group
 from thinwire.contract.hyperparameters import BETAS, EPS, LR
 from thinwire.optim.engine.checking import ABSENT, Row, is_count, merged_groups, refuse, refuse_missing
 from thinwire.optim.engine.hyperparameters import check_group
-from thinwire.optim.engine.local import is_dtensor
+from thinwire.optim.engine.local import is_dtensor, mark
 from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_edited
+from thinwire.optim.engine.parameters import digest
 
 Exchanged = Literal["int8", "fp32"]
 VECTORS = ("m", "v", "residual")
@@ -90,8 +91,10 @@ class SparseAdam(Optimizer):
         shapes = [[list(param.shape) for param in table.params] for table in self.tables]
         facts: dict[str, int | str] = {"shapes of tables": zlib.crc32(str(shapes).encode()), "exchange": exchange}
         agree(self.group, facts, self.tables[0].params[0])
-        for param in (one for table in self.tables for one in table.params):
-            self.group.broadcast_(param.data)
+        for table in self.tables:
+            for param in table.params:
+                self.group.broadcast_(param.data)
+            table.note_written()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """In the constructor alone: state is laid out for all rows at once. Raises: RuntimeError after it."""
@@ -107,8 +110,9 @@ class SparseAdam(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step, collective. Raises: PeerLost, after which ranks may differ: go on from a checkpoint.
 
-        ValueError for a gradient that is not sparse, NonFiniteInput, WireMismatch where ranks differ in their
-        hyperparameters or in how many steps they have made, alike on every rank, and then nothing has changed.
+        ValueError for a gradient that is not sparse, or a table written on one rank, NonFiniteInput, WireMismatch where
+        ranks differ in their hyperparameters or in how many steps they have made, alike on every rank, and then nothing
+        has changed.
         RuntimeError for param_groups edited by hand.
         """
         loss = None
@@ -120,15 +124,35 @@ class SparseAdam(Optimizer):
         refuse_edited({}, self.param_groups, self._listed, [])
         given, alike = [table.touched() for table in self.tables], json.dumps(self._alike()).encode()
         counts = [fault or len(ids) for ids, _, fault in given]
-        own = self.tables[0].m_VD.new_tensor([*counts, zlib.crc32(alike)], dtype=torch.int64)
+        is_written = any(table.is_written for table in self.tables)
+        own = self.tables[0].m_VD.new_tensor([*counts, is_written, zlib.crc32(alike)], dtype=torch.int64)
         counts_nT = gathered(self.group, own).tolist()
         if len({counts.pop() for counts in counts_nT}) > 1:
             refuse_differing([json.loads(text) for text in gather_texts(self.group, alike, own.device)])
+        written = [counts.pop() for counts in counts_nT]
+        if any(written):
+            self._refuse_written_apart()
         _refuse_faults(counts_nT)
         for at, (table, (ids, values, _)) in enumerate(zip(self.tables, given, strict=True)):
             table.step(self.num_steps + 1, ids, values, max(counts[at] for counts in counts_nT))
         self.num_steps += 1
         return loss
+
+    def _refuse_written_apart(self) -> None:
+        """Collective, where some rank has written a table since the last step. Raises: ValueError on all of them."""
+        params = [param for table in self.tables for param in table.params]
+        own = self.tables[0].m_VD.new_tensor([digest(param) for param in params], dtype=torch.int64).view(-1)
+        all_nP = gathered(self.group, own).view(self.group.size, len(params), -1).cpu()
+        for at, param in enumerate(params):
+            ranks = [rank for rank, theirs in enumerate(all_nP) if not torch.equal(theirs[at], all_nP[0, at])]
+            if ranks:
+                raise ValueError(
+                    f"a table of shape {list(param.shape)} holds other values on ranks {ranks} than on rank 0, for it "
+                    "was written between two steps: nn.Embedding(max_norm=...) does so in each forward, to the rows of "
+                    "one rank's own batch. Leave max_norm out, or write tables alike on every rank; nothing was changed"
+                )
+        for table in self.tables:
+            table.note_written()
 
     def residual(self) -> list[Tensor]:
         """R of the rows of each width: float[rows, width], the same on every rank. Collective. Raises: PeerLost."""
@@ -209,9 +233,20 @@ class Table:
         self.E_SD = like.new_zeros(-(-kept // group.size), self._width)
         if like.device.type == "cpu":
             warm_up_int8(like.dtype)  # not in the first exchange, where peers would wait for it
+        self._marks: list[tuple[int, int]] = []
+        """What changes when somebody else writes a parameter: a step writes through `.data`, which leaves no trace."""
         self._slots = 0
         self._reduce: Reducer
         self._memory: ErrorMemory
+
+    @property
+    def is_written(self) -> bool:
+        """Has somebody else written a parameter since note_written()?"""
+        return [mark(param) for param in self.params] != self._marks
+
+    def note_written(self) -> None:
+        """Go by what parameters hold now."""
+        self._marks = [mark(param) for param in self.params]
 
     def step(self, t: int, ids: Tensor, values: Tensor, most: int) -> None:
         """One step of the rows that some rank has touched. ids, values: its own. most: ids of a rank. Collective."""

@@ -10,7 +10,7 @@ from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.codecs.sketch import CountSketch
 from thinwire.comm.codecs.threshold import ThresholdCodec
 from thinwire.comm.codecs.topk import TopKCodec
-from thinwire.comm.protocol import Codec
+from thinwire.comm.protocol import Codec, LinearCodec
 
 __all__ = [
     "Bf16Codec",
@@ -37,6 +37,11 @@ def codec_of(given: str | Codec) -> Codec:
     """The codec of this name, or itself. Raises: ValueError."""
     if isinstance(given, str) and given in BY_NAME:
         return BY_NAME[given]
+    if isinstance(given, LinearCodec):
+        raise ValueError(
+            f"codec = {given!r}: crosses in sums of the whole vector and not in rows, which this optimizer sends: give "
+            f"one of {', '.join(BY_NAME)}, or use OneBitSGD for factors of matrices and SketchedSGD for a sketch"
+        )
     if isinstance(given, str) or not (hasattr(given, "row") and hasattr(given, "fingerprint")):
         raise ValueError(f"codec = {given!r}: must be one of {', '.join(BY_NAME)}, or a Codec of thinwire.comm")
     return given

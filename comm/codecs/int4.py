@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.kernels import int8_reference
-from thinwire.comm.layout import BYTE, VectorLayout
+from thinwire.comm.layout import VectorLayout, refuse_block
 
 LEVELS = 7
 """The largest whole number that is sent."""
@@ -29,8 +29,7 @@ class Int4Codec:
     name: ClassVar[str] = "int4"
 
     def __post_init__(self) -> None:
-        if self.block < BYTE or self.block % BYTE:
-            raise ValueError(f"block = {self.block}: must be a positive multiple of {BYTE}")
+        refuse_block(self.block)
 
     def row(self, layout: VectorLayout, start: int, stop: int, like: Tensor) -> Int4Row:
         """The codec of one chunk."""

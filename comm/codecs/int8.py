@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.comm.kernels import int8_reference
 from thinwire.comm.kernels.choose import CPU_DTYPES
-from thinwire.comm.layout import BYTE, VectorLayout
+from thinwire.comm.layout import VectorLayout, refuse_block
 
 DEFAULT_RUN = 256
 """Values that share a scale: an eighth of a bit each. Longer runs leave out more of small values beside large ones."""
@@ -31,8 +31,7 @@ class Int8Codec:
     name: ClassVar[str] = "int8"
 
     def __post_init__(self) -> None:
-        if self.block < BYTE or self.block % BYTE:
-            raise ValueError(f"block = {self.block}: must be a positive multiple of {BYTE}")
+        refuse_block(self.block)
 
     def row(self, layout: VectorLayout, start: int, stop: int, like: Tensor) -> Int8Row:
         """The codec of one chunk."""

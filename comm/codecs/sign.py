@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinwire.comm.kernels import reference
 from thinwire.comm.kernels.reference import Scale
-from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, VectorLayout
+from thinwire.comm.layout import BYTE, DEFAULT_BLOCK, VectorLayout, refuse_block
 from thinwire.comm.protocol import RowCodec
 
 
@@ -31,8 +31,7 @@ class SignCodec:
     name: ClassVar[str] = "sign"
 
     def __post_init__(self) -> None:
-        if self.block < BYTE or self.block % BYTE:
-            raise ValueError(f"block = {self.block}: must be a positive multiple of {BYTE}")
+        refuse_block(self.block)
         if self.scale not in reference.BLOCK_SCALES:
             raise ValueError(f"scale = {self.scale!r}: must be one of {', '.join(reference.BLOCK_SCALES)}")
 

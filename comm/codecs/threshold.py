@@ -16,7 +16,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
+from numbers import Real
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ class ThresholdCodec:
     name: ClassVar[str] = "threshold"
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= MOST_SHARE:
+        given: Any = self.share
+        if not isinstance(given, Real) or not 0 < self.share <= MOST_SHARE:
             raise ValueError(
                 f"share = {self.share!r}: must be above 0, which would send nothing, and at most {MOST_SHARE}, for "
                 "more takes more bytes than all values as Bf16Codec writes them"

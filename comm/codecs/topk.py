@@ -33,11 +33,11 @@ class TopKCodec:
     name: ClassVar[str] = "topk"
 
     def __post_init__(self) -> None:
-        if not BYTE <= self.block <= MOST or self.block % BYTE:
-            raise ValueError(f"block = {self.block}: must be a multiple of {BYTE}, at most {MOST}")
-        if not _QUAD <= self.keep <= self.block or self.keep % _QUAD:
+        if type(self.block) is not int or not BYTE <= self.block <= MOST or self.block % BYTE:
+            raise ValueError(f"block = {self.block!r}: must be a multiple of {BYTE}, at most {MOST}")
+        if type(self.keep) is not int or not _QUAD <= self.keep <= self.block or self.keep % _QUAD:
             raise ValueError(
-                f"keep = {self.keep}: must be a multiple of {_QUAD}, at most the {self.block} values of a run"
+                f"keep = {self.keep!r}: must be a multiple of {_QUAD}, at most the {self.block} values of a run"
             )
 
     def row(self, layout: VectorLayout, start: int, stop: int, like: Tensor) -> TopKRow:

@@ -243,8 +243,14 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         been sent. Ctrl-C raises when the step is over, or where others are waited for (comm.signals): then it is undone
         too, and this rank has left the group, so that the others raise PeerLost.
         """
-        loss = self.compute(closure)
         try:
+            if closure is not None and is_scaled(self):
+                raise RuntimeError(
+                    "a GradScaler calls step() with a closure: it has looked for infinity before the closure makes the "
+                    "gradients. Train in bfloat16 (torch.autocast), which needs no scaler; or, where a closure is not "
+                    "needed, call backward() before scaler.step(optimizer)"
+                )
+            loss = self.compute(closure)
             with self._reports_undone():
                 if self.lost is not None:
                     raise self.lost

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.comm.exchange.test_plain import CODECS
-from thinwire.comm.codecs import Int4Codec, SignCodec, ThresholdCodec, TopKCodec
+from thinwire.comm.codecs import Int4Codec, Int8Codec, SignCodec, ThresholdCodec, TopKCodec
 from thinwire.comm.codecs.threshold import largest
 from thinwire.comm.kernels.reference import pack_signs, unpack_signs
 from thinwire.comm.layout import VectorLayout
@@ -168,6 +168,12 @@ def test_topk_sends_the_largest_and_never_leaves_out_more_than_it_was_given(dtyp
     ("make", "said"),
     [
         (lambda: Int4Codec(12), "block = 12: must be a positive multiple of 8"),
+        (lambda: Int4Codec(8.0), "block = 8.0: must be a positive multiple of 8"),
+        (lambda: Int8Codec("8"), "block = '8': must be a positive multiple of 8"),
+        (lambda: SignCodec(8.0), "block = 8.0: must be a positive multiple of 8"),
+        (lambda: TopKCodec(64.0), "block = 64.0: must be a multiple of 8"),
+        (lambda: TopKCodec(64, "4"), "keep = '4': must be a multiple of 4"),
+        (lambda: ThresholdCodec("0.1"), "share = '0.1': must be above 0"),
         (lambda: ThresholdCodec(0.0), "share = 0.0: must be above 0, which would send nothing, and at most 0.5"),
         (lambda: ThresholdCodec(1.0), "share = 1.0: must be above 0"),
         (lambda: ThresholdCodec(float("nan")), "share = nan: must be above 0"),

@@ -1,6 +1,7 @@
 """Activations that cross above a threshold: the dense all-to-all where all do, and a mask both ways where not."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from thinwire.comm.codecs import ThresholdCodec
 from thinwire.comm.groups.faults import Fault, FaultyGroup, When
 from thinwire.optim import OneBitSGD
 
+HEAD = 8
+"""Bytes of each row that say of which call it is."""
 WIDTHS = {
     "one rank": lambda rank, size: 24 if rank == 0 else 0,
     "last rank": lambda rank, size: 7 if rank == size - 1 else 0,
@@ -83,8 +86,8 @@ def test_places_are_as_long_as_the_last_one_needs(width):
 
     (y, nothing), (_, sent) = run_threads(2, work)
     assert torch.equal(y, x[:2])
-    assert nothing == 0
-    assert sent == 2 * 2 * 4 + {256: 8, 257: 8, 1 << 16: 8}.get(width, 16)
+    assert nothing == HEAD
+    assert sent == HEAD + 2 * 2 * 4 + {256: 8, 257: 8, 1 << 16: 8}.get(width, 16)
 
 
 def test_bytes_are_those_of_values_and_places_forward_and_of_values_backward():
@@ -103,7 +106,7 @@ def test_bytes_are_those_of_values_and_places_forward_and_of_values_backward():
         return sent[0]
 
     of_a_rank = samples // 2 * keep
-    assert run_threads(2, work) == [(of_a_rank * (4 + 1), 0), (0, of_a_rank * 4)]
+    assert run_threads(2, work) == [(HEAD + of_a_rank * (4 + 1), HEAD), (HEAD, HEAD + of_a_rank * 4)]
 
 
 def test_without_gradients_nothing_goes_back_and_a_value_that_is_not_finite_crosses():
@@ -126,9 +129,9 @@ def test_a_group_of_one_gives_what_it_was_given():
     assert Thresholded(share=0.1, group=SoloGroup())(x) is x
 
 
-@pytest.mark.parametrize("share", [0, -0.1, 1.01, math.nan])
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, math.nan, True, "0.5", None])
 def test_a_share_of_nothing_or_more_than_all_is_refused(share):
-    with pytest.raises(ValueError, match=f"share = {share}: must be above 0, which would send nothing"):
+    with pytest.raises(ValueError, match=f"share = {share!r}: must be above 0, which would send nothing"):
         Thresholded(share=share, group=SoloGroup())
 
 
@@ -183,6 +186,23 @@ def test_ranks_with_numbers_of_samples_that_both_have_seen_are_told_that_they_di
             exchange(torch.zeros(4 if group.rank else 8, 6))
 
     run_threads(2, work)
+
+
+def test_a_rank_that_leaves_its_backward_out_does_not_take_the_gradients_of_others_for_activations():
+    """With all sent both have as many bytes, so that nothing else would show it."""
+
+    def work(group):
+        exchange = Thresholded(share=1.0, group=group)
+        y = exchange(part(group.rank, 6, 6))
+        others = y.sum().backward
+        mine = partial(exchange, part(group.rank, 6, 6))  # as where its loss is NaN, and it goes on with the next batch
+        with pytest.raises(CallMismatch, match="rank 1 is in call 2") as found:
+            (mine if group.rank == 1 else others)()
+        return str(found.value)
+
+    words = run_threads(3, work)
+    assert len(set(words)) == 1
+    assert "ranks 0, 2 are in backward of call 1 of Thresholded()" in words[0]
 
 
 @pytest.mark.parametrize("call", [0, 1], ids=["forward", "backward"])

@@ -391,6 +391,28 @@ def test_ranks_with_other_tables_are_told_so_before_a_parameter_is_touched():
     assert all(run_threads(2, work))
 
 
+def test_a_table_that_was_written_on_one_rank_is_told_to_all_and_one_written_alike_is_not():
+    """max_norm shortens, in each forward, the rows of this rank's own batch."""
+
+    def work(group):
+        table = torch.nn.Embedding(9, 5, sparse=True, max_norm=0.5)
+        with torch.no_grad():
+            table.weight.normal_(generator=torch.Generator().manual_seed(3))
+        optimizer = SparseAdam(table.parameters(), group=group)
+        for row in (0, 1):  # of every rank's batch
+            table(torch.tensor([row])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        table(torch.tensor([2 + group.rank])).sum().backward()
+        before = table.weight.detach().clone()
+        with pytest.raises(ValueError, match=r"other values on ranks \[1, 2\] than on rank 0, .* max_norm") as found:
+            optimizer.step()
+        assert torch.equal(table.weight, before)
+        return str(found.value)
+
+    assert len(set(run_threads(3, work))) == 1
+
+
 def test_a_grad_scaler_is_refused_on_every_rank():
     def work(group):
         model, scaler = net().float(), torch.amp.GradScaler("cpu")

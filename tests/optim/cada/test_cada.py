@@ -369,3 +369,34 @@ def test_each_rank_shortens_its_own_gradient_and_the_rule_sees_what_it_was():
         return float((sent_by_all(optimizer) - optimizer.vectors.mean_N).abs().max())
 
     assert max(run_threads(3, work)) < 1e-12
+
+
+def test_a_scaler_which_has_looked_before_the_closure_is_refused_on_every_rank():
+    def work(group):
+        net, scaler = network().float(), torch.amp.GradScaler("cpu")
+        optimizer = made(net, group)
+        scaler.scale(torch.ones(()))  # else torch has no scale yet
+        before = optimizer.space.p_N.clone()
+        with pytest.raises(RuntimeError, match="a GradScaler calls step") as found:
+            scaler.step(optimizer, closure_of(net, 1, group.rank))
+        assert torch.equal(optimizer.space.p_N, before)
+        train(net, optimizer, 1, group.rank)
+        return str(found.value)
+
+    assert len(set(run_threads(2, work))) == 1
+
+
+@pytest.mark.parametrize("rule", [1, 2])
+def test_where_the_length_of_g_overflows_all_send(rule):
+    """Of infinity everything is less: nobody would send, for max_age steps."""
+
+    def work(group):
+        net = network().float()
+        optimizer = made(net, group, rule=rule, max_age=50)
+        for step in range(1, 4):
+            optimizer.step(closure_of(net, step, group.rank, unit=1e24))
+        return optimizer.saved["lengths"], optimizer.stats()["num_uploads"]
+
+    for lengths, uploads in run_threads(2, work):
+        assert lengths == [float("inf")] * 3
+        assert uploads == 3 * 2

@@ -8,7 +8,7 @@ from tests.optim.constructing import sized
 from tests.optim.muon.test_muon import backward, network, train
 from tests.optim.regroup.ranks import goes_on, new_ranks, together
 from thinwire.comm import NonFiniteInput, SoloGroup, run_threads
-from thinwire.comm.codecs import SignCodec, TopKCodec
+from thinwire.comm.codecs import PowerSGD, SignCodec, TopKCodec
 from thinwire.comm.errors import CallMismatch
 from thinwire.optim import SGD, Adam, LocalSteps, Muon, OneBitAdam, OuterSGD
 
@@ -203,7 +203,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_and_is_told_at_the_end_of_
             if step < EVERY:
                 optimizer.step()
                 optimizer.zero_grad()
-        with pytest.raises(NonFiniteInput, match=rf"gradient of rank {last} in steps 1 to \d holds NaN"):
+        with pytest.raises(NonFiniteInput, match=f"gradient of rank {last} in steps 1 to {EVERY} holds NaN"):
             optimizer.step()
         assert not optimizer.at_sync
         train(net, optimizer, 1, group.rank)
@@ -231,7 +231,7 @@ def test_with_skip_it_is_said_in_the_log_alone(caplog):
 
     assert all(run_threads(2, work))
     assert [record.message for record in caplog.records if "left_out" in record.message] == [
-        "gradient_left_out rank=1 steps=1-3"
+        f"gradient_left_out rank=1 steps=1-{EVERY}"
     ]
 
 
@@ -310,6 +310,12 @@ def over_two(group):
         ("adamw", {"every": 0}, ValueError, r"every = 0: must be a whole number \(int\), at least 1"),
         ("adamw", {"every": 9, "total_steps": 8}, ValueError, "every = 9, total_steps = 8: the ranks would never"),
         ("adamw", {"codec": "signs"}, ValueError, "codec = 'signs': must be one of sign, int8, int4, topk"),
+        (
+            "adamw",
+            {"codec": PowerSGD()},
+            ValueError,
+            "crosses in sums of the whole vector .* use OneBitSGD for factors",
+        ),
         ("adamw", {"outer": 0.7}, ValueError, r"outer = 0.7: must be an OuterSGD"),
         (over_two, {}, ValueError, "inner = Muon over 2 ranks: it communicates by itself"),
         (lambda group: OneBitAdam(network().parameters(), group=SoloGroup()), {}, ValueError, "give the dense one"),
