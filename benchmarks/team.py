@@ -15,6 +15,7 @@ With --minutes nothing of that, but the service's memory every ten seconds for s
 
 from __future__ import annotations
 
+import heapq
 import http.client
 import json
 import re
@@ -37,7 +38,7 @@ from benchmarks.service import FOR_EVER, RESULT, WORKERS, Load, Service, bearer,
 from benchmarks.streams import Posts, read
 from tests.service.control_plane_harness import sample, spec
 from tests.service.postgresql import postgresql
-from thinwire.contract.reports import HEARTBEAT_S
+from thinwire.contract.reports import HEARTBEAT_S, MOST_HEARTBEAT_S, MOST_REPORT_S, NEXT_HEADER
 from thinwire.service.db import Database
 from thinwire.service.jobs.repository import JobRow, SampleRow
 
@@ -120,7 +121,7 @@ class Reports:
 
     def __init__(self, team: Team, service: Service, rate: float | None) -> None:
         self._team, self._address, self._rate = team, service.address, rate
-        self._over, self._lock = threading.Event(), threading.Lock()
+        self._over, self._lock, self.asked = threading.Event(), threading.Lock(), threading.local()
         self.posts: list[float] = []
         self.registrations: list[float] = []
         self.errors: list[str] = []
@@ -155,6 +156,7 @@ class Reports:
         connection.request(method, path, json.dumps(body), headers)
         answer = connection.getresponse()
         said = answer.read()
+        self.asked.seconds = float(answer.headers.get(NEXT_HEADER, 1.0))
         if answer.status != 204:
             self.errors.append(f"{answer.status} {said[:200]!r}")
         return time.perf_counter() - began
@@ -174,13 +176,81 @@ class Reports:
             thread.join()
         seconds = time.monotonic() - self._began
         return {
-            "asked_a_second": self._rate,
-            "job_seconds_a_second": round(len(self.posts) / seconds, 1),
+            **self._told(seconds),
             "post": percentiles(self.posts),
             "register": percentiles(self.registrations),
             "errors": len(self.errors),
             "error": self.errors[:1],
         }
+
+    def _told(self, seconds: float) -> dict[str, Any]:
+        return {"asked_a_second": self._rate, "job_seconds_a_second": round(len(self.posts) / seconds, 1)}
+
+
+class Paced(Reports):
+    """All jobs take a step a second, and report and register when the service has asked for it, as workers do."""
+
+    def __init__(self, team: Team, service: Service) -> None:
+        begins = time.monotonic()
+        spread = [HEARTBEAT_S * number / len(team.ids) for number in range(len(team.ids))]
+        self._due = [(begins + late, job, rank) for job, late in enumerate(spread) for rank in (-1, *range(WORKERS))]
+        self._due.sort(key=lambda one: one[0])  # which is a heap
+        self._steps = [(30_000, begins)] * len(team.ids)
+        self._late: list[float] = []
+        self.samples = 0
+        super().__init__(team, service, None)
+
+    def _run(self) -> None:
+        connection = http.client.HTTPConnection(*self._address, timeout=60)
+        while True:
+            with self._lock:
+                due, job, rank = heapq.heappop(self._due)
+            if self._over.wait(max(0.0, due - time.monotonic())):
+                return
+            now = time.monotonic()
+            self._late.append(now - due)
+            try:
+                if rank < 0:  # it is rank 0 that posts
+                    step, at = self._steps[job]
+                    steps = max(1, round(now - at))
+                    self.posts.append(self._sent(connection, *self._post(job, step, steps)))
+                    self._steps[job] = step + steps, now
+                    self.samples += steps
+                else:
+                    self.registrations.append(self._sent(connection, *self._register(job, rank)))
+                next_s = self.asked.seconds
+            except (OSError, http.client.HTTPException) as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                connection.close()
+                next_s = 1.0
+            with self._lock:
+                heapq.heappush(self._due, (now + next_s, job, rank))
+
+    def settled(self) -> None:
+        """From here on it counts: how often to report is known to all."""
+        self.posts.clear()
+        self.registrations.clear()
+        self._late.clear()
+        self.samples, self._began = 0, time.monotonic()
+
+    def _told(self, seconds: float) -> dict[str, Any]:
+        kinds = {"posts": len(self.posts), "registrations": len(self.registrations), "samples": self.samples}
+        return {f"{kind}_a_second": round(many / seconds, 1) for kind, many in kinds.items()} | {
+            "late": percentiles(self._late)
+        }
+
+
+def paced(team: Team, service: Service, seconds: float) -> dict[str, Any]:
+    """What it takes of the service that all report as seldom as it asks."""
+    idle = team.idle(5.0)
+    reports = Paced(team, service)
+    time.sleep(3 * MOST_REPORT_S + MOST_HEARTBEAT_S)
+    reports.settled()
+    before, began = team.cpu_s(), time.monotonic()
+    time.sleep(seconds)
+    cores = (team.cpu_s() - before) / (time.monotonic() - began)
+    meanwhile = team.reads(3)
+    return {"idle_cores": idle, "cores": round(cores, 3), **reports.end(), "reads_meanwhile": meanwhile}
 
 
 def measured(team: Team, service: Service, seconds: float, times: int, readers: int) -> Iterator[tuple[str, Any]]:
@@ -323,6 +393,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="That each other part takes.")] = 20.0,
     readers: Annotated[int, typer.Option(help="Of one stream at once.")] = 500,
     on_postgresql: Annotated[bool, typer.Option("--postgresql", help="Not SQLite.")] = False,
+    paced_s: Annotated[float, typer.Option("--paced", help="Report as seldom as asked, alone, for so long.")] = 0.0,
     minutes: Annotated[float, typer.Option(help="Look at the memory alone, for so long.")] = 0.0,
     rate: Annotated[float, typer.Option(help="Job-seconds a second meanwhile.")] = 5.0,
     every: Annotated[float, typer.Option(help="Seconds between looks meanwhile.")] = 2.0,
@@ -331,7 +402,7 @@ def main(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     kind = "PostgreSQL" if on_postgresql else "SQLite"
-    result = RESULT.with_name("memory.json" if minutes else "team.json")
+    result = RESULT.with_name("memory.json" if minutes else "paced.json" if paced_s else "team.json")
     found = made("benchmarks.team") | {"over": jobs, "running": OPEN, "workers": WORKERS}
 
     def written() -> dict[str, Any]:
@@ -365,6 +436,9 @@ def main(
             team.filled()
             if minutes:
                 found |= memory(team, service, minutes, rate, every, RESULT.with_name(f"memory-{kind}.part"))
+            elif paced_s:
+                found |= paced(team, service, paced_s)
+                print(json.dumps(written()[kind], indent=1))
             else:
                 for part, told in measured(team, service, seconds, times, readers):
                     found[part] = told
