@@ -1,4 +1,4 @@
-"""The command: python -m benchmarks.team [--postgresql] [--minutes 60]. A service that a team has left open.
+"""The command: python -m benchmarks.team [--postgresql] [--paced 60 | --minutes 60]. A service left open.
 
 A database with 100,000 jobs that are over, of 50 people, and 1,000 that run with eight workers each, on the launcher
 that runs nothing. A server of its own answers over HTTP. Measured, each with p50, p99 and the service's processor:
@@ -9,8 +9,11 @@ that runs nothing. A server of its own answers over HTTP. Measured, each with p5
     submit           one after the other, meanwhile
     streams          a job's stream with so many readers (benchmarks/streams.py)
 
-With --minutes nothing of that, but the service's memory every ten seconds for so long: jobs report, people look, watch
-50 streams, submit, cancel and delete.
+With --paced nothing of that: for so many seconds all jobs report and all workers register as seldom as the service asks
+them to, a step a second each, which nobody looks at. Does one service bear them?
+
+With --minutes nothing of that either, but the service's memory every ten seconds for so long: jobs report, people look,
+watch 50 streams, submit, cancel and delete.
 """
 
 from __future__ import annotations
@@ -151,6 +154,7 @@ class Reports:
                 connection.close()
 
     def _sent(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any, job: int) -> float:
+        """Seconds that it took; after how many more the service asks for the next is in `asked`, of this thread."""
         headers = {**bearer(self._team.tokens[job]), "Content-Type": "application/json"}
         began = time.perf_counter()
         connection.request(method, path, json.dumps(body), headers)
@@ -161,9 +165,10 @@ class Reports:
             self.errors.append(f"{answer.status} {said[:200]!r}")
         return time.perf_counter() - began
 
-    def _post(self, job: int, step: int) -> tuple[str, str, Any, int]:
-        one = sample(step, at=time.time(), lr=1e-3, step_seconds=1.0, world_size=WORKERS, payload_bytes=10**6)
-        return "POST", f"/v1/jobs/{self._team.ids[job]}/telemetry", {"attempt": 1, "samples": [one]}, job
+    def _post(self, job: int, step: int, steps: int = 1) -> tuple[str, str, Any, int]:
+        told = {"lr": 1e-3, "step_seconds": 1.0, "world_size": WORKERS, "payload_bytes": 10**6}
+        some = [sample(one, at=time.time(), **told) for one in range(step, step + steps)]
+        return "POST", f"/v1/jobs/{self._team.ids[job]}/telemetry", {"attempt": 1, "samples": some}, job
 
     def _register(self, job: int, rank: int) -> tuple[str, str, Any, int]:
         said = {"address": f"127.0.0.1:{39000 + rank}", "attempt": 1, "pid": 100 + rank, "node": f"box{rank}"}

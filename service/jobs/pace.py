@@ -19,7 +19,7 @@ from typing import Final
 
 from thinwire.contract.reports import HEARTBEAT_S, MOST_HEARTBEAT_S, MOST_REPORT_S, REPORT_S
 
-A_SECOND: Final = 100.0
+A_SECOND: Final = 50.0
 """Reports that come in a second where jobs are many, and as many registrations."""
 LOOKED_S: Final = 30.0
 """A page or a command that asks again and again does so more often."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
@@ -28,6 +27,7 @@ from thinwire.service.auth import new_token, token_hash
 from thinwire.service.db import Database
 from thinwire.service.errors import NotOwner
 from thinwire.service.jobs.admission import NEW, Admission, recalled
+from thinwire.service.jobs.asked import NOTHING_WRITTEN, Asked, Written
 from thinwire.service.jobs.calls import SLOW_S, Answer, Calls
 from thinwire.service.jobs.decide import (
     Action,
@@ -52,6 +52,8 @@ from thinwire.service.packages.store import PackageGone, Packages
 
 logger = logging.getLogger(__name__)
 
+RESTS = 10.0
+"""A turn begins no sooner after the last one than so many times what that took of a core: a tenth of one at most."""
 AT_ONCE = 16
 """Calls of a kind beside one another."""
 MOST_QUESTIONS, MOST_SUBMITS = 64, 32
@@ -67,28 +69,6 @@ _READY, _PRUNE = "the launcher itself", "what need not be kept"
 
 _LIVE = frozenset({LaunchState.PENDING, LaunchState.RUNNING})
 _OVER = frozenset({LaunchState.SUCCEEDED, LaunchState.FAILED, LaunchState.STOPPED})
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What was written of a job's pods, and when."""
-
-    words: str
-    at: float
-
-
-NOTHING_WRITTEN = Written("", 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A job as it was read, what the launcher said of it, and what follows."""
-
-    row: JobRow
-    action: Action
-    status: LaunchStatus
-    refusal: str | None = None
-    """Why the launcher did not take a submit."""
 
 
 class Reconciler:
@@ -218,13 +198,14 @@ class Reconciler:
         next_turn = time.monotonic()
         while not self._stop.is_set():
             self._wake.clear()
-            began = time.monotonic()
+            began, spent = time.monotonic(), time.thread_time()
             try:
                 if self._due.is_set() or began >= next_turn:
                     self._due.clear()
                     next_turn = began + self._interval_s
                     self.turn()
                     self._observe_turn(time.monotonic() - began)
+                    next_turn = max(next_turn, began + RESTS * (time.thread_time() - spent))
                 else:
                     self.apply_answers()
             except NotOwner as error:

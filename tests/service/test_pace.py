@@ -27,7 +27,7 @@ def test_the_more_jobs_report_the_more_seldom_each_does() -> None:
     pace = Pace(elapsed=elapsed)
     asked = [pace.reported(f"job-{number}") for number in range(3000)]
     assert asked == sorted(asked)
-    assert (asked[0], asked[99], asked[499], asked[-1]) == (REPORT_S, REPORT_S, 5.0, MOST_REPORT_S)
+    assert (asked[0], asked[49], asked[499], asked[-1]) == (REPORT_S, REPORT_S, 10.0, MOST_REPORT_S)
     assert pace.reported("job-7") == MOST_REPORT_S, "the same job again is no other one"
     elapsed.now = 3 * MOST_REPORT_S
     assert pace.reported("job-7") == REPORT_S, "the others have fallen silent"
@@ -54,7 +54,7 @@ def test_who_looks_at_a_job_among_many_has_it_live() -> None:
 def test_registrations_follow_the_number_of_workers() -> None:
     pace = Pace(elapsed=Elapsed())
     asked = [pace.registered("job", rank) for rank in range(int(A_SECOND * MOST_HEARTBEAT_S) + 1)]
-    assert (asked[0], asked[1999], asked[-1]) == (HEARTBEAT_S, 20.0, MOST_HEARTBEAT_S)
+    assert (asked[0], asked[1999], asked[-1]) == (HEARTBEAT_S, 40.0, MOST_HEARTBEAT_S)
 
 
 def test_answers_say_how_long_until_the_next_and_a_lease_lasts_as_much_longer(

@@ -29,8 +29,8 @@ from thinwire.contract.spec import WorkerCount
 
 LEASE_S = 30.0
 """A worker that has not renewed its registration for so long is no longer a scrape target."""
-HEARTBEAT_S, MOST_HEARTBEAT_S = 10.0, 60.0
-REPORT_S, MOST_REPORT_S = 1.0, 10.0
+HEARTBEAT_S, MOST_HEARTBEAT_S = 10.0, 120.0
+REPORT_S, MOST_REPORT_S = 1.0, 20.0
 """Between two registrations of a worker, and between two reports of a job: where nothing else is said, and at most."""
 NEXT_HEADER = "Thinwire-Next-Report-Seconds"
 """In the answer to either: how long until the next (service/jobs/pace.py). An older service says nothing, and an older
