@@ -127,12 +127,19 @@ def _checkpointing(loop, run):
     loop.net.middle = lambda x: run(middle, x)
 
 
+WITHOUT_RANDOMNESS = {"preserve_rng_state": False}
+"""Ranks are threads here. Of two that read torch's generator at once one can hold its lock and wait for the
+interpreter, which the other holds and waits for that lock."""
+
+
 def _reentrant(middle, x):
-    return checkpoint(middle, x, use_reentrant=True)
+    return checkpoint(middle, x, use_reentrant=True, **WITHOUT_RANDOMNESS)
 
 
 case(STEPS, "`checkpoint(..., use_reentrant=False)`")(
-    lambda loop: _checkpointing(loop, lambda middle, x: checkpoint(middle, x, use_reentrant=False))
+    lambda loop: _checkpointing(
+        loop, lambda middle, x: checkpoint(middle, x, use_reentrant=False, **WITHOUT_RANDOMNESS)
+    )
 )
 case(STEPS, "`checkpoint(..., use_reentrant=True)`, each layer once")(lambda loop: _checkpointing(loop, _reentrant))
 case(STEPS, "`checkpoint(..., use_reentrant=True)`, a layer twice", REENTRANT)(
