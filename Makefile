@@ -13,6 +13,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 THINWIRE_HOME ?= $(CURDIR)/.thinwire
 PYTEST := $(BIN)/python -m pytest --durations=25
+# A process that stands still with the interpreter in its hands hears no limit of time. It is ended, and names the test.
+THAWED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # CI gives --no-compile here: of 26,000 files its tests import some, and .venv/.collected compiles these.
 PIP_ARGS ?=
 INSTALL := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
@@ -51,10 +53,10 @@ test: .venv/.dev
 	@# All at once; the output of the first two comes at the end. A shell has what runs in its background ignore
 	@# SIGINT, which tests send to what they start.
 	@log=$$(mktemp -d); \
-	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(LIBRARIES) > $$log/1 2>&1 & first=$$!; \
-	env --default-signal=INT $(PYTEST) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log/2 2>&1 & beside=$$!; \
+	env --default-signal=INT $(PYTEST) $(THAWED) -m "not ray and not slow and not gpu" $(LIBRARIES) > $$log/1 2>&1 & first=$$!; \
+	env --default-signal=INT $(PYTEST) $(THAWED) -m "not ray and not slow and not gpu" $(SIDE_BY_SIDE) > $$log/2 2>&1 & beside=$$!; \
 	trap 'kill $$first $$beside' INT TERM; \
-	$(PYTEST) -m "ray and not slow and not gpu" $(RAYS); of_ray=$$?; \
+	$(PYTEST) $(THAWED) -m "ray and not slow and not gpu" $(RAYS); of_ray=$$?; \
 	wait $$first; of_libraries=$$?; wait $$beside; others=$$?; cat $$log/1 $$log/2; rm -rf $$log; \
 	[ $$of_libraries = 0 ] && [ $$others = 0 ] && [ $$of_ray = 0 ]
 
