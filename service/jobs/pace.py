@@ -4,7 +4,7 @@ Every answer to a report and to a registration says how long until the next (con
 nothing but how many send and who looks, so that it cannot swing:
 
     a report          after (jobs that report) / A_SECOND seconds, at least REPORT_S and at most MOST_REPORT_S;
-                      of a job that somebody looks at, after REPORT_S
+                      of a job that somebody looks at, no others count than those
     a registration    after (workers that register) / A_SECOND seconds, at least HEARTBEAT_S, at most MOST_HEARTBEAT_S
 
 Somebody looks at a job who reads its stream, or has asked for it, its history or its log in the last LOOKED_S.
@@ -20,7 +20,7 @@ from typing import Final
 from thinwire.contract.reports import HEARTBEAT_S, MOST_HEARTBEAT_S, MOST_REPORT_S, REPORT_S
 
 A_SECOND: Final = 50.0
-"""Reports that come in a second where jobs are many, and as many registrations."""
+"""Reports that come in a second where jobs are many; of jobs that somebody looks at as many, and registrations."""
 LOOKED_S: Final = 30.0
 """A page or a command that asks again and again does so more often."""
 
@@ -34,7 +34,8 @@ class Pace:
         self._streamed, self._elapsed = streamed, elapsed
         self._lock = threading.Lock()
         # Whoever has sent within three of the longest times between two is there.
-        self._jobs, self._workers = _Recent(3 * MOST_REPORT_S), _Recent(3 * MOST_HEARTBEAT_S)
+        self._jobs, self._live = _Recent(3 * MOST_REPORT_S), _Recent(3 * MOST_REPORT_S)
+        self._workers = _Recent(3 * MOST_HEARTBEAT_S)
         self._looked = _Recent(LOOKED_S)
 
     def looked(self, job_id: str) -> None:
@@ -44,12 +45,11 @@ class Pace:
 
     def reported(self, job_id: str) -> float:
         """Seconds until the next report of this job, which has just sent one."""
+        is_streamed = self._streamed(job_id)
         with self._lock:
             now = self._elapsed()
-            many = self._jobs.seen(job_id, now)
-            looked = self._looked.has(job_id, now)
-        if looked or self._streamed(job_id):
-            return REPORT_S
+            jobs = self._live if is_streamed or self._looked.has(job_id, now) else self._jobs
+            many = jobs.seen(job_id, now)
         return min(max(REPORT_S, many / A_SECOND), MOST_REPORT_S)
 
     def registered(self, job_id: str, rank: int) -> float:

@@ -52,8 +52,9 @@ from thinwire.service.packages.store import PackageGone, Packages
 
 logger = logging.getLogger(__name__)
 
-RESTS = 10.0
-"""A turn begins no sooner after the last one than so many times what that took of a core: a tenth of one at most."""
+RESTS, LONGEST_REST_S = 10.0, 5.0
+"""A turn begins so many times later than the last one as that took of a core, so that it takes a tenth of one; but no
+later than that: a launcher that is not asked for long counts as one that does not answer, and an alert looks too."""
 AT_ONCE = 16
 """Calls of a kind beside one another."""
 MOST_QUESTIONS, MOST_SUBMITS = 64, 32
@@ -205,7 +206,8 @@ class Reconciler:
                     next_turn = began + self._interval_s
                     self.turn()
                     self._observe_turn(time.monotonic() - began)
-                    next_turn = max(next_turn, began + RESTS * (time.thread_time() - spent))
+                    rest_s = min(RESTS * (time.thread_time() - spent), LONGEST_REST_S)
+                    next_turn = max(next_turn, began + rest_s)
                 else:
                     self.apply_answers()
             except NotOwner as error:

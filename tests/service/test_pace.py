@@ -51,6 +51,12 @@ def test_who_looks_at_a_job_among_many_has_it_live() -> None:
     assert pace.reported("job-1") == MOST_REPORT_S
 
 
+def test_those_that_somebody_looks_at_are_live_as_far_as_one_service_bears_it() -> None:
+    """A script that waits for each of 400 jobs looks at all of them."""
+    pace = Pace(lambda job_id: True, Elapsed())
+    assert [pace.reported(f"job-{number}") for number in range(400)][-1] == 400 / A_SECOND
+
+
 def test_registrations_follow_the_number_of_workers() -> None:
     pace = Pace(elapsed=Elapsed())
     asked = [pace.registered("job", rank) for rank in range(int(A_SECOND * MOST_HEARTBEAT_S) + 1)]
@@ -77,13 +83,18 @@ def test_who_asks_for_a_job_makes_it_live(service: Service, monkeypatch: pytest.
     job_id, elapsed = service.running(), Elapsed()
     elapsed.now = time.monotonic()
     monkeypatch.setattr(service.plane.pace, "_elapsed", elapsed)
-    monkeypatch.setattr(pace_module, "A_SECOND", 0.01)
-    for path in ("", "/metrics", "/logs", "/logs/stream?follow=false"):
+
+    def later() -> None:
         elapsed.now += LOOKED_S
+        for number in range(1000):  # nobody looks at these
+            service.plane.pace.reported(f"other-{number}")
+
+    for path in ("", "/metrics", "/logs", "/logs/stream?follow=false"):
+        later()
         assert float(service.post(job_id, samples=[sample(1)]).headers[NEXT_HEADER]) == MOST_REPORT_S, path
         service.client.get(f"/v1/jobs/{job_id}{path}").raise_for_status()
         assert float(service.post(job_id, samples=[sample(2)]).headers[NEXT_HEADER]) == REPORT_S, path
-    elapsed.now += LOOKED_S
+    later()
     assert service.client.get(f"/v1/jobs/{job_id}x").status_code == 404
     assert service.client.get(f"/v1/jobs/{job_id}/events?follow=false").is_success
     assert float(service.post(job_id, samples=[sample(3)]).headers[NEXT_HEADER]) == MOST_REPORT_S, (

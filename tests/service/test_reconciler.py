@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.covering import parametrize
-from tests.service.control_plane_harness import Service, sample, spec
+from tests.service.control_plane_harness import Service, sample, spec, wait_until
 from thinwire.service.auth import token_hash
 from thinwire.service.jobs import calls
+from thinwire.service.jobs.reconciler import RESTS
 from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch import keeper
 from thinwire.service.launch.protocol import LauncherError, LaunchState, LaunchStatus
@@ -396,3 +398,20 @@ def test_a_refusal_is_logged_once_for_as_long_as_its_words_are_the_same(
         service.turn(5)
     said = [record.getMessage() for record in caplog.records if record.name == reconciler]
     assert [message.split()[0] for message in said if job_id in message] == ["submit_failed"]
+
+
+def test_turns_that_take_much_of_a_core_come_seldom(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    reconciler, begun, taken_s = service.plane.reconciler, list[float](), 0.03
+
+    def turn() -> None:
+        begun.append(time.monotonic())
+        until = time.thread_time() + taken_s
+        while time.thread_time() < until:
+            pass
+
+    monkeypatch.setattr(reconciler, "turn", turn)
+    monkeypatch.setattr(reconciler, "_interval_s", 0.0)
+    reconciler.start()
+    wait_until(lambda: len(begun) > 2, "three turns")
+    reconciler.close()
+    assert all(later - sooner >= RESTS * taken_s for sooner, later in pairwise(begun))
