@@ -81,7 +81,7 @@ def scores(found: Sequence[Compared]) -> list[Row]:
             paper_of(one.method),
             f"{one.workload}, {one.method}",
             "as dense",
-            f"{one.score:.4g} (dense {one.dense:.4g}{_untrained(one)}) {one.unit}; worse by {_interval(one)}",
+            f"{one.score:.4g} (dense {one.dense:.4g}{_untrained(one)}) {one.unit}; {_interval(one)}",
             remark=f"{one.seeds} seed{'s' * (one.seeds > 1)}, paired, 2 workers; "
             + (f"{one.sent:.1f}x fewer bytes than fp32; " if one.sent else "")
             + f"{_searched(one)}",
@@ -102,7 +102,8 @@ def _searched(one: Compared) -> str:
 
 
 def _interval(one: Compared) -> str:
-    return f"{one.worse.mean:+.3g}" + (f" +- {one.worse.half:.2g}" if one.seeds > 1 else "")
+    which = "worse" if one.worse.mean > 0 else "better"
+    return f"{which} by {abs(one.worse.mean):.3g}" + (f" +- {one.worse.half:.2g}" if one.seeds > 1 else "")
 
 
 def paper_of(method: str) -> str:
