@@ -12,11 +12,15 @@ down; the last one ends it. Parts are numbered from the end of the vector, as bu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from thinwire.comm.layout import BYTE
+from thinwire.optim.engine.checking import is_count
 from thinwire.optim.engine.optimizer import FlatOptimizer
 from thinwire.optim.engine.schedule import StepPlan, local_steps_plan
-from thinwire.optim.engine.state import Local, Replicated, Residual
+from thinwire.optim.engine.state import MASTER, Local, Replicated, Residual
 
 
 @dataclass(slots=True)
@@ -153,3 +157,21 @@ class InRounds(FlatOptimizer[LocalStepsState]):
     def _is_applied(self, turn: Turn, step: int, *, whole: bool = False) -> None:
         self.saved["last_sync"] = step
         self._turn = None if whole else turn.after(step, self.parts)
+
+    def check_own(self, own: dict[str, Any]) -> None:
+        """Refuse what own_state() cannot have given. Raises: ValueError."""
+        if own and (
+            own.keys() - {MASTER, "base_N", "turn"} != {"parameters", "start_N", "lost"}
+            or not isinstance(own["lost"], bool)
+        ):
+            raise ValueError(f"state_dict has own {sorted(own)}: it is damaged, or of another optimizer")
+        turn = own.get("turn", [1, 0, 0])
+        counts = isinstance(turn, list | tuple) and len(turn) == 3 and all(is_count(one) for one in turn)
+        if not counts or turn[1] >= turn[0]:
+            raise ValueError(
+                f"state_dict has own['turn'] = {turn!r}: must be [parts, whose turn it is, step]; it is damaged"
+            )
+        for key in ("parameters", "start_N", *(["base_N"] if "base_N" in own else [])) if own else ():
+            found, shape = own[key], self.space.p_N.shape
+            if not isinstance(found, Tensor) or found.shape != shape:
+                raise ValueError(f"state_dict has own[{key!r}] = {found!r}, this optimizer needs {list(shape)}")

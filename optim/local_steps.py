@@ -34,7 +34,7 @@ are those after this rank's step, the round is open, and the next step ends it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -51,8 +51,7 @@ from thinwire.comm.kernels.peak import witness
 from thinwire.comm.protocol import Codec, Group
 from thinwire.contract.hyperparameters import EVERY, PARTS, TOTAL_STEPS, CodecName
 from thinwire.optim.engine import changing
-from thinwire.optim.engine.checking import is_count
-from thinwire.optim.engine.exchanges import Exchange, LeftGradients, formed_sum, refusal
+from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum, refusal
 from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.local import is_dtensor
 from thinwire.optim.engine.options import NonFinite
@@ -133,6 +132,8 @@ class LocalSteps(InRounds):
         self._turn = self._under_way = None
         self._failed: CommError | None = None
         """How it ended, where it did not count and nobody has been told."""
+        self._left: LeftInPlace | None = None
+        """Of the gradients of this step, those that are where backward made them."""
         self._has_arrived = False
         """Is D of the round before in x_s, and this rank's own move still in x?"""
         self.inner = Inner(inner)
@@ -151,6 +152,9 @@ class LocalSteps(InRounds):
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
         )
+        if self.steps_on_left:  # those that were None: nothing is written to the flat gradient, and it takes no memory
+            for i in self.space.quiet:
+                self.space.tensors[i].param.grad = None
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Hyperparameters are the inner optimizer's."""
@@ -244,16 +248,28 @@ class LocalSteps(InRounds):
         if s.start_N is None:
             s.start_N = space.p_N.clone()
             self.handed_over = None  # R is to be found anew, where a rank is gone before the next exchange
-        finite = torch.isfinite(witness(space.g_N))
+        read = [space.g_N] if self._left is None else self._left.read(space.views(space.g_N))
+        finite = torch.isfinite(witness(*read))
         s.lost.logical_or_(~finite)
         if space.g_N.device.type != "cpu":
             space.g_N.masked_fill_(~finite, 0.0)
         elif not finite:
-            space.g_N.zero_()
+            torch._foreach_zero_(read)
         space.leave_gradients(space.g_N)
         self.inner.step(self.state)
         self._made = self.num_steps + 1
         space.take_written()  # of low precision through .data, too, as many optimizers write
+
+    @property
+    def steps_on_left(self) -> bool:
+        """As Algorithm.steps_on_left: where who steps reads p.grad, and the host may ask whether it is finite."""
+        return self.inner.ours is None and self.max_grad_norm is None and self.space.g_N.device.type == "cpu"
+
+    def left_where_they_are(self) -> Callable[[int, Tensor], bool] | None:
+        """As Algorithm.left_where_they_are: zeroing and adding in the flat gradient would cross memory thrice more."""
+        reads = self.steps_on_left and not self.scaled
+        self._left = LeftInPlace(self.reduce.buckets.layout, self.space.g_N) if reads else None
+        return None if self._left is None else self._left.take
 
     def _tell_scaler(self, *, left_out: bool) -> None:
         """A GradScaler goes by what it has found itself: this rank's gradient alone is left out."""
@@ -547,24 +563,6 @@ class LocalSteps(InRounds):
         if self.parts > 1:
             own["turn"] = [self.parts, self._turn_now.part, self._turn_now.since]
         return {**own, **masters}
-
-    def check_own(self, own: dict[str, Any]) -> None:
-        """Refuse what own_state() cannot have given. Raises: ValueError."""
-        if own and (
-            own.keys() - {MASTER, "base_N", "turn"} != {"parameters", "start_N", "lost"}
-            or not isinstance(own["lost"], bool)
-        ):
-            raise ValueError(f"state_dict has own {sorted(own)}: it is damaged, or of another optimizer")
-        turn = own.get("turn", [1, 0, 0])
-        counts = isinstance(turn, list | tuple) and len(turn) == 3 and all(is_count(one) for one in turn)
-        if not counts or turn[1] >= turn[0]:
-            raise ValueError(
-                f"state_dict has own['turn'] = {turn!r}: must be [parts, whose turn it is, step]; it is damaged"
-            )
-        for key in ("parameters", "start_N", *(["base_N"] if "base_N" in own else [])) if own else ():
-            found, shape = own[key], self.space.p_N.shape
-            if not isinstance(found, Tensor) or found.shape != shape:
-                raise ValueError(f"state_dict has own[{key!r}] = {found!r}, this optimizer needs {list(shape)}")
 
     def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
         """Hold what own_state() gave. Not in_round: x is where that rank had moved it, as if the round had ended."""

@@ -25,10 +25,13 @@ def peak_(x: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
     return out
 
 
-def witness(x: Tensor) -> Tensor:
-    """0-dim, at least 0, new: finite if and only if all of x is. On a CPU its sum where that is, elsewhere its peak."""
-    if x.device.type == "cpu":
-        total = x.sum()
+def witness(*xs: Tensor) -> Tensor:
+    """0-dim, at least 0, new: finite if and only if all of them are. On a CPU a sum where that is, elsewhere the peak.
+
+    xs: not empty, of one type and device.
+    """
+    if xs[0].device.type == "cpu":
+        total = torch.stack([x.sum() for x in xs]).sum() if len(xs) > 1 else xs[0].sum()
         if bool(torch.isfinite(total)):
             return total.abs_()
-    return peak(x)
+    return torch.stack([peak(x) for x in xs]).max() if len(xs) > 1 else peak(xs[0])

@@ -362,6 +362,15 @@ class Algorithm(Generic[State]):
         with torch.enable_grad():
             return closure()
 
+    @property
+    def steps_on_left(self) -> bool:
+        """Are gradients read where backward leaves them, and none is sent? Then zero_grad() drops them."""
+        return False
+
+    def left_where_they_are(self) -> Callable[[int, Tensor], bool] | None:
+        """Of a step that gathers gradients: which of them stay where they are (FlatSpace.take_gradients). Local."""
+        return None
+
     def before_gradients(self) -> None:
         """First in a step that gathers gradients: look at what must not have changed since the last. Local."""
 

@@ -86,6 +86,11 @@ class LeftInPlace:
         self.runs[index] = grad.view(-1)
         return True
 
+    def read(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Where the gradient of each tensor is read, but of those without elements. views: its part of g."""
+        chosen = (view if run is None else run for view, run in zip(views, self.runs, strict=True))
+        return [x for x in chosen if x.numel()]
+
 
 class Exchange:
     """One step's exchange. Every rank calls alike. After an error, and after abandon(), it is over and undone.

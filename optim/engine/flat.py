@@ -95,7 +95,7 @@ class FlatSpace:
         """What shorten_gradient last found, 0-dim, before it shortened; None before."""
         self.shortened_by: Tensor | None = None
         """The factor that it used, 0-dim."""
-        self.gather_gradients()
+        self.quiet = self.take_gradients(range(len(self.tensors)), is_zero=True)
         self.take_changes()
 
     def views(self, vector_N: Tensor) -> list[Tensor]:
@@ -349,19 +349,20 @@ class FlatSpace:
             param.data = param.detach().clone()
         param.grad = None
 
-    def gather_gradients(self, done: Sequence[bool] = ()) -> None:
+    def gather_gradients(self, done: Sequence[bool] = (), keeps: Keeps | None = None) -> None:
         """Bring every gradient into g_N: a foreign tensor is copied in, a missing one counts as zero.
 
-        done: which tensors' are there already, or are read elsewhere, and are left; none by default.
-        Raises: ValueError, naming the parameter; then nothing is modified.
+        done: which tensors' are there already, or are read elsewhere, and are left; none by default. keeps: as in
+        take_gradients. Raises: ValueError, naming the parameter; then nothing is modified.
         """
-        self.quiet = self.take_gradients([i for i in range(len(self.tensors)) if not (done and done[i])])
+        self.quiet = self.take_gradients([i for i in range(len(self.tensors)) if not (done and done[i])], keeps)
 
     @torch.no_grad()
-    def take_gradients(self, indices: Sequence[int], keeps: Keeps | None = None) -> list[int]:
+    def take_gradients(self, indices: Sequence[int], keeps: Keeps | None = None, *, is_zero: bool = False) -> list[int]:
         """As gather_gradients, of these tensors. Returns those without a new one. Raises: ValueError, naming one.
 
         keeps: is this one read where backward has left it? Then it is left there. Collective where local_gradient is.
+        is_zero: is g_N zero? So it is at first, where a system gives memory only to what is written.
         """
         quiet, others = self._kept(indices)
         indices, missing, into, foreign = [], [], [], []
@@ -379,7 +380,7 @@ class FlatSpace:
                 self._untouched[i] = -1
             elif self.tensors[i].param.grad is self._given[i] and self._version(i) == self._taken[i]:
                 quiet.append(i)
-        if missing:
+        if missing and not is_zero:
             torch._foreach_zero_(missing)
         if foreign:
             torch._foreach_copy_(into, foreign)

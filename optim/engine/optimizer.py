@@ -343,7 +343,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.steps_without_gradient = self.steps_without_gradient + 1 if space.is_untouched else 0
         if self.steps_without_gradient in (1, 10, 100):
             logger.warning("no_gradient %s", without_gradient(self.num_steps + 1, f"rank {self.group.rank}"))
-        space.gather_gradients(overlap.taken)
+        space.gather_gradients(overlap.taken, self.left_where_they_are())
         refuse_orphans([space.tensors[i] for i in (*overlap.quiet, *space.quiet)], self.state)
         unscale_(space.g_N, self, space.first)
         overlap.look_at_shards()
@@ -389,9 +389,9 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
 
         Those of bfloat16 and float16 parameters are no views, and become None or zero, as in torch.optim. With overlap
         all become None where set_to_none: a hook takes each when backward has made it, into the flat gradient or, for
-        a compressed step, where it is. And what a backward has sent that no step() followed is undone first: a
-        collective that all ranks call. Parameters and state are as before that backward, error memory to rounding.
-        Raises: PeerLost.
+        a compressed step, where it is. So do those of local steps of torch's own optimizers on a CPU. And what a
+        backward has sent that no step() followed is undone first: a collective that all ranks call. Parameters and
+        state are as before that backward, error memory to rounding. Raises: PeerLost.
         """
         if self.overlap.exchange is not None:
             with self._reports_undone(), self.calling(f"zero_grad() after step {self.num_steps}"):
@@ -401,7 +401,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         self.clipping.reset()
         for param in changing.others(self):
             param.grad = None
-        if self.overlaps and set_to_none:
+        if set_to_none and (self.overlaps or self.steps_on_left):
             self.space.drop_gradients()
         else:
             self.space.zero_gradients(set_to_none)

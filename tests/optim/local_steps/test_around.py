@@ -271,7 +271,8 @@ def test_a_death_after_a_lost_gradient_keeps_what_the_other_steps_have_moved():
         rank.regroup(group)
         rank.train(group, 2)
         rank.optimizer.zero_grad()
-        next(rank.net.parameters()).grad.fill_(torch.nan)
+        param = next(rank.net.parameters())
+        param.grad = torch.full_like(param, torch.nan)
         rank.optimizer.step()
 
     together(ranks, work)
