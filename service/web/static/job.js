@@ -6,6 +6,7 @@ import { agoText, bytesText, EFFECTS, labelsText, limitsText, lossText, numberTe
 import { BEYOND_ALL_STEPS, STEP_PARTS, Samples } from "./history.js";
 import { badge } from "./jobs.js";
 import { LogView } from "./logs.js";
+import { Zoom } from "./zoom.js";
 
 const EVERY_MS = 2000;
 const EVENTS_EVERY_MS = 4000;
@@ -50,6 +51,8 @@ class JobView {
     this.asking = null;
     for (const chart of this.charts) chart.stop();
     this.charts = [];
+    this.zoom?.stop();
+    this.zoom = null;
   }
 
   /** Show another part. Returns whether there is such a part. */
@@ -80,13 +83,16 @@ class JobView {
     if (progress && (this.samples.length === 0 || progress.step !== last?.step || progress.time !== last?.time || this.samples.lastStep < progress.step)) {
       await this.samples.refresh(progress, signal, () => this.drawPart(false));
     }
+    const steps = this.zoom?.range ?? null;
+    await this.samples.refine(steps, signal);
     this.drawPart(true);
+    if (steps !== null) this.zoom?.say(`${this.samples.count(steps)} samples of these steps`);
   }
 
   /** What the stream says. Returns whether the job has to be asked for. */
   told({ event, data }) {
     if (event === "sample") {
-      if (!this.samples.told(this.job, data)) return true;
+      if (!this.poller.current || !this.samples.told(this.job, data)) return true;
       this.drawSoon();
       return false;
     }
@@ -189,8 +195,8 @@ class JobView {
   overview() {
     this.cards = h("dl", { class: "cards" });
     this.membership = h("ul", { class: "marks" });
-    const sync = newId("sync"), marks = () => this.marks(), spans = () => this.samples.phases();
-    const chart = (title, lines, options) => { const made = new Chart(title, lines, { sync, marks, spans, ...options }); this.charts.push(made); return made; };
+    const zoom = this.zoom = new Zoom({ name: "step", size: 1, digits: 0 }, () => this.poller?.now()), marks = () => this.marks(), spans = () => this.samples.shown.phases();
+    const chart = (title, lines, options) => { const made = new Chart(title, lines, { zoom, marks, spans, ...options }); this.charts.push(made); return made; };
     this.loss = chart("Loss", [{ name: "training", colour: "c1" }, { name: "validation", colour: "c2", points: true }], { y: { text: (value) => value.toPrecision(4) } });
     this.speed = chart("Throughput", [{ name: "samples/s", colour: "c1" }], { y: { text: numberText, fromZero: true } });
     this.times = chart("Seconds of a step", [{ name: "measured", colour: "c1" }, { name: "predicted", colour: "c2", dash: [6, 4] }, { name: "waited for the slowest", colour: "c3" }], { y: { text: secondsText, fromZero: true } });
@@ -201,7 +207,7 @@ class JobView {
     this.healthCharts = h("div", { class: "charts" });
     this.health = new Map();
     this.summary = h("div");
-    put(this.body, this.cards, h("div", { class: "charts" }, this.charts.map((one) => one.element)),
+    put(this.body, this.cards, zoom.element, h("div", { class: "charts" }, this.charts.map((one) => one.element)),
       h("section", { "aria-label": "Joins and deaths" }, this.membership), this.summary,
       h("section", { "aria-label": "The optimizer's health" }, this.healthCharts));
     this.drawn = () => this.drawOverview();
@@ -226,7 +232,7 @@ class JobView {
   }
 
   drawOverview() {
-    const { job, samples } = this, { columns } = samples, sample = job.progress;
+    const { job } = this, samples = this.samples.shown, { columns } = samples, sample = job.progress;
     const cards = [["Step", stepsText(sample?.step ?? 0, job.steps), job.steps ? h("progress", { max: job.steps, value: sample?.step ?? 0, "aria-label": "Steps done" }) : null]];
     const bytes = sample ? samples.bytes() : null, sent = bytes?.sent.at(-1), dense = bytes?.fp32.at(-1);
     if (sample) {
@@ -242,15 +248,16 @@ class JobView {
     if (job.started_at) cards.push([OVER.has(job.state) ? "Ran" : "Running", secondsText((new Date(job.finished_at ?? Date.now()) - new Date(job.started_at)) / 1000), job.attempt > 1 ? `attempt ${job.attempt}` : null]);
     for (const [name, value] of Object.entries(sample?.reported ?? {}).slice(0, 9)) cards.push([name, numberText(value), "the script's own"]);
     this.fillCards(cards);
-    if (this.drawnLength !== samples.length || this.drawnLast !== columns.time.at(-1) || this.drawnMarks !== this.marks()) {
-      this.drawnLength = samples.length; this.drawnLast = columns.time.at(-1); this.drawnMarks = this.marks();
-      this.drawCharts(bytes);
+    if (this.drawnOf !== samples || this.drawnLength !== samples.length || this.drawnLast !== columns.time.at(-1) || this.drawnMarks !== this.marks()) {
+      this.drawnOf = samples; this.drawnLength = samples.length; this.drawnLast = columns.time.at(-1); this.drawnMarks = this.marks();
+      this.drawCharts(samples, bytes);
     }
     if (this.drawnSummary !== JSON.stringify(job.summary)) { this.drawnSummary = JSON.stringify(job.summary); this.drawSummary(); }
   }
 
-  drawCharts(bytes) {
-    const { samples } = this, { columns } = samples, x = columns.step;
+  drawCharts(samples, bytes) {
+    const { columns } = samples, x = columns.step;
+    this.zoom.element.hidden = x.length < 2;
     const positive = (column) => column.map((one, at) => (x[at] > 0 ? one : null));
     this.loss.set([x, columns.loss, columns.validation_loss]);
     this.speed.set([x, positive(columns.samples_per_second)]);
@@ -263,7 +270,7 @@ class JobView {
     const names = [...new Set(samples.health.flatMap(([, values]) => Object.keys(values).filter((name) => values[name] !== null)))];
     for (const name of [...names, ...samples.reported.keys()]) {
       if (!this.health.has(name)) {
-        const made = new Chart(HEALTH[name] ?? name, [{ name: HEALTH[name] ? name : "value", colour: "c1", points: true }], { y: { text: numberText } });
+        const made = new Chart(HEALTH[name] ?? name, [{ name: HEALTH[name] ? name : "value", colour: "c1", points: true }], { zoom: this.zoom, y: { text: numberText } });
         this.health.set(name, made);
         this.charts.push(made);
         this.healthCharts.append(made.element);
