@@ -1,5 +1,6 @@
 // What the page asks of the service. All addresses are relative to the page, so that a proxy may put a prefix before it.
 import { project } from "./project.js";
+import { clockIs } from "./format.js";
 import { Stream } from "./stream.js";
 
 export class ApiError extends Error {
@@ -38,6 +39,7 @@ export async function call(method, path, { body, signal, headers = {}, token, as
   let answer, text;
   try {
     answer = await fetch(path, init);
+    clockIs(answer.headers.get("Date"));
     text = await answer.text();
   } catch (error) {
     if (signal?.aborted) throw signal.reason ?? error;

@@ -1,6 +1,7 @@
 // Charts, each with its legend, what a screen reader says of it, and the same numbers as a table.
 import uPlot from "./vendor/uPlot.esm.js";
 import { fill, h, newId, table } from "./dom.js";
+import { wholeText } from "./format.js";
 import { placesOf } from "./zoom.js";
 
 const TABLE_ROWS = 200;
@@ -16,7 +17,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
  * of all charts of a view, which stays whatever comes.
  */
 export class Chart {
-  constructor(title, lines, { zoom, x = { name: "step", text: String }, y = { text: String }, marks = () => [], spans = () => [], note = "" }) {
+  constructor(title, lines, { zoom, x = { name: "step", text: wholeText }, y = { text: String }, marks = () => [], spans = () => [], note = "" }) {
     this.title = title; this.lines = lines; this.x = x; this.y = y; this.marks = marks; this.spans = spans; this.zoom = zoom;
     this.data = [[], ...lines.map(() => [])];
     this.id = newId("chart");

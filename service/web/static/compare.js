@@ -2,7 +2,7 @@
 import { get, jobPath, Poller, query } from "./api.js";
 import { Chart } from "./charts.js";
 import { fill, h, newId, put, say, table } from "./dom.js";
-import { bytesText, lossText, OVER, ratioText, secondsText, stepsText } from "./format.js";
+import { bytesText, lossText, OVER, ratioText, secondsText, stepsText, wholeText } from "./format.js";
 import { Samples } from "./history.js";
 import { badge } from "./jobs.js";
 import { placesOf, Zoom } from "./zoom.js";
@@ -10,7 +10,7 @@ import { placesOf, Zoom } from "./zoom.js";
 const MOST = 8;
 const EVERY_MS = 4000;
 const AXES = {
-  step: { name: "step", text: String, of: (samples) => samples.columns.step, unit: { name: "step", size: 1, digits: 0 } },
+  step: { name: "step", text: wholeText, of: (samples) => samples.columns.step, unit: { name: "step", size: 1, digits: 0 } },
   seconds: { name: "time", text: secondsText, of: (samples) => samples.seconds(), unit: { name: "second", size: 1, digits: 1 } },
   bytes: { name: "sent", text: bytesText, of: (samples) => samples.bytes().sent, unit: { name: "MB", size: 1e6, digits: 3 } },
 };

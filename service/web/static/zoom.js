@@ -47,7 +47,7 @@ export class Zoom {
     this.later = setTimeout(this.settled, SETTLED_MS);
   }
 
-  /** What was chosen by the mouse; of steps and the like whole ones. */
+  /** What was chosen; of steps and the like whole ones. */
   chosen(from, to) {
     const { size, digits } = this.unit;
     this.set(digits ? [from, to] : [Math.floor(from / size) * size, Math.ceil(to / size) * size]);
@@ -60,7 +60,7 @@ export class Zoom {
     event.preventDefault();
     const range = [this.from, this.to].map((field) => field.valueAsNumber * this.unit.size);
     this.to.setCustomValidity(range[1] > range[0] ? "" : "must be more than where it begins");
-    if (this.to.reportValidity()) this.set(range);
+    if (this.to.reportValidity()) this.chosen(...range);
   }
 }
 
