@@ -1,5 +1,5 @@
 // Which part of their steps, seconds or bytes the charts of a view show: by the mouse, and by fields for everybody.
-import { h, newId, say } from "./dom.js";
+import { announce, h, newId, say } from "./dom.js";
 
 /** So long after the last change a part is settled, and finer points of it are asked for. */
 const SETTLED_MS = 300;
@@ -36,13 +36,15 @@ export class Zoom {
 
   /** Show this part in all charts. range: [from, to], or null. */
   set(range) {
-    const { size, digits } = this.unit;
+    const { size, digits } = this.unit, before = this.range;
     this.range = range;
     [this.from, this.to].forEach((field, at) => { field.value = range === null ? "" : (range[at] / size).toFixed(digits); });
     if (range === null && document.activeElement === this.all) this.from.focus();
     this.all.disabled = range === null;
     this.say("");
     for (const chart of this.charts) chart.look();
+    if (String(range) === String(before)) return;
+    if (range === null) announce("all of it is shown");
     clearTimeout(this.later);
     this.later = setTimeout(this.settled, SETTLED_MS);
   }
