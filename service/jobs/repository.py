@@ -403,21 +403,21 @@ class JobRepository:
     def samples(
         self,
         job_id: str,
-        after_step: int,
+        steps: range,
         limit: int,
         most_bytes: int,
         view: Callable[[SampleRow], Made],
-        steps: Sequence[int] | None = None,
+        kept: Sequence[int] | None = None,
     ) -> tuple[list[Made], bool]:
-        """What `view` makes of the first `limit` samples above a step, in order of step, and whether there are more.
+        """What `view` makes of the first `limit` samples of these steps, in their order, and whether there are more.
 
-        Of `most_bytes` in all, but one at least. No row is kept: of many, they are most of the memory. steps: of these
-        alone.
+        Of `most_bytes` in all, but one at least. No row is held: of many, they are most of the memory. kept: of these
+        steps alone.
         """
         query = select(SampleRow, json_bytes(SampleRow.sample)).order_by(SampleRow.step)
-        query = query.where(SampleRow.job_id == job_id, SampleRow.step > after_step)
-        if steps is not None:
-            query = query.where(SampleRow.step.in_(steps))
+        query = query.where(SampleRow.job_id == job_id, SampleRow.step >= steps.start, SampleRow.step < steps.stop)
+        if kept is not None:
+            query = query.where(SampleRow.step.in_(kept))
         return first_rows(self.session, query, limit, most_bytes, view)
 
     def events(

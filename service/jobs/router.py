@@ -324,7 +324,10 @@ def history(
     jobs: Jobs,
     pace: ThePace,
     request: Request,
-    after_step: Annotated[int, Query(ge=-1, le=LARGEST_STEP)] = -1,
+    after_step: Annotated[int, Query(ge=-1, le=LARGEST_STEP, description="only the samples of later steps")] = -1,
+    before_step: Annotated[
+        int, Query(ge=0, le=LARGEST_STEP + 1, description="only the samples of earlier steps")
+    ] = LARGEST_STEP + 1,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     event_kind: Annotated[list[str] | None, Query(max_length=20)] = None,
     before_event: Annotated[
@@ -339,10 +342,10 @@ def history(
     Its newest events too, in order of time; only those of a kind where `event_kind` names some. Ask again from
     `next_before_event` for older ones. An answer holds up to 2 MiB of samples, and 1 MiB or 5000 of the events.
 
-    With `points`: the first and the last sample, those with a validation loss, and of each range of steps those with
-    the smallest and the largest loss.
+    With `points`: of those between `after_step` and `before_step` the first and the last, those with a validation loss,
+    and of each range of steps those with the smallest and the largest loss.
     """
-    found = _json(jobs.history(job_id, after_step, limit, event_kind, before_event, points))
+    found = _json(jobs.history(job_id, range(after_step + 1, before_step), limit, event_kind, before_event, points))
     if request.state.caller.person is not None:
         pace.looked(job_id)
     return found

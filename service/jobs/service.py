@@ -331,16 +331,16 @@ class JobService:
     def history(
         self,
         job_id: str,
-        after_step: int,
+        steps: range,
         limit: int,
         event_kinds: Sequence[str] | None = None,
         before_event: int | None = None,
         points: int | None = None,
     ) -> History:
-        """The first `limit` samples above a step, in order of step, and the newest events in order of time.
+        """The first `limit` samples of these steps, in their order, and the newest events in order of time.
 
         As many of each as one answer holds. event_kinds: only these; None for all. before_event: only older ones.
-        points: of all samples above the step so many that show their shape (thinning.py).
+        points: of all samples of the steps so many that show their shape (thinning.py).
         Raises: JobNotFound, InvalidRequest.
         """
         with self._db.read() as session:
@@ -350,9 +350,9 @@ class JobService:
             if before is None and before_event is not None:
                 words = "must be `next_before_event` of an earlier answer for this job: begin again without it"
                 raise InvalidRequest.at("before_event", before_event, words)
-            steps = None if points is None else kept_steps(session, job_id, after_step, points)
+            kept = None if points is None else kept_steps(session, job_id, steps, points)
             found, more = jobs.samples(
-                job_id, after_step, limit, MOST_SAMPLE_BYTES, lambda row: (row.step, sample_view(row)), steps
+                job_id, steps, limit, MOST_SAMPLE_BYTES, lambda row: (row.step, sample_view(row)), kept
             )
             samples = [sample for _, sample in found if sample is not None]
             events, older = jobs.events(

@@ -19,12 +19,12 @@ LEAST, MOST = 2, 2000
 """Points that may be asked for."""
 
 
-def kept_steps(session: Session, job_id: str, after_step: int, points: int) -> list[int]:
-    """The steps above `after_step` whose samples are kept, in their order, at most so many.
+def kept_steps(session: Session, job_id: str, steps: range, points: int) -> list[int]:
+    """Of these steps those whose samples are kept, in their order, at most so many.
 
     The database reads all samples of these steps once or twice, this process only the numbers that come of it.
     """
-    mine = (SampleRow.job_id == job_id) & (SampleRow.step > after_step)
+    mine = (SampleRow.job_id == job_id) & (SampleRow.step >= steps.start) & (SampleRow.step < steps.stop)
     count, first, last = session.execute(
         select(func.count(), func.min(SampleRow.step), func.max(SampleRow.step)).where(mine)
     ).one()

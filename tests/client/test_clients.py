@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.covering import parametrize
-from tests.service.control_plane_harness import spec, wait_until
+from tests.service.control_plane_harness import sample, spec, wait_until
 from tests.service.live_service import LiveService
 from thinwire.client import ApiError, AsyncClient, Client, ClientError, NotFound, Rejected, Server, Unreachable
 from thinwire.client.asking import Call
@@ -129,6 +129,12 @@ def test_an_async_client_does_the_same_beside_other_things(live: LiveService, tm
             assert {job.id for job in found} == {job.id for job in made}
             histories = await asyncio.gather(*(client.history(job.id) for job in made))
             assert [history.job_id for history in histories] == [job.id for job in made]
+            live.service.turn(2)
+            live.service.post(made[0].id, samples=[sample(step) for step in range(1, 40)])
+            part = await client.history(made[0].id, after_step=9, before_step=31, points=5)
+            assert (part.samples[0].step, part.samples[-1].step) == (10, 30)
+            assert len(part.samples) <= 5
+            assert len((await client.history(made[0].id, before_step=31)).samples) == 30
             with pytest.raises(Rejected) as refused:
                 await client.submit({**spec(), "stepz": 1})
             assert [problem.path for problem in refused.value.problems] == ["stepz"]

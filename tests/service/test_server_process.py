@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import platform
 import resource
 import signal
 import socket
@@ -118,17 +120,45 @@ def _state(client: httpx.Client, job_id: str) -> str:
     return str(client.get(f"/v1/jobs/{job_id}").json()["state"])
 
 
+def heaps(pid: int) -> int:
+    """How many glibc has made for threads, beside the first: it keeps 64 MiB of addresses for each, in part in use."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    of_none = [(*(int(end, 16) for end in line[0].split("-")), line[1]) for line in lines if len(line) == 5]
+    size = 64 << 20
+    return sum(
+        first % size == 0 and end == begin and last - first == size and rights == "---p"
+        for (first, end, _), (begin, last, rights) in itertools.pairwise(of_none)
+    )
+
+
+GLIBC = platform.libc_ver()[0] == "glibc"  # other C libraries have no such heaps
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GLIBC, reason="another C library")
+def test_the_environment_says_how_many_heaps_there_are(tmp_path: Path, servers: list[Server]) -> None:
+    server = Server(tmp_path / "home", MALLOC_ARENA_MAX="16")
+    servers.append(server)
+    with server.ready():
+        assert heaps(server.process.pid) > 1
+
+
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))],
 )
-def test_a_server_is_found_and_ends_cleanly(tmp_path: Path, servers: list[Server], number: int) -> None:
+def test_a_server_is_found_and_ends_cleanly(
+    tmp_path: Path, servers: list[Server], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     server = Server(tmp_path / "home")
     servers.append(server)
     with server.ready() as client:
         assert str(client.base_url).startswith("http://127.0.0.1:")
         for name in ("server.json", "token", "thinwire.db"):
             assert stat.S_IMODE((server.home / name).stat().st_mode) == 0o600, name
+        # Its threads share two heaps: else each would keep what its largest answers took.
+        assert heaps(server.process.pid) == 1 or not GLIBC
         # A connection that stays open must not hold the end up.
         status, out, err = server.end(number)
     assert (status, out) == (0, "ended\n"), err

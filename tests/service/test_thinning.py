@@ -35,9 +35,12 @@ def put(database: Database, job_id: str, history: History) -> None:
             session.execute(insert(SampleRow), rows[at : at + 1000])
 
 
-def thinned(database: Database, job_id: str, points: int, after_step: int = -1) -> list[int]:
+ALL = range(10**9)
+
+
+def thinned(database: Database, job_id: str, points: int, steps: range = ALL) -> list[int]:
     with database.read() as session:
-        return kept_steps(session, job_id, after_step, points)
+        return kept_steps(session, job_id, steps, points)
 
 
 def reference(history: History, points: int) -> list[int]:
@@ -89,6 +92,11 @@ def test_it_is_what_the_rule_says(kept: tuple[Database, str], seed: int) -> None
         assert found == reference(history, points), points
         assert len(found) <= points or len(history) <= points
         assert {min(history), max(history)} <= set(found)
+        first = chance.randrange(max(history) + 2)
+        part = range(first, chance.randrange(first, max(history) + 3))
+        assert thinned(*kept, points, part) == reference(
+            {step: history[step] for step in part if step in history}, points
+        )
 
 
 def test_a_peak_of_one_step_stays_and_so_do_all_validations(kept: tuple[Database, str]) -> None:
@@ -105,7 +113,7 @@ def test_of_nothing_nothing_is_left(kept: tuple[Database, str]) -> None:
     assert thinned(*kept, 10) == []
     put(*kept, {5: {"loss": None, "validation_loss": None}})
     assert thinned(*kept, 2) == [5]
-    assert thinned(*kept, 2, after_step=5) == []
+    assert thinned(*kept, 2, range(6, 9)) == []
 
 
 def test_the_api_thins_on_request(service: Service) -> None:
@@ -119,8 +127,17 @@ def test_the_api_thins_on_request(service: Service) -> None:
     assert answer["next_after_step"] is None
     rest = service.client.get(f"/v1/jobs/{job_id}/metrics", params={"points": 20, "after_step": 149}).json()
     assert next(one["step"] for one in rest["samples"]) == 150
-    for wrong in (1, 0, -3, MOST + 1, "x", "1.0"):
-        assert service.client.get(f"/v1/jobs/{job_id}/metrics", params={"points": wrong}).status_code == 422
+    url = f"/v1/jobs/{job_id}/metrics"
+    between = {"after_step": 119, "before_step": 131}
+    for points in ({}, {"points": 20}):  # of so few all, that an overview leaves out
+        part = service.client.get(url, params={**between, **points}).json()
+        assert [one["step"] for one in part["samples"]] == list(range(120, 131))
+    first = service.client.get(url, params={**between, "limit": 4}).json()
+    assert first["next_after_step"] == 123
+    assert service.client.get(url, params={"after_step": 130, "before_step": 3}).json()["samples"] == []
+    for name, wrongs in {"points": (1, 0, -3, MOST + 1, "x", "1.0"), "before_step": (-1, 10**9 + 2, "", "1e3")}.items():
+        for wrong in wrongs:
+            assert service.client.get(url, params={name: wrong}).status_code == 422, (name, wrong)
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.service.control_plane_harness import spec
+from tests.service.control_plane_harness import spec, wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -165,3 +167,76 @@ def test_who_blocks_cookies_is_told_so(desk: Desk) -> None:
     page.get_by_label("Your token").fill(desk.service.token)
     page.keyboard.press("Enter")
     page.get_by_text("allow cookies for this address").wait_for()
+
+
+def test_a_clock_that_is_wrong_makes_nothing_older(desk: Desk) -> None:
+    job_id = desk.running(name="young")
+    desk.service.clock.now = time.time()
+    page = desk.signed_in()
+    for hours in (-1, 1):
+        page.add_init_script(f"const real{hours + 1} = Date.now; Date.now = () => real{hours + 1}() + {hours} * 7.2e6;")
+        page.goto(f"{desk.url}?{hours}#/jobs/{job_id}")
+        submitted = page.locator(".cards > div").filter(has_text="Submitted")
+        submitted.wait_for()
+        assert re.search(r"\b(\d+ s|\d min \d\d s) ago", submitted.inner_text()), submitted.inner_text()
+    assert desk.complaints == []
+
+
+def test_a_log_of_endless_lines_keeps_the_page_quick(desk: Desk) -> None:
+    job_id = desk.running(name="endless")
+    write = desk.service.launcher.write_log
+    write(job_id, "first\n")
+    page = desk.signed_in(f"#/jobs/{job_id}/logs")
+    page.get_by_text("first").wait_for()
+    write(job_id, "".join(f"begin {at} {'x' * (1 << 20)} end {at}\n" for at in range(5)))
+    page.get_by_text("end 4").wait_for(timeout=300_000)  # with other work on both cores
+    log = page.get_by_role("log")
+    assert "begin 4 " in log.inner_text()
+    assert "1,028,5" in log.inner_text()  # characters left out
+    write(job_id, "".join(f"\r{at:>6} of 100000" for at in range(20_000)))  # as a bar of progress has them
+    page.get_by_text("19999 of 100000").wait_for(timeout=300_000)
+    assert log.evaluate("one => one.textContent.length") < 2 << 20
+    assert desk.complaints == []
+
+
+def test_what_a_run_says_again_while_nobody_looks_is_shown(desk: Desk) -> None:
+    from tests.web.browser import samples
+    from tests.web.test_live import HIDE
+
+    job_id = desk.running(name="again", steps=300)
+    desk.post(job_id, samples=samples(0, 80))
+    page = desk.signed_in(f"#/jobs/{job_id}")
+    page.get_by_text("80/300").wait_for()
+    page.evaluate(HIDE, True)
+    wait_until(lambda: not desk.service.plane.hub._readers, "it reads no more")
+    again = [{**one, "time": one["time"] + 60.0, "loss": 9.5} for one in samples(41, 120)]
+    desk.post(job_id, samples=again)
+    page.evaluate(HIDE, False)
+    page.get_by_text("120/300").wait_for()
+    figure = page.get_by_role("figure", name="Loss", exact=True)
+    figure.get_by_text("Show as table").click()
+    figure.get_by_role("row", name="41 9.5").wait_for()
+    assert figure.get_by_role("row").filter(has_text="9.5").count() == 80
+    assert desk.complaints == []
+
+
+def test_numbers_at_the_end_of_what_there_is_are_drawn(desk: Desk) -> None:
+    from tests.web.browser import samples, settle
+
+    job_id = desk.running(name="huge", steps=300)
+    made = samples(1, 40)
+    for at, one in enumerate(made):
+        one["reported"] = {
+            "far": (-1) ** at * 1.7e308,
+            "tiny": 5e-324 * (at % 2),
+            "not": "nan",
+            "inf": "-inf",
+            "دقة": at,
+        }
+    made[20]["loss"] = 1.7e308
+    desk.post(job_id, samples=made)
+    page = desk.signed_in(f"#/jobs/{job_id}")
+    for name in ("Loss", "far", "tiny", "دقة"):
+        page.get_by_role("img", name=f"{name}, step 1 to 40").wait_for()
+    settle(page)
+    assert desk.complaints == []

@@ -287,32 +287,49 @@ def logs(job_id: str, offset: int = 0, limit: int | None = None) -> Steps[Logs]:
     return (yield from answered(Logs, Ask("GET", path_of_job(job_id, "logs"), params=params)))
 
 
-def history(job_id: str) -> Steps[History]:
-    """Every sample and event of the job that the service keeps."""
-    first = page = yield from history_page(job_id)
-    samples, events = list(first.samples), list(first.events)
+def history(
+    job_id: str, *, after_step: int = -1, before_step: int | None = None, points: int | None = None
+) -> Steps[History]:
+    """Every sample, and event, of the job that the service keeps.
+
+    after_step, before_step: only the samples of the steps between these two. points: of those about so many (2 to 2000)
+    that show the curve's shape. Raises NotFound, Rejected.
+    """
+    first = page = yield from history_page(job_id, after_step, before_step=before_step, points=points)
+    samples, events, unreadable = list(first.samples), list(first.events), first.unreadable
     while page.next_after_step is not None:
         # No event is of this kind: only samples are wanted.
-        page = yield from history_page(job_id, page.next_after_step, kinds=["none"])
+        page = yield from history_page(
+            job_id, page.next_after_step, kinds=["none"], before_step=before_step, points=points
+        )
         samples += page.samples
+        unreadable += page.unreadable
     page = first
     while page.next_before_event is not None:
         page = yield from history_page(job_id, _BEYOND_ALL_STEPS, before_event=page.next_before_event)
         events[:0] = page.events
-    return History(job_id=job_id, samples=samples, events=events, unreadable=first.unreadable)
+    return History(job_id=job_id, samples=samples, events=events, unreadable=unreadable)
 
 
 def history_page(
-    job_id: str, after_step: int = -1, *, kinds: Sequence[str] = (), before_event: int | None = None
+    job_id: str,
+    after_step: int = -1,
+    *,
+    kinds: Sequence[str] = (),
+    before_event: int | None = None,
+    before_step: int | None = None,
+    points: int | None = None,
 ) -> Steps[History]:
-    """The samples after a step, and the newest events, of these kinds alone where some are named: one answer."""
-    params: dict[str, str | list[str]] = {}
-    if after_step >= 0:
+    """The samples after a step, and the newest events, of these kinds alone where some are named: one answer.
+
+    before_step, points: as of `history`; `points` is then the most.
+    """
+    numbers = {"before_event": before_event, "before_step": before_step, "points": points}
+    params: dict[str, str | list[str]] = {name: str(one) for name, one in numbers.items() if one is not None}
+    if after_step != -1:
         params["after_step"] = str(after_step)
     if kinds:
         params["event_kind"] = list(kinds)
-    if before_event is not None:
-        params["before_event"] = str(before_event)
     return (yield from answered(History, Ask("GET", path_of_job(job_id, "metrics"), params=params)))
 
 

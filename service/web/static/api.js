@@ -1,5 +1,6 @@
 // What the page asks of the service. All addresses are relative to the page, so that a proxy may put a prefix before it.
 import { project } from "./project.js";
+import { clockIs } from "./format.js";
 import { Stream } from "./stream.js";
 
 export class ApiError extends Error {
@@ -38,6 +39,7 @@ export async function call(method, path, { body, signal, headers = {}, token, as
   let answer, text;
   try {
     answer = await fetch(path, init);
+    clockIs(answer.headers.get("Date"));
     text = await answer.text();
   } catch (error) {
     if (signal?.aborted) throw signal.reason ?? error;
@@ -148,6 +150,7 @@ export class Poller {
     this.stopped = new AbortController();
     this.tries = 0;
     this.stream = null;
+    this.turns = this.turnsKnown = 0;
     this.asked = -Infinity;
     this.due = null;
     this.wake = () => {};
@@ -161,12 +164,15 @@ export class Poller {
   /** Does a stream say what happens? */
   get live() { return this.stream !== null && (this.stream.live || this.stream.ended); }
 
+  /** Has all been asked for since the stream began to say what happens? Before that there is a hole in front of what it tells. */
+  get current() { return this.live && this.turnsKnown === this.turns; }
+
   /** Open the stream, or another one, from an id on. */
   listen(lastId = null) {
     this.stream?.stop();
     this.stream = null;
     if (this.path === null || this.path() === null || this.stopped.signal.aborted) return;
-    this.stream = new Stream(this.path, (message) => { if (this.told(message)) this.within(this.leastMs); }, () => this.now(), watcher.heard);
+    this.stream = new Stream(this.path, (message) => { if (this.told(message)) this.within(this.leastMs); }, () => { this.turns += 1; this.now(); }, watcher.heard);
     this.stream.lastId = lastId;
   }
 
@@ -192,10 +198,12 @@ export class Poller {
     if (this.stream) await Promise.race([this.stream.tried, new Promise((resolve) => setTimeout(resolve, OPEN_MS))]);
     while (!signal.aborted) {
       let waitMs = null;
+      const { turns } = this;
       this.due = null;
       this.asked = performance.now();
       try {
         await this.ask(signal);
+        this.turnsKnown = turns;
         this.tries = 0;
       } catch (error) {
         if (signal.aborted) return;

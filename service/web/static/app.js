@@ -2,7 +2,7 @@
 import { ApiError, call, get, query, SignedOut, Unreachable, watcher } from "./api.js";
 import { project } from "./project.js";
 import { fill, h, put, say } from "./dom.js";
-import { clockText, timeText } from "./format.js";
+import { clockText, now, timeText } from "./format.js";
 
 const VIEWS = {
   "": () => import("./jobs.js"),
@@ -40,7 +40,7 @@ watcher.lost = (error) => {
   say(stale, `${since}${error.message}. What is shown is from then; it goes on by itself when the service is back.`);
 };
 watcher.signedOut = (why) => {
-  if (me !== null) leave(me.expires_at && new Date(me.expires_at) <= new Date() ? "Your session has run out: sign in again." : why);
+  if (me !== null) leave(me.expires_at && new Date(me.expires_at) <= now() ? "Your session has run out: sign in again." : why);
 };
 
 // A browser has one session of a service, whichever of its windows began or ended it.
@@ -254,7 +254,7 @@ async function signOut() {
 
 /** A warning where the token of this session ends within a week. */
 function endsSoon({ token_expires_at: at }) {
-  return at && new Date(at) - Date.now() < 7 * 86_400_000 ? `, token ends ${timeText(at)}` : "";
+  return at && new Date(at) - now() < 7 * 86_400_000 ? `, token ends ${timeText(at)}` : "";
 }
 
 /** Ask who is signed in until the service answers, or another view is asked for; then show what the address names. */

@@ -1,6 +1,8 @@
 // Charts, each with its legend, what a screen reader says of it, and the same numbers as a table.
 import uPlot from "./vendor/uPlot.esm.js";
 import { fill, h, newId, table } from "./dom.js";
+import { wholeText } from "./format.js";
+import { placesOf } from "./zoom.js";
 
 const TABLE_ROWS = 200;
 const HEIGHT = 220;
@@ -11,11 +13,12 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 
 /**
  * One chart. title; lines: [{name, colour (a variable of the style sheet), dash, stepped, points}]; x: {name, text(value)};
- * y: {text(value), log}; marks(): [{x, kind: "death" | "join" | "other"}]; spans(): [[from, to, phase], ...].
+ * y: {text(value), log}; marks(): [{x, kind: "death" | "join" | "other"}]; spans(): [[from, to, phase], ...]; zoom: the Zoom
+ * of all charts of a view, which stays whatever comes.
  */
 export class Chart {
-  constructor(title, lines, { x = { name: "step", text: String }, y = { text: String }, marks = () => [], spans = () => [], sync = null, note = "" } = {}) {
-    this.title = title; this.lines = lines; this.x = x; this.y = y; this.marks = marks; this.spans = spans; this.sync = sync;
+  constructor(title, lines, { zoom, x = { name: "step", text: wholeText }, y = { text: String }, marks = () => [], spans = () => [], note = "" }) {
+    this.title = title; this.lines = lines; this.x = x; this.y = y; this.marks = marks; this.spans = spans; this.zoom = zoom;
     this.data = [[], ...lines.map(() => [])];
     this.id = newId("chart");
     this.canvas = h("div", { class: "plot", role: "img", "aria-label": title });
@@ -25,12 +28,14 @@ export class Chart {
       h("figcaption", { id: this.id }, title, note ? h("span", { class: "help" }, ` ${note}`) : null), this.legend, this.canvas, this.details);
     this.resized = new ResizeObserver(() => this.fit());
     this.resized.observe(this.canvas);
+    zoom.charts.add(this);
     this.themed = () => this.build();
     dark.addEventListener("change", this.themed);
   }
 
   stop() {
     this.resized.disconnect();
+    this.zoom.charts.delete(this);
     dark.removeEventListener("change", this.themed);
     this.plot?.destroy();
     this.plot = null;
@@ -42,10 +47,31 @@ export class Chart {
     const any = data[0].length > 0 && data.slice(1).some((column) => column.some((one) => one !== null));
     this.element.hidden = !any;
     if (!any) return;
-    if (this.plot) this.plot.setData(data); else this.build();
-    this.tell(null);
-    if (this.details.open) this.tabulate();
+    if (!this.plot) this.build();
+    this.look();
+  }
+
+  /** Draw the part that is looked at, and say it in all ways. */
+  look() {
+    if (this.element.hidden || !this.data[0].length) return;
+    const { plot, zoom: { range } } = this;
+    plot?.batch(() => {
+      plot.setData(this.data, range === null);
+      if (range !== null) plot.setScale("x", { min: range[0], max: range[1] });
+    });
+    this.tell(plot?.cursor.idx ?? null);
+    this.tabulate();
     this.canvas.setAttribute("aria-label", this.inWords());
+  }
+
+  /** Where in the data the part begins that is looked at, and the place after its end. */
+  seen() { return placesOf(this.data[0], this.zoom.range); }
+
+  /** What was chosen by dragging. */
+  chosen(plot) {
+    const { left, width } = plot.select;
+    plot.setSelect({ left: 0, width: 0 }, false);
+    if (width > 0) this.zoom.chosen(plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
   }
 
   fit() {
@@ -61,17 +87,20 @@ export class Chart {
     const axis = { stroke: colour("text-soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 }, font: "12px system-ui" };
     this.plot = new uPlot({
       width, height: HEIGHT, legend: { show: false },
-      cursor: { sync: this.sync ? { key: this.sync } : undefined, drag: { x: true, y: false, setScale: true }, points: { show: !still.matches } },
+      cursor: {
+        sync: { key: this.zoom.sync, filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } }, drag: { x: true, y: false, setScale: false },
+        bind: { dblclick: () => () => { this.zoom.set(null); } }, points: { show: !still.matches },
+      },
       scales: { x: { time: false }, y: { distr: this.y.log ? 3 : 1, range: this.y.log ? undefined : (_, low, high) => within(low, high, this.y.fromZero) } },
       axes: [{ ...axis, values: (_, ticks) => ticks.map((one) => this.x.text(one)) }, { ...axis, size: 68, values: (_, ticks) => ticks.map((one) => (one === null ? "" : this.y.text(one))) }],
       series: [{}, ...this.lines.map((line) => ({
         label: line.name, stroke: colour(line.colour), width: 1.5, dash: line.dash, spanGaps: true,
         paths: line.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
-        points: { show: line.points ?? false, size: 5 },
+        points: { size: 5, ...(line.points ? { show: true } : {}) }, // of others where they have room
       }))],
-      hooks: { drawClear: [(plot) => this.shade(plot)], draw: [(plot) => this.strike(plot)], setCursor: [(plot) => this.tell(plot.cursor.idx ?? null)] },
+      hooks: { drawClear: [(plot) => this.shade(plot)], draw: [(plot) => this.strike(plot)], setCursor: [(plot) => this.tell(plot.cursor.idx ?? null)], setSelect: [(plot) => this.chosen(plot)] },
     }, this.data, this.canvas);
-    this.tell(null);
+    if (this.zoom.range !== null) this.look(); else this.tell(null);
   }
 
   /** The phases, behind the lines. */
@@ -103,10 +132,10 @@ export class Chart {
     ctx.restore();
   }
 
-  /** The legend: each line's value at the cursor, or its last. */
+  /** The legend: each line's value at the cursor, or its last of those that are seen. */
   tell(index) {
-    const end = this.data[0].length - 1, at = index ?? end;
-    if (at < 0) return;
+    const at = Math.max(0, index ?? this.seen()[1] - 1);
+    if (at >= this.data[0].length) return;
     fill(this.legend, h("span", {}, `${this.x.name} ${this.x.text(this.data[0][at])}`), this.lines.map((line, number) => {
       const value = known(this.data[number + 1], at);
       return h("span", { class: `key ${line.colour}${line.dash ? " dashed" : ""}` }, `${line.name} ${value === null ? "-" : this.y.text(value)}`);
@@ -115,7 +144,8 @@ export class Chart {
 
   /** For who does not see it. */
   inWords() {
-    const [xs, ...columns] = this.data;
+    const [xs, ...columns] = this.data.map((column) => column.slice(...this.seen()));
+    if (!xs.length) return `${this.title}: nothing in this part`;
     const words = this.lines.map((line, number) => {
       const first = columns[number].find((one) => one !== null), last = known(columns[number], xs.length - 1);
       return first === undefined || last === null ? "" : `${line.name} from ${this.y.text(first)} to ${this.y.text(last)}`;
@@ -125,9 +155,9 @@ export class Chart {
 
   tabulate() {
     if (!this.details.open) return;
-    const rows = thinned(this.data[0].length, TABLE_ROWS);
-    const left = this.data[0].length - rows.length;
-    fill(this.details.lastChild, table(`${this.title}${left > 0 ? `, ${rows.length} of ${this.data[0].length} rows` : ""}`, [this.x.name, ...this.lines.map((line) => line.name)],
+    const [first, end] = this.seen(), all = end - first;
+    const rows = thinned(all, TABLE_ROWS).map((at) => first + at);
+    fill(this.details.lastChild, table(`${this.title}${all > rows.length ? `, ${rows.length} of ${all} rows` : ""}`, [this.x.name, ...this.lines.map((line) => line.name)],
       rows.map((at) => [this.x.text(this.data[0][at]), ...this.lines.map((_, number) => {
         const value = this.data[number + 1][at];
         return value === null || value === undefined ? "" : this.y.text(value);

@@ -2,16 +2,17 @@
 import { get, jobPath, Poller, query } from "./api.js";
 import { Chart } from "./charts.js";
 import { fill, h, newId, put, say, table } from "./dom.js";
-import { bytesText, lossText, OVER, ratioText, secondsText, stepsText } from "./format.js";
+import { bytesText, lossText, OVER, ratioText, secondsText, stepsText, wholeText } from "./format.js";
 import { Samples } from "./history.js";
 import { badge } from "./jobs.js";
+import { placesOf, Zoom } from "./zoom.js";
 
 const MOST = 8;
 const EVERY_MS = 4000;
 const AXES = {
-  step: { name: "step", text: String, of: (samples) => samples.columns.step },
-  seconds: { name: "time", text: secondsText, of: (samples) => samples.seconds() },
-  bytes: { name: "sent", text: bytesText, of: (samples) => samples.bytes().sent },
+  step: { name: "step", text: wholeText, of: (samples) => samples.columns.step, unit: { name: "step", size: 1, digits: 0 } },
+  seconds: { name: "time", text: secondsText, of: (samples) => samples.seconds(), unit: { name: "second", size: 1, digits: 1 } },
+  bytes: { name: "sent", text: bytesText, of: (samples) => samples.bytes().sent, unit: { name: "MB", size: 1e6, digits: 3 } },
 };
 
 export function view(place, route, { failed }) {
@@ -23,9 +24,11 @@ export function view(place, route, { failed }) {
   const list = h("div"), figures = h("div", { class: "charts" }), note = h("p", { class: "help", role: "status" });
   put(place, h("h1", {}, "Compare"),
     h("form", { class: "filters", on: { submit: more } }, h("label", { for: axis.id }, "By"), axis, h("label", { for: add.id }, "Add"), add, h("button", {}, "Add")),
-    note, list, figures);
-  let charts = [];
-  axis.addEventListener("change", () => { history.replaceState(null, "", address(ids)); build(); draw(); });
+    note, list);
+  let charts = [], poller = null;
+  const zoom = new Zoom(AXES[axis.value].unit, () => poller?.now());
+  put(place, zoom.element, figures);
+  axis.addEventListener("change", () => { history.replaceState(null, "", address(ids)); build(); zoom.measure(AXES[axis.value].unit); draw(); });
 
   function address(jobs) { return `#/compare${query({ jobs: jobs.join(","), by: axis.value })}`; }
 
@@ -39,8 +42,8 @@ export function view(place, route, { failed }) {
   function build() {
     for (const chart of charts) chart.stop();
     const lines = runs.map((run) => ({ name: run.id, colour: run.colour }));
-    const x = AXES[axis.value], sync = newId("sync");
-    const made = (title, y, points = false) => new Chart(title, lines.map((line) => ({ ...line, points })), { x, y, sync });
+    const x = AXES[axis.value];
+    const made = (title, y, points = false) => new Chart(title, lines.map((line) => ({ ...line, points })), { x, y, zoom });
     charts = [made("Training loss", { text: (value) => value.toPrecision(4) }), made("Validation loss", { text: (value) => value.toPrecision(4) }, true),
       made("Bytes a worker has sent", { text: bytesText, fromZero: true }), made("Seconds of a step", { text: secondsText, fromZero: true })];
     fill(figures, charts.map((one) => one.element));
@@ -55,8 +58,9 @@ export function view(place, route, { failed }) {
           secondsText(seconds), bytesText(sent), sent ? ratioText(bytes.fp32.at(-1) / sent || null) : "-", String(job?.progress?.world_size ?? "-")];
       })));
     }
-    const joined = joinedBy(runs.map((run) => AXES[axis.value].of(run.samples)));
-    const column = (of) => [joined.xs, ...runs.map((run, at) => spread(joined, at, of(run.samples)))];
+    const joined = joinedBy(runs.map((run) => AXES[axis.value].of(run.samples.shown)));
+    const column = (of) => [joined.xs, ...runs.map((run, at) => spread(joined, at, of(run.samples.shown)))];
+    zoom.element.hidden = joined.xs.length < 2;
     const steps = (name) => (samples) => samples.columns[name].map((one, at) => (samples.columns.step[at] > 0 ? one : null));
     charts[0].set(column((samples) => samples.columns.loss));
     charts[1].set(column((samples) => samples.columns.validation_loss));
@@ -64,24 +68,39 @@ export function view(place, route, { failed }) {
     charts[3].set(column(steps("step_seconds")));
   }
 
-  async function load(signal) {
-    let changed = false;
-    for (const run of runs) {
-      if (run.over) continue;
-      try {
-        run.job = await get(jobPath(run.id), { signal });
-      } catch (error) {
-        if (error.status !== 404) throw error;
-        run.gone = "there is no such job"; run.over = changed = true;
-        continue;
-      }
+  /** The steps of a run that lie in the part that is looked at, and one more at either end. */
+  function stepsOf({ samples }) {
+    const { step } = samples.columns;
+    if (zoom.range === null || !step.length) return null;
+    const [first, end] = placesOf(AXES[axis.value].of(samples), zoom.range);
+    return [step[Math.max(0, first - 1)], step[Math.min(step.length - 1, end)]];
+  }
+
+  /** Returns whether anything may be another. */
+  async function loadRun(run, signal) {
+    if (!run.over) {
+      run.job = await get(jobPath(run.id), { signal });
       const { progress } = run.job;
       if (progress && (progress.step !== run.progress?.step || progress.time !== run.progress?.time)) {
         await run.samples.refresh(progress, signal);
         run.progress = progress;
       }
-      changed = true;
-      run.over = OVER.has(run.job.state) && run.samples.lastStep >= (progress?.step ?? -1);
+    }
+    const finer = await run.samples.refine(stepsOf(run), signal), was = run.over;
+    run.over = OVER.has(run.job.state) && run.samples.lastStep >= (run.job.progress?.step ?? -1);
+    return finer || !was;
+  }
+
+  async function load(signal) {
+    let changed = false;
+    for (const run of runs) {
+      if (run.gone) continue;
+      try {
+        changed = await loadRun(run, signal) || changed;
+      } catch (error) {
+        if (error.status !== 404) throw error;
+        run.gone = "there is no such job"; changed = true;
+      }
     }
     if (changed) draw();
   }
@@ -95,14 +114,14 @@ export function view(place, route, { failed }) {
   let later = null;
   const told = ({ event, data }) => {
     const run = runs.find((one) => one.id === data.job_id);
-    if (event !== "sample" || !run?.samples.told(run.job, data)) return run !== undefined;
+    if (event !== "sample" || !poller.current || !run?.samples.told(run.job, data)) return run !== undefined;
     run.progress = run.job.progress;
     later ??= setTimeout(() => { later = null; draw(); }, 500);
     return false;
   };
   const path = () => `v1/events?${new URLSearchParams([["after", "now"], ...ids.map((id) => ["samples_of", id])])}`;
-  const poller = new Poller(load, EVERY_MS, failed, { path, told }).start();
-  return { stop() { clearTimeout(later); poller.stop(); for (const chart of charts) chart.stop(); } };
+  poller = new Poller(load, EVERY_MS, failed, { path, told }).start();
+  return { stop() { clearTimeout(later); zoom.stop(); poller.stop(); for (const chart of charts) chart.stop(); } };
 }
 
 /** One axis for several runs: all their values, in order, and where each run has which. */

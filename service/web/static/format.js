@@ -31,6 +31,8 @@ export function ratioText(ratio) {
   return ratio < 999.5 ? `${three(ratio)}x` : `${Math.round(ratio).toLocaleString("en")}x`;
 }
 
+/** Of what has no halves, on an axis too. */
+export const wholeText = (value) => (Number.isInteger(value) ? String(value) : "");
 export const lossText = (loss) => (loss === null || loss === undefined ? "-" : loss.toFixed(4));
 export const stepsText = (step, of) => (of === null || of === undefined ? `${step}` : `${step}/${of}`);
 export const numberText = (value) =>
@@ -46,8 +48,18 @@ export function timeText(moment) {
     `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
 }
 
+/** By how many milliseconds the service's clock is ahead of this machine's, where it is more than an answer takes. */
+let ahead = 0;
+/** The service has just said its time: an HTTP date. */
+export function clockIs(date) {
+  const by = Date.parse(date) - Date.now();
+  ahead = Math.abs(by) > 5000 ? by : 0;
+}
+/** The service's time, in milliseconds: by it are all moments that it names. */
+export const now = () => Date.now() + ahead;
+
 export const clockText = (date) => timeText(date.getTime() / 1000).slice(11);
-export const agoText = (moment) => secondsText(Math.max(0, (Date.now() - new Date(moment).getTime()) / 1000));
+export const agoText = (moment) => secondsText(Math.max(0, (now() - new Date(moment).getTime()) / 1000));
 
 export const limitsText = (least, most) => (least === most ? `${least}` : `${least}..${most}`);
 

@@ -1,5 +1,6 @@
 // What the service keeps of a job's steps, as columns: a run of 100,000 steps is some arrays of numbers.
 import { getLarge, jobPath, query } from "./api.js";
+import { placesOf } from "./zoom.js";
 
 export const COLUMNS = ["step", "time", "loss", "validation_loss", "step_seconds", "predicted_step_seconds", "waited_seconds", "samples_per_second",
   "payload_bytes", "payload_bytes_total", "compression_ratio", "world_size"];
@@ -11,64 +12,19 @@ export const BEYOND_ALL_STEPS = 1_000_000_000;
 /** More than a screen is wide are not asked for, and what comes while one looks is thinned again when it is twice as many. */
 const LEAST_POINTS = 200, MOST_POINTS = 2000;
 
-export class Samples {
-  /** width: of a chart, in pixels. Of a long history two samples a pixel come, of each range the lowest and the highest loss. */
-  constructor(jobId, width) {
-    this.jobId = jobId;
-    this.points = Math.round(Math.min(MOST_POINTS, Math.max(LEAST_POINTS, 2 * (width || 0))));
+/** Samples as columns, in order of step. */
+class Columns {
+  constructor() {
     this.columns = Object.fromEntries([...COLUMNS, ...Object.keys(STEP_PARTS)].map((name) => [name, []]));
     this.phase = [];
     /** [step, {name: number}] of each step at which the optimizer's health was taken. */
     this.health = [];
     /** The script's own numbers, by name: [step, value]. */
     this.reported = new Map();
-    this.seenStep = -1;
-    this.unreadable = 0;
   }
 
   get length() { return this.columns.step.length; }
   get lastStep() { return this.length ? this.columns.step[this.length - 1] : -1; }
-
-  /**
-   * Ask for what is new. progress: the job's newest sample: steps that a resumed run makes again come again.
-   * part(): called after each part. Returns whether anything came.
-   */
-  async refresh(progress, signal, part = () => {}) {
-    this.loading = true; // what is told meanwhile may be part of the answer
-    try { return await this.ask(progress, signal, part); } finally { this.loading = false; }
-  }
-
-  async ask(progress, signal, part) {
-    const now = progress.step;
-    let after = this.length > 2 * this.points ? -1 : Math.min(this.lastStep, this.seenStep, now - 1);
-    if (this.length && after < this.lastStep) this.cut(after);
-    let any = false;
-    for (;;) {
-      const found = await getLarge(jobPath(this.jobId, `metrics${query({ after_step: after, event_kind: NO_EVENTS, points: this.points })}`), { signal });
-      found.samples.forEach((sample) => this.take(sample));
-      this.unreadable += found.unreadable;
-      any ||= found.samples.length > 0;
-      if (found.next_after_step === null) break;
-      after = found.next_after_step;
-      part();
-    }
-    this.seenStep = now;
-    return any;
-  }
-
-  /**
-   * The newest step, as a stream tells it: {attempt, sample}. job: as it was asked for; its progress is put forward.
-   * Returns false where that is not the next one of it: then the job has to be asked for.
-   */
-  told(job, { attempt, sample }) {
-    const last = job?.progress;
-    if (this.loading || !last || !this.length || attempt !== job.attempt || sample.step <= last.step || sample.step <= this.lastStep || this.length > 2 * this.points) return false;
-    job.progress = sample;
-    job.validation_loss = sample.validation_loss ?? job.validation_loss;
-    this.take(sample);
-    this.seenStep = sample.step;
-    return true;
-  }
 
   /** Forget the steps after this one. */
   cut(step) {
@@ -135,5 +91,135 @@ export class Samples {
       else found.push([step[at], step[at], this.phase[at]]);
     }
     return found;
+  }
+}
+
+/** What is shown of a job: an overview of all its steps, and finer points of a part that is looked at. */
+export class Samples extends Columns {
+  /** width: of a chart, in pixels. Of a long history two samples a pixel come, of each range the lowest and the highest loss. */
+  constructor(jobId, width) {
+    super();
+    this.jobId = jobId;
+    this.points = Math.round(Math.min(MOST_POINTS, Math.max(LEAST_POINTS, 2 * (width || 0))));
+    /** The newest step that there was when they were asked for: after a resume there are later ones. */
+    this.seenStep = -1;
+    /** Nothing was left out. */
+    this.whole = false;
+    /** Of the steps of a part: all that are kept, or as many as of all. null: of none. */
+    this.finer = null;
+    this.finerOf = null;
+  }
+
+  /** The overview, with the finer points in their place. */
+  get shown() {
+    const { finer } = this;
+    if (!finer?.length) return this;
+    if (this.joined?.of !== finer || this.joined.length !== this.length || this.joined.last !== this.columns.time.at(-1)) {
+      this.joined = { of: finer, length: this.length, last: this.columns.time.at(-1), columns: this.join(finer) };
+    }
+    return this.joined.columns;
+  }
+
+  join(finer) {
+    const found = new Columns(), first = finer.columns.step[0], last = finer.lastStep;
+    const begin = placesOf(this.columns.step, [first, last]);
+    const spliced = (outer, inner) => [...outer.slice(0, begin[0]), ...inner, ...outer.slice(begin[1])];
+    const pairs = (outer, inner) => [...outer.filter(([step]) => step < first), ...inner, ...outer.filter(([step]) => step > last)];
+    for (const name of Object.keys(found.columns)) found.columns[name] = spliced(this.columns[name], finer.columns[name]);
+    found.phase = spliced(this.phase, finer.phase);
+    found.health = pairs(this.health, finer.health);
+    for (const name of this.reported.keys()) found.reported.set(name, pairs(this.reported.get(name), finer.reported.get(name) ?? []));
+    return found;
+  }
+
+  /**
+   * Have the finer points of these steps, [first, last], or of none. They are asked for once, and again where all of the
+   * overview was. Returns whether other points are shown now.
+   */
+  async refine(steps, signal) {
+    if (String(steps) === String(this.finerOf)) return false;
+    if (steps === null || this.whole) {
+      const before = this.finer;
+      this.finer = this.finerOf = null;
+      return before !== null;
+    }
+    const found = new Columns(), [first, last] = steps.map((step) => Math.min(BEYOND_ALL_STEPS, Math.max(0, step)));
+    for await (const samples of this.parts({ after_step: first - 1, before_step: last + 1 }, signal)) samples.forEach((one) => found.take(one));
+    this.finer = found;
+    this.finerOf = steps;
+    return true;
+  }
+
+  /** So many samples are shown of these steps. */
+  count(steps) {
+    const [first, end] = placesOf(this.shown.columns.step, steps);
+    return end - first;
+  }
+
+  /**
+   * Ask for what is new. progress: the job's newest sample: steps that a resumed run makes again come again.
+   * part(): called after each part.
+   */
+  async refresh(progress, signal, part = () => {}) {
+    this.loading = true; // what is told meanwhile may be part of the answer
+    try {
+      const at = this.length > 2 * this.points || progress.step < this.seenStep ? -1 : placesOf(this.columns.step, [-1, this.seenStep])[1] - 1;
+      if (at < 0 || !(await this.goOn(at, signal, part))) await this.anew(signal, part);
+      this.seenStep = progress.step;
+    } finally {
+      this.loading = false;
+    }
+  }
+
+  /** What comes after one of them. Returns false where that one is no longer what it was: a run has gone back behind it. */
+  async goOn(at, signal, part) {
+    const step = this.columns.step[at], time = this.columns.time[at];
+    let known = false;
+    for await (const samples of this.parts({ after_step: step - 1 }, signal)) {
+      if (!known) {
+        if (samples[0]?.step !== step || samples[0].time !== time) return false;
+        this.cut(step);
+      }
+      samples.slice(known ? 0 : 1).forEach((one) => this.take(one));
+      this.whole &&= samples.length < this.points;
+      known = true;
+      part();
+    }
+    return known;
+  }
+
+  async anew(signal, part) {
+    let count = 0;
+    for await (const samples of this.parts({ after_step: -1 }, signal)) {
+      if (!count) this.cut(-1);
+      samples.forEach((one) => this.take(one));
+      count += samples.length;
+      part();
+    }
+    this.whole = count < this.points;
+    this.finerOf = undefined; // what is there stays until it was asked for again
+  }
+
+  async *parts(asked, signal) {
+    for (let after = asked.after_step; after !== null;) {
+      const found = await getLarge(jobPath(this.jobId, `metrics${query({ ...asked, after_step: after, event_kind: NO_EVENTS, points: this.points })}`), { signal });
+      yield found.samples;
+      after = found.next_after_step;
+    }
+  }
+
+  /**
+   * The newest step, as a stream tells it: {attempt, sample}. job: as it was asked for; its progress is put forward.
+   * Returns false where that is not the next one of it: then the job has to be asked for.
+   */
+  told(job, { attempt, sample }) {
+    const last = job?.progress;
+    if (this.loading || !last || !this.length || attempt !== job.attempt || sample.step <= last.step || sample.step <= this.lastStep || this.length > 2 * this.points) return false;
+    job.progress = sample;
+    job.validation_loss = sample.validation_loss ?? job.validation_loss;
+    this.whole &&= sample.step === last.step + 1;
+    this.take(sample);
+    this.seenStep = sample.step;
+    return true;
   }
 }

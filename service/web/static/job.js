@@ -2,10 +2,11 @@
 import { ApiError, call, get, getLarge, jobPath, Poller, query } from "./api.js";
 import { Chart } from "./charts.js";
 import { announce, ask, fill, h, newId, plain, put, say, table } from "./dom.js";
-import { agoText, bytesText, EFFECTS, labelsText, limitsText, lossText, numberText, OVER, ratioText, secondsText, standingText, stepsText, timeText, workersText } from "./format.js";
+import { agoText, bytesText, EFFECTS, labelsText, limitsText, lossText, now, numberText, OVER, ratioText, secondsText, standingText, stepsText, timeText, wholeText, workersText } from "./format.js";
 import { BEYOND_ALL_STEPS, STEP_PARTS, Samples } from "./history.js";
 import { badge } from "./jobs.js";
 import { LogView } from "./logs.js";
+import { Zoom } from "./zoom.js";
 
 const EVERY_MS = 2000;
 const EVENTS_EVERY_MS = 4000;
@@ -25,6 +26,7 @@ class JobView {
     this.me = me; this.failed = failed;
     this.job = null; this.events = []; this.toldEvents = []; this.olderEvents = null; this.part = null;
     this.samples = new Samples(this.id, place.clientWidth);
+    this.zoom = new Zoom({ name: "step", size: 1, digits: 0 }, () => this.poller?.now());
     this.charts = []; this.eventsDue = 0; this.drawDue = 0; this.later = null;
     this.state = h("span", { role: "status", "aria-live": "polite" });
     this.standing = h("p", { class: "standing" });
@@ -41,6 +43,7 @@ class JobView {
 
   stop() {
     this.poller.stop();
+    this.zoom.stop();
     clearTimeout(this.later);
     this.leave();
   }
@@ -80,13 +83,16 @@ class JobView {
     if (progress && (this.samples.length === 0 || progress.step !== last?.step || progress.time !== last?.time || this.samples.lastStep < progress.step)) {
       await this.samples.refresh(progress, signal, () => this.drawPart(false));
     }
+    const steps = this.zoom.range;
+    await this.samples.refine(steps, signal);
     this.drawPart(true);
+    if (steps !== null && steps === this.zoom.range) this.zoom.say(`samples of these steps: ${this.samples.count(steps)}`);
   }
 
   /** What the stream says. Returns whether the job has to be asked for. */
   told({ event, data }) {
     if (event === "sample") {
-      if (!this.samples.told(this.job, data)) return true;
+      if (!this.poller.current || !this.samples.told(this.job, data)) return true;
       this.drawSoon();
       return false;
     }
@@ -107,7 +113,7 @@ class JobView {
     this.events = withEvents([...kept, ...found.events], this.toldEvents);
     if (!kept.length) this.olderEvents = found.next_before_event;
     // Some of the last words come after a job's end.
-    const over = OVER.has(this.job.state) && Date.now() / 1000 - new Date(this.job.finished_at ?? 0).getTime() / 1000 > 60;
+    const over = OVER.has(this.job.state) && now() - new Date(this.job.finished_at ?? 0).getTime() > 60_000;
     this.eventsDue = over ? Infinity : performance.now() + (found.events.length > 1000 ? 10 : 1) * EVENTS_EVERY_MS;
   }
 
@@ -187,21 +193,22 @@ class JobView {
   // the parts
 
   overview() {
+    this.shape = this.drawnOf = this.drawnSummary = null; // nothing of it is drawn yet, also where one comes back to it
     this.cards = h("dl", { class: "cards" });
     this.membership = h("ul", { class: "marks" });
-    const sync = newId("sync"), marks = () => this.marks(), spans = () => this.samples.phases();
-    const chart = (title, lines, options) => { const made = new Chart(title, lines, { sync, marks, spans, ...options }); this.charts.push(made); return made; };
+    const { zoom } = this, marks = () => this.marks(), spans = () => this.samples.shown.phases();
+    const chart = (title, lines, options) => { const made = new Chart(title, lines, { zoom, marks, spans, ...options }); this.charts.push(made); return made; };
     this.loss = chart("Loss", [{ name: "training", colour: "c1" }, { name: "validation", colour: "c2", points: true }], { y: { text: (value) => value.toPrecision(4) } });
     this.speed = chart("Throughput", [{ name: "samples/s", colour: "c1" }], { y: { text: numberText, fromZero: true } });
     this.times = chart("Seconds of a step", [{ name: "measured", colour: "c1" }, { name: "predicted", colour: "c2", dash: [6, 4] }, { name: "waited for the slowest", colour: "c3" }], { y: { text: secondsText, fromZero: true } });
     this.byPart = chart("Seconds of a step by part", Object.values(STEP_PARTS).map((name, at) => ({ name, colour: `c${at + 1}` })), { y: { text: secondsText, fromZero: true }, note: "of rank 0" });
-    this.size = chart("Workers", [{ name: "train together", colour: "c1", stepped: true }], { y: { text: (value) => (Number.isInteger(value) ? String(value) : ""), fromZero: true } });
+    this.size = chart("Workers", [{ name: "train together", colour: "c1", stepped: true }], { y: { text: wholeText, fromZero: true } });
     this.ratio = chart("Compression", [{ name: "fp32 all-reduce over sent", colour: "c1" }], { y: { text: ratioText, fromZero: true } });
     this.bytes = chart("Bytes a worker has sent", [{ name: "sent", colour: "c1" }, { name: "fp32 would have", colour: "c3", dash: [6, 4] }, { name: "bf16 would have", colour: "c2", dash: [6, 4] }], { y: { text: bytesText, fromZero: true } });
     this.healthCharts = h("div", { class: "charts" });
     this.health = new Map();
     this.summary = h("div");
-    put(this.body, this.cards, h("div", { class: "charts" }, this.charts.map((one) => one.element)),
+    put(this.body, this.cards, zoom.element, h("div", { class: "charts" }, this.charts.map((one) => one.element)),
       h("section", { "aria-label": "Joins and deaths" }, this.membership), this.summary,
       h("section", { "aria-label": "The optimizer's health" }, this.healthCharts));
     this.drawn = () => this.drawOverview();
@@ -226,7 +233,7 @@ class JobView {
   }
 
   drawOverview() {
-    const { job, samples } = this, { columns } = samples, sample = job.progress;
+    const { job } = this, samples = this.samples.shown, { columns } = samples, sample = job.progress;
     const cards = [["Step", stepsText(sample?.step ?? 0, job.steps), job.steps ? h("progress", { max: job.steps, value: sample?.step ?? 0, "aria-label": "Steps done" }) : null]];
     const bytes = sample ? samples.bytes() : null, sent = bytes?.sent.at(-1), dense = bytes?.fp32.at(-1);
     if (sample) {
@@ -239,18 +246,19 @@ class JobView {
     }
     cards.push(["Workers", job.world_size === null || OVER.has(job.state) ? limitsText(job.wanted_workers.min, job.wanted_workers.max) : workersText(job, job.world_size), job.workers ? `${job.workers} report` : null],
       ["Submitted", agoText(job.created_at) + " ago", [job.submitted_by ? `by ${job.submitted_by}` : "", job.project === "default" ? "" : `project ${job.project}`].filter(Boolean).join(", ") || null]);
-    if (job.started_at) cards.push([OVER.has(job.state) ? "Ran" : "Running", secondsText((new Date(job.finished_at ?? Date.now()) - new Date(job.started_at)) / 1000), job.attempt > 1 ? `attempt ${job.attempt}` : null]);
+    if (job.started_at) cards.push([OVER.has(job.state) ? "Ran" : "Running", secondsText((new Date(job.finished_at ?? now()) - new Date(job.started_at)) / 1000), job.attempt > 1 ? `attempt ${job.attempt}` : null]);
     for (const [name, value] of Object.entries(sample?.reported ?? {}).slice(0, 9)) cards.push([name, numberText(value), "the script's own"]);
     this.fillCards(cards);
-    if (this.drawnLength !== samples.length || this.drawnLast !== columns.time.at(-1) || this.drawnMarks !== this.marks()) {
-      this.drawnLength = samples.length; this.drawnLast = columns.time.at(-1); this.drawnMarks = this.marks();
-      this.drawCharts(bytes);
+    if (this.drawnOf !== samples || this.drawnLength !== samples.length || this.drawnLast !== columns.time.at(-1) || this.drawnMarks !== this.marks()) {
+      this.drawnOf = samples; this.drawnLength = samples.length; this.drawnLast = columns.time.at(-1); this.drawnMarks = this.marks();
+      this.drawCharts(samples, bytes);
     }
     if (this.drawnSummary !== JSON.stringify(job.summary)) { this.drawnSummary = JSON.stringify(job.summary); this.drawSummary(); }
   }
 
-  drawCharts(bytes) {
-    const { samples } = this, { columns } = samples, x = columns.step;
+  drawCharts(samples, bytes) {
+    const { columns } = samples, x = columns.step;
+    this.zoom.element.hidden = x.length < 2;
     const positive = (column) => column.map((one, at) => (x[at] > 0 ? one : null));
     this.loss.set([x, columns.loss, columns.validation_loss]);
     this.speed.set([x, positive(columns.samples_per_second)]);
@@ -263,7 +271,7 @@ class JobView {
     const names = [...new Set(samples.health.flatMap(([, values]) => Object.keys(values).filter((name) => values[name] !== null)))];
     for (const name of [...names, ...samples.reported.keys()]) {
       if (!this.health.has(name)) {
-        const made = new Chart(HEALTH[name] ?? name, [{ name: HEALTH[name] ? name : "value", colour: "c1", points: true }], { y: { text: numberText } });
+        const made = new Chart(HEALTH[name] ?? name, [{ name: HEALTH[name] ? name : "value", colour: "c1", points: true }], { zoom: this.zoom, y: { text: numberText } });
         this.health.set(name, made);
         this.charts.push(made);
         this.healthCharts.append(made.element);
@@ -276,7 +284,7 @@ class JobView {
   fillCards(cards) {
     // In place: a reader that stands on one is not thrown out.
     const shape = cards.map(([name]) => name).join("\n");
-    if (this.shape !== shape || !this.values) {
+    if (this.shape !== shape) {
       this.shape = shape;
       this.values = cards.map(() => [h("dd"), h("dd", { class: "help" })]);
       fill(this.cards, cards.map(([name], at) => h("div", {}, h("dt", {}, name), this.values[at])));

@@ -10,6 +10,8 @@ const TAIL_BYTES = 256 << 10;
 /** Each attempt's log begins at a multiple of this (LOG_OFFSET_BITS of service/jobs/service.py). */
 const ATTEMPT = 2 ** 40;
 const HELD_LINES = 1000;
+/** Characters: of one line, of all that are shown, and of all that are kept. */
+const LONGEST_LINE = 20_000, MOST_SHOWN = 1 << 20, MOST_KEPT = 1 << 24;
 /** Ray puts the process before each line, and a worker's process says once which worker it is (as thinwire/cli/watch.py reads it). */
 const PROCESS = /^(\([^()]*\bpid=(\d+)[^()]*\))/;
 const IS_WORKER = /\bworker_started number=(\d+) pid=(\d+)\b/;
@@ -17,7 +19,7 @@ const IS_WORKER = /\bworker_started number=(\d+) pid=(\d+)\b/;
 export class LogView {
   constructor(place, jobId, rank, job, failed) {
     this.jobId = jobId; this.job = job;
-    this.offset = 0; this.begun = false; this.rest = ""; this.lines = []; this.of = new Map(); this.numberOf = new Map();
+    this.offset = 0; this.begun = false; this.rest = ""; this.left = 0; this.lines = []; this.kept = 0; this.of = new Map(); this.numberOf = new Map();
     this.select = h("select", { id: newId("rank") }, h("option", { value: "" }, "all processes"));
     this.followed = h("input", { type: "checkbox", id: newId("follow"), checked: true });
     this.start = h("button", { type: "button", hidden: true }, "From the beginning");
@@ -56,7 +58,7 @@ export class LogView {
     if (!this.lines.length && !this.rest) say(this.note, this.done ? "The log is empty." : "There is no line yet.");
   }
 
-  reset() { this.rest = ""; this.lines = []; this.of.clear(); this.text.replaceChildren(); }
+  reset() { this.rest = ""; this.left = 0; this.lines = []; this.kept = 0; this.of.clear(); this.text.replaceChildren(); }
 
   async load(signal) {
     if (this.done || this.poller?.live) return;
@@ -115,11 +117,16 @@ export class LogView {
     const whole = this.rest === null ? text.slice(text.indexOf("\n") + 1) : this.rest + text;
     const lines = whole.split("\n");
     this.rest = lines.pop();
-    for (const raw of lines) this.line(raw);
+    for (const raw of lines) { this.line(raw, this.left); this.left = 0; }
+    // Of a line to which no end comes, as a bar of progress has none, both ends are kept.
+    if (this.rest.length > 4 * LONGEST_LINE) {
+      this.left += this.rest.length - 2 * LONGEST_LINE;
+      this.rest = this.rest.slice(0, LONGEST_LINE) + this.rest.slice(-LONGEST_LINE);
+    }
   }
 
-  line(raw) {
-    const line = plain(raw), process = PROCESS.exec(line);
+  line(raw, left) {
+    const line = shortened(plain(raw), left), process = PROCESS.exec(line);
     let number = null;
     if (process) {
       const said = IS_WORKER.exec(line);
@@ -139,7 +146,10 @@ export class LogView {
       if (held.length > HELD_LINES) held.shift();
     }
     this.lines.push(made);
-    if (this.lines.length > 4 * SHOWN_LINES) this.lines.splice(0, this.lines.length - 2 * SHOWN_LINES);
+    this.kept += line.length;
+    if (this.lines.length > 4 * SHOWN_LINES || this.kept > MOST_KEPT) {
+      for (const { line: gone } of this.lines.splice(0, this.lines.length >> 1)) this.kept -= gone.length;
+    }
   }
 
   option(number) {
@@ -150,11 +160,20 @@ export class LogView {
 
   draw(anew) {
     const shown = this.wanted === "" ? this.lines : this.lines.filter((one) => one.number === this.wanted);
-    const last = shown.slice(-SHOWN_LINES).map((one) => one.line).join("\n") + (this.wanted === "" && this.rest ? `\n${plain(this.rest)}` : "");
+    let from = shown.length, size = 0;
+    while (from > Math.max(0, shown.length - SHOWN_LINES) && size < MOST_SHOWN) size += shown[--from].line.length;
+    const last = shown.slice(from).map((one) => one.line).join("\n") + (this.wanted === "" && this.rest ? `\n${shortened(plain(this.rest), this.left)}` : "");
     if (this.text.textContent !== last) this.text.textContent = last;
     const where = this.skipped ? `The beginning, ${bytesText(this.skipped % ATTEMPT)}, is left out. ` : "";
-    const left = shown.length > SHOWN_LINES ? `The last ${SHOWN_LINES.toLocaleString("en")} lines; thinwire logs ${this.jobId} has all. ` : "";
+    const left = from > 0 ? `The last ${(shown.length - from).toLocaleString("en")} lines; thinwire logs ${this.jobId} has all. ` : "";
     if (shown.length || anew) say(this.note, shown.length ? where + left : `No line of worker ${this.wanted} yet.`);
     if (this.followed.checked) this.text.scrollTop = this.text.scrollHeight;
   }
+}
+
+/** A line as it is shown: of a very long one both ends. left: characters of its midst that are gone already. */
+function shortened(line, left) {
+  if (!left && line.length <= LONGEST_LINE) return line;
+  const half = Math.min(LONGEST_LINE, line.length) >> 1;
+  return `${line.slice(0, half)} [${(left + line.length - 2 * half).toLocaleString("en")} characters left out] ${line.slice(-half)}`;
 }
