@@ -24,7 +24,7 @@ from thinwire.contract.spec import MOST_WORKERS, Workers, conflicts_of_workers, 
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobOver
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.repository import JobRepository, JobRow, last_step
+from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, last_step
 
 
 def wanted_workers(row: JobRow) -> WantedWorkers:
@@ -42,6 +42,20 @@ def limits_now(row: JobRow) -> WantedWorkers:
         return wanted
     least, most = min(wanted.min, row.granted), min(wanted.max, row.granted)
     return wanted.model_copy(update={"min": least, "max": most})
+
+
+def refuse_invented(session: Session, job_id: str, rank: int) -> None:
+    """Refuse a worker that the job cannot have: each that registers makes all others of all jobs register less often.
+
+    As many as it may have now are taken twice, for one that leaves has its slot until another has come. One with a
+    lease had it when the job might have more.
+
+    Raises: JobNotFound, InvalidRequest.
+    """
+    most = limits_now(JobRepository(session).found(job_id)).max
+    if rank >= 2 * most and session.get(LeaseRow, (job_id, rank)) is None:
+        words = f"must be less than {2 * most}: job {job_id} has at most {most} workers now, and as many that leave"
+        raise InvalidRequest.at("rank", str(rank), words)
 
 
 def takes_effect(row: JobRow) -> TakesEffect:

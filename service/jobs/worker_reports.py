@@ -68,7 +68,7 @@ from thinwire.service.jobs.pace import Pace
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository, JobRow, Standing, last_step, transition
 from thinwire.service.jobs.views import job_json
-from thinwire.service.jobs.worker_numbers import limits_now, newest_membership
+from thinwire.service.jobs.worker_numbers import limits_now, newest_membership, refuse_invented
 from thinwire.service.launch.driver import ticket_of
 from thinwire.service.packages.store import PackageGone, Packages
 from thinwire.service.people.quotas import kept_limits, kept_of
@@ -138,6 +138,8 @@ class WorkerReports:
             row = self._current(JobRepository(session).lock_standing(job_id), worker.attempt)
             if JobState(row.state).terminal:
                 raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
+            if not self._pace.knows(job_id, rank):
+                refuse_invented(session, job_id, rank)
             next_s = self._pace.registered(job_id, rank)
             said = worker.model_dump(exclude={"leads"})
             expires_at = self._clock() + self._lease_s + next_s - HEARTBEAT_S
