@@ -291,7 +291,7 @@ class ControlPlane:
             return
         try:
             self.jobs.excuse_running_attempts()
-        except errors.NotOwner as error:
+        except (errors.NotOwner, SQLAlchemyError) as error:  # a full disk must keep nobody from ending
             logger.warning("attempts_not_excused error=%s", error)
 
     def _named_packages(self) -> set[str]:

@@ -266,6 +266,9 @@ def _numbers(row: JobRow, now: float) -> dict[str, float]:
     newest = None if row.newest_sample is None else row.newest_sample["sample"]
     found["step"] = None if newest is None else newest["step"]
     if row.state == JobState.RUNNING.value:
-        reported_at = 0.0 if newest is None else newest["time"]
+        # By the service's clock, with which no worker's is to be compared; an earlier version kept the worker's alone.
+        reported_at = (
+            0.0 if row.newest_sample is None else row.newest_sample.get("at", row.newest_sample["sample"]["time"])
+        )
         found["step_age_seconds"] = max(0.0, now - max(reported_at, row.started_at or row.created_at))
     return {name: float(value) for name, value in found.items() if value is not None}

@@ -3,8 +3,8 @@
 The lease is a row. Who takes it counts its number up, renews it while it lives, and gives it back at its end; who finds
 it run out takes it over. Every transaction that writes asks first whether the number is still its own (`fence`), so an
 owner that was stopped and wakes after its lease has gone writes nothing. All times are the database's: the clocks of
-two hosts differ. The number is the row's key, which PostgreSQL locks apart from the rest of the row: a renewal waits
-for no writer, and a take-over for all of them.
+two hosts differ; and who waits counts the seconds itself, for that clock may be set. The number is the row's key, which
+PostgreSQL locks apart from the rest of the row: a renewal waits for no writer, and a take-over for all of them.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class Ownership:
         self._lease_s = lease_s
         self._number: int | None = None
         self._renewed = 0.0
+        self._looked: tuple[int, float] | None = None
+        self._runs_out = 0.0
         self._lost: Callable[[str], None] = lambda why: None
         self.seen: Owner | None = None
         """Who owned the database when this process last looked, while it stands by; None while it owns it."""
@@ -127,7 +129,7 @@ class Ownership:
             return None
         with self._db.exclusive() as session:
             owner = _owner(session)
-            if owner is not None and owner.left_s > 0 and owner.home_id != self._home_id:
+            if owner is not None and owner.home_id != self._home_id and not self._has_run_out(owner):
                 self.seen = owner
                 return owner
             self._db.upgrade_in(session)
@@ -212,7 +214,7 @@ class Ownership:
             try:
                 if not self.owns:
                     self.seen = owner = self.owner()
-                    if owner is None or owner.left_s <= 0:
+                    if owner is None or self._has_run_out(owner):
                         self.take()
                 elif begun:
                     self.renew()
@@ -227,6 +229,17 @@ class Ownership:
                 logger.exception("ownership_failed owns=%s", self.owns)
             if self._stop.wait(self._lease_s / (RENEWALS if begun else LOOKS)):
                 return
+
+    def _has_run_out(self, owner: Owner) -> bool:
+        """Has nobody renewed it for as long as it had left when it was first seen? So a clock of the database that is
+        set back or ahead meanwhile neither keeps a dead owner nor takes over from a living one.
+        """
+        seen, now = (owner.number, owner.expires_at), _elapsed()
+        if seen != self._looked:
+            is_renewed = self._looked is not None and self._looked[0] == owner.number and owner.expires_at > 0.0
+            left_s = self._lease_s if is_renewed and owner.left_s <= 0 else owner.left_s
+            self._looked, self._runs_out = seen, now + left_s
+        return now >= self._runs_out
 
     def _refusal(self, owner: Owner | None) -> NotOwner:
         """The error for a write; where this process was the owner, it is the end of that."""

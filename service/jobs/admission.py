@@ -258,7 +258,7 @@ def _claim(row: JobRow, room: Room, living: int) -> Claim | None:
 def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
     wanted, workers = wanted_workers(row), submitted_workers(row)
     granted, goes_on = row.granted, row.state != JobState.CANCELLING.value and not recalled(row)
-    stalled = row.newest_membership is not None and membership_now(row)[1] is not None
+    said = row.newest_membership  # by the service's clock; an earlier version kept the worker's alone
     if granted is None and row.state in (JobState.PENDING.value, JobState.RUNNING.value):
         granted = min(wanted.max, max(wanted.min, living))  # a version without a queue has started it
     return Claim(
@@ -276,7 +276,7 @@ def _read_claim(row: JobRow, room: Room, living: int) -> Claim:
         living=living,
         grows=goes_on and takes_effect(row) != "at_restart",
         queued_at=None if row.queue is None else row.queue.get("since"),
-        stalled_at=row.newest_membership["time"] if stalled and row.newest_membership is not None else None,
+        stalled_at=said.get("at") or said["time"] if said is not None and membership_now(row)[1] is not None else None,
         waits=goes_on,
     )
 

@@ -52,6 +52,11 @@ class Pace:
             many = jobs.seen(job_id, now)
         return min(max(REPORT_S, many / A_SECOND), MOST_REPORT_S)
 
+    def knows(self, job_id: str, rank: int) -> bool:
+        """Has this worker registered not long ago?"""
+        with self._lock:
+            return self._workers.has((job_id, rank), self._elapsed())
+
     def registered(self, job_id: str, rank: int) -> float:
         """Seconds until the next registration of this worker, which has just sent one."""
         with self._lock:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
@@ -43,7 +44,7 @@ from thinwire.service.jobs.decide import (
     decide,
 )
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.repository import JobRepository, JobRow, last_step, storable, transition_all
+from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, last_step, storable, transition_all
 from thinwire.service.jobs.views import job_json, submission_id
 from thinwire.service.jobs.worker_numbers import limits_now, wanted_workers, write_wanted
 from thinwire.service.launch.driver import ticket_of
@@ -114,6 +115,7 @@ class Reconciler:
         self._slow: set[str] = set()
         self._asked_in: dict[str, int] = {}
         self._waits: dict[str, Written] = {}
+        self._leases_at = clock()
         self._warned: dict[tuple[str, str], str] = {}
         self._turns = 0
         self._wake = threading.Event()
@@ -523,7 +525,7 @@ class Reconciler:
             if (
                 asked.status.state in _LIVE
                 and words != last.words
-                and (not last.words or now >= last.at + WRITTEN_AGAIN_S)
+                and (not last.words or not 0.0 <= now - last.at < WRITTEN_AGAIN_S)  # a clock may go back
             ):
                 self._waits[job] = Written(words, now)
                 news.append((asked.row, words))
@@ -540,7 +542,11 @@ class Reconciler:
                     jobs.put_events(row.id, row.attempt, [{**event, "fields": {"reason": words}}])
 
     def _drop_expired_leases(self) -> None:
-        now = self._clock()
+        now, last = self._clock(), self._leases_at
+        self._leases_at = now
+        if now < last:  # the clock was set back: they are to end as soon as they would have
+            with self._db.write() as session:
+                session.execute(update(LeaseRow).values(expires_at=LeaseRow.expires_at - (last - now)))
         with self._db.read() as session:
             expired = JobRepository(session).has_expired_leases(now)
         if expired:

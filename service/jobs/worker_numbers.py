@@ -24,7 +24,7 @@ from thinwire.contract.spec import MOST_WORKERS, Workers, conflicts_of_workers, 
 from thinwire.service.db import Database
 from thinwire.service.errors import InvalidRequest, JobOver
 from thinwire.service.jobs.job_folder import RunFolders
-from thinwire.service.jobs.repository import JobRepository, JobRow, last_step
+from thinwire.service.jobs.repository import JobRepository, JobRow, LeaseRow, last_step
 
 
 def wanted_workers(row: JobRow) -> WantedWorkers:
@@ -42,6 +42,20 @@ def limits_now(row: JobRow) -> WantedWorkers:
         return wanted
     least, most = min(wanted.min, row.granted), min(wanted.max, row.granted)
     return wanted.model_copy(update={"min": least, "max": most})
+
+
+def refuse_invented(session: Session, job_id: str, rank: int) -> None:
+    """Refuse a worker that the job cannot have: each that registers makes all others of all jobs register less often.
+
+    As many as it may have now are taken twice, for one that leaves has its slot until another has come. One with a
+    lease had it when the job might have more.
+
+    Raises: JobNotFound, InvalidRequest.
+    """
+    most = limits_now(JobRepository(session).found(job_id)).max
+    if rank >= 2 * most and session.get(LeaseRow, (job_id, rank)) is None:
+        words = f"must be less than {2 * most}: job {job_id} has at most {most} workers now, and as many that leave"
+        raise InvalidRequest.at("rank", str(rank), words)
 
 
 def takes_effect(row: JobRow) -> TakesEffect:
@@ -135,28 +149,47 @@ KINDS = frozenset({EventKind.REGROUPED, EventKind.RESUMED, EventKind.WAITING_FOR
 """Events after which another number of workers trains together, or none."""
 
 
+AHEAD_S = 10.0
+"""How far a worker's clock may be ahead of the service's."""
+
+
+def is_newer(known: tuple[int, float], said: tuple[int, float], now: float) -> bool:
+    """Is what was said newer than what is known, each by attempt and the worker's clock? now: by the service's.
+
+    Of one attempt it also is where the known is yet to come: the clock was set back, or goes wrong, and what comes is
+    newer than what came.
+    """
+    return said >= known or (said[0] == known[0] and known[1] > now + AHEAD_S)
+
+
 class Membership(BaseModel):
-    """What is kept of such an event. world_size: None where it named none."""
+    """What is kept of such an event. world_size: None where it named none.
+
+    at: when it came, by the service's clock, with which no worker's is to be compared; None of an earlier version.
+    """
 
     attempt: int
     time: float
+    at: float | None = None
     world_size: int | None
     waiting: WaitingForWorkers | None
 
 
-def newest_membership(row: JobRow, attempt: int, events: Sequence[Event]) -> dict[str, Any] | None:
+def newest_membership(row: JobRow, attempt: int, events: Sequence[Event], now: float) -> dict[str, Any] | None:
     """What the row is to keep of these events; None where they say nothing newer."""
     said = sorted((event for event in events if event.kind in KINDS), key=lambda event: event.time)
     known = row.newest_membership
-    if not said or (known is not None and (attempt, said[-1].time) < (known["attempt"], known["time"])):
+    if not said:
         return None
     event = said[-1]
+    if known is not None and not is_newer((known["attempt"], known["time"]), (attempt, event.time), now):
+        return None
     have, least = _count(event.fields.get("have")), _count(event.fields.get("min"))
     waiting = None
     if event.kind == EventKind.WAITING_FOR_WORKERS and have is not None and least is not None:
         waiting = WaitingForWorkers(have=have, min=least)
     size = _count(event.fields.get("world_size")) if waiting is None else have
-    return Membership(attempt=attempt, time=event.time, world_size=size, waiting=waiting).model_dump()
+    return Membership(attempt=attempt, time=event.time, at=now, world_size=size, waiting=waiting).model_dump()
 
 
 def membership_now(row: JobRow) -> tuple[int | None, WaitingForWorkers | None]:

@@ -68,7 +68,7 @@ from thinwire.service.jobs.pace import Pace
 from thinwire.service.jobs.rate import Rates
 from thinwire.service.jobs.repository import JobRepository, JobRow, Standing, last_step, transition
 from thinwire.service.jobs.views import job_json
-from thinwire.service.jobs.worker_numbers import limits_now, newest_membership
+from thinwire.service.jobs.worker_numbers import is_newer, limits_now, newest_membership, refuse_invented
 from thinwire.service.launch.driver import ticket_of
 from thinwire.service.packages.store import PackageGone, Packages
 from thinwire.service.people.quotas import kept_limits, kept_of
@@ -138,6 +138,8 @@ class WorkerReports:
             row = self._current(JobRepository(session).lock_standing(job_id), worker.attempt)
             if JobState(row.state).terminal:
                 raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
+            if not self._pace.knows(job_id, rank):
+                refuse_invented(session, job_id, rank)
             next_s = self._pace.registered(job_id, rank)
             said = worker.model_dump(exclude={"leads"})
             expires_at = self._clock() + self._lease_s + next_s - HEARTBEAT_S
@@ -168,8 +170,9 @@ class WorkerReports:
         with self._db.write() as session:
             jobs = JobRepository(session)
             row = self._current(jobs.lock(job_id), telemetry.attempt)
-            progress = _progress(row, telemetry.attempt, samples)
-            if membership := newest_membership(row, telemetry.attempt, events):
+            now = self._clock()
+            progress = _progress(row, telemetry.attempt, samples, now)
+            if membership := newest_membership(row, telemetry.attempt, events, now):
                 progress["newest_membership"] = membership
             state = JobState(row.state)
             if telemetry.summary is not None and not (state.terminal and row.summary is not None):
@@ -399,8 +402,8 @@ def _key(row: JobRow, who: str | None) -> str:
     return f"{row.project}/{who or ''}"
 
 
-def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any]:
-    """The changes of newest_sample and newest_validation: the newest by attempt, then time, then step."""
+def _progress(row: JobRow, attempt: int, samples: list[Sample], now: float) -> dict[str, Any]:
+    """The changes of newest_sample and newest_validation: the newest by attempt, time and step, and when it came."""
     changes: dict[str, Any] = {}
     validated = [sample for sample in samples if sample.validation_loss is not None]
     for column, candidates in (("newest_sample", samples), ("newest_validation", validated)):
@@ -410,8 +413,8 @@ def _progress(row: JobRow, attempt: int, samples: list[Sample]) -> dict[str, Any
         known = getattr(row, column)
         if known is not None and JobState(row.state).terminal and newest.step <= known["sample"]["step"]:
             continue  # it is over: nothing is replaced
-        if known is None or (attempt, newest.time) >= (known["attempt"], known["sample"]["time"]):
-            changes[column] = {"attempt": attempt, "sample": newest.model_dump(mode="json")}
+        if known is None or is_newer((known["attempt"], known["sample"]["time"]), (attempt, newest.time), now):
+            changes[column] = {"attempt": attempt, "at": now, "sample": newest.model_dump(mode="json")}
     return changes
 
 

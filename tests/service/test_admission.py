@@ -176,10 +176,13 @@ def test_who_waits_hears_when_it_may_start_as_far_as_that_is_known(eight: Servic
     eight.clock.pass_(1000.0)
     eight.turn()
     assert at(eight, waits) is None, "it stands still"
-    for last, before in ((1e300, 1.0), (1e308, -1e308), (eight.clock(), -1e300), (1.0, 1e300)):
+    for last, before in ((1e300, 1.0), (1e308, -1e308), (1.0, 1e300)):
         eight.post(first, samples=[sample(480, at=before), sample(500, at=last)])
         eight.turn()
         assert at(eight, waits) is None, "a job may say anything"
+    eight.post(first, samples=[sample(480, at=-1e300), sample(500, at=eight.clock())])
+    eight.turn()
+    assert at(eight, waits) == pytest.approx(500 * 10.0, rel=0.01), "and may come to its senses"
     eight.post(first, samples=[sample(1000, at=1e300)])
     end(eight, first)
     assert eight.state(waits) == "PENDING"

@@ -181,7 +181,8 @@ def test_a_lease_runs_out_unless_it_is_renewed(service: Service) -> None:
 
 
 def test_of_many_workers_the_leading_one_and_the_first_others_are_targets(service: Service) -> None:
-    jobs, last = [service.running(), service.running()], MOST_SCRAPED + 3
+    last = MOST_SCRAPED + 3
+    jobs = [service.running(workers={"max": last}, global_batch=64) for _ in range(2)]
     for job_id in jobs:
         for rank in range(last + 1):
             service.register(job_id, rank, leads=rank == last)
@@ -258,6 +259,23 @@ def test_a_rank_out_of_range_is_refused(service: Service, rank: str) -> None:
     answer = service.client.delete(url, headers=service.job_headers(job_id))
     assert answer.status_code == 422
     assert answer.json()["problems"][0]["path"] == "rank"
+
+
+def test_a_job_registers_no_more_workers_than_it_may_have_and_as_many_that_leave(service: Service) -> None:
+    """Each that is invented would make the workers of all jobs register less often."""
+    job_id = service.running(workers={"min": 1, "max": 3})
+    assert [service.register(job_id, rank).status_code for rank in (0, 5, 6, 4095)] == [204, 204, 422, 422]
+    [problem] = service.register(job_id, 6).json()["problems"]
+    words = f"must be less than 6: job {job_id} has at most 3 workers now, and as many that leave"
+    assert problem == {"path": "rank", "value": "6", "message": words}
+    assert len(service.plane.pace._workers._at) == 2, "who is refused makes nobody wait"
+    url = f"/v1/jobs/{job_id}"
+    assert service.client.patch(url, json={"workers": {"max": 8}}).status_code == 200
+    assert service.register(job_id, 15).status_code == 204
+    assert service.client.patch(url, json={"workers": {"max": 1}}).status_code == 200
+    assert service.register(job_id, 14).status_code == 422
+    service.plane.pace._workers._at.clear()  # the service has been started again
+    assert service.register(job_id, 15).status_code == 204, "it may end in peace"
 
 
 def test_of_very_many_events_the_newest_are_answered(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
