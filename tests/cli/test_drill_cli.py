@@ -69,8 +69,8 @@ def test_a_drill_that_failed_says_why(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("violations", "status"), [((), 0), (("seed 7: redone: generation 2 ...",), 1)])
 def test_chaos_prints_its_verdict_and_a_violation_is_a_failure(monkeypatch, tmp_path, violations, status):
-    verdict = (900, 890, len(violations), 0, 0, 0, 0, violations)
-    found = Found(*verdict, 20.0, {"kill": 40, "stop": 42}, 0, 2.5, 2.4, ())
+    verdict = (900, 890, len(violations), 0, 0, 0, 0, 5, violations)
+    found = Found(*verdict, 20.0, {"kill": 40, "stop": 42}, 0, 3, 2.5, 2.4, ())
     asked = []
     monkeypatch.setattr("thinwire.cli.drill.work", lambda name: lambda chaos, say: asked.append((name, chaos)) or found)
     told = CliRunner().invoke(app, ["--chaos", "--minutes", "20", "--seed", "7", "--out", str(tmp_path), "--json"])

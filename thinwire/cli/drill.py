@@ -144,6 +144,7 @@ def _verdict_lines(found: Found) -> list[str]:
         f"resumed from a checkpoint {found.resumes} times",
         f"commits by two groups {found.commits_by_two}; steps with other samples {found.samples_wrong}; "
         f"steps after which replicas differ {found.replicas_differ}; healthy holders lost {found.holders_lost}",
+        f"steps between two exchanges: {found.local_steps_lost} lost with their rank, {found.not_made} not made by it",
         f"validation loss {loss}; undisturbed {theirs}",
         *(f"grown: {words}" for words in found.grown),
         *(f"VIOLATION {words}" for words in found.violations),

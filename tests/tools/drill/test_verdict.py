@@ -93,6 +93,23 @@ def test_samples_are_those_of_the_last_generation_of_a_step_whoever_computed_the
     assert "step 7 of generation 2 was fed 1 samples, of which 1 are of that step's 2" in verdict.violations[0]
 
 
+def test_local_steps_that_a_dead_rank_has_not_made_are_counted_and_no_others():
+    stays, dies = two(range(1, 6))
+    (on,) = two([6, 7], begin=5.0, pids=(10,))
+    stays.commits += [{**one, "digest": None} for one in on.commits]
+    stays.fed += on.fed
+    verdict = found([stays, dies], [Touch(11, 5.5)])
+    assert counts(verdict) == {}
+    assert verdict.not_made == 2
+
+    assert counts(found([stays, dies], [Touch(11, 6.5)])) == {"samples_wrong": 1}  # it lived when step 6 was made
+    assert counts(found([stays, dies], [], living=(10, 11))) == {"samples_wrong": 2}
+    stays.fed[-1] = fed(7, rows=[999])
+    assert counts(found([stays, dies], [Touch(11, 5.5)])) == {"samples_wrong": 1}
+    stays.fed[-1], stays.commits[-1]["digest"] = fed(7), 7  # an exchange
+    assert counts(found([stays, dies], [Touch(11, 5.5)])) == {"samples_wrong": 1}
+
+
 def test_an_undisturbed_run_that_began_again_counts_by_its_last_generations_too():
     again = two(range(4, 9), 2, begin=10.0, pids=(12,))
     again[0].fed = [fed(step, 2, rows=[100 * step, 100 * step + 10]) for step in range(4, 9)]

@@ -116,6 +116,7 @@ class Verdict:
 
     committed: the last step. compared: steps whose samples the undisturbed run has too. redone: steps run again
     although a holder of them lived. holders_lost: processes that no fault has touched and that ended all the same.
+    not_made: what is no violation, steps between two exchanges that a rank has not made because a fault has reached it.
     """
 
     committed: int
@@ -125,12 +126,14 @@ class Verdict:
     samples_wrong: int
     replicas_differ: int
     holders_lost: int
+    not_made: int
     violations: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Found(Verdict):
-    """What a chaos drill has found. faults: by kind. resumes: from a checkpoint.
+    """What a chaos drill has found. faults: by kind. resumes: from a checkpoint. local_steps_lost: those that ranks
+    had made since the last exchange when they died.
 
     grown: what of the survivors' threads, files and memory has grown, in words. without_cuts: why the network was not
     cut; None where it was.
@@ -139,6 +142,7 @@ class Found(Verdict):
     minutes: float
     faults: dict[str, int]
     resumes: int
+    local_steps_lost: int
     loss: float | None
     loss_undisturbed: float | None
     grown: tuple[str, ...]

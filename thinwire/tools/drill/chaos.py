@@ -36,6 +36,7 @@ from thinwire.tools.drill.asked import Chaos, DrillFailed, Found, Say, Verdict
 from thinwire.tools.drill.cuts import HEAD, Cuts, Direction, Later, Network
 from thinwire.tools.drill.faults import TICK_S, Faults
 from thinwire.tools.drill.job import START_S, Job, Left, made_by, own_ray, small_gpt
+from thinwire.tools.drill.run import local_steps_lost
 from thinwire.tools.drill.survivors import Survivors, has_committed, lives
 from thinwire.tools.drill.verdict import judge, read
 from thinwire.tools.lab import Lab, LabError, LabSpec
@@ -200,13 +201,14 @@ def _training(job: Job) -> list[int]:
 
 def _found(chaos: Chaos, job: Job, other: Left, faults: Faults, survivors: Survivors, verdict: Verdict) -> Found:
     ours, theirs = _losses(job.samples()), _losses(other.samples())
-    last = max(set(ours) & set(theirs), default=None)
+    last, events = max(set(ours) & set(theirs), default=None), job.events()
     violations = tuple(f"seed {chaos.seed}: {words}" for words in verdict.violations)
     return Found(
         **(asdict(verdict) | {"violations": violations}),
         minutes=chaos.minutes,
         faults=dict(sorted(faults.counts.items())),
-        resumes=sum(event.kind == EventKind.RESUMED for event in job.events()),
+        resumes=sum(event.kind == EventKind.RESUMED for event in events),
+        local_steps_lost=local_steps_lost(events),
         loss=None if last is None else ours[last],
         loss_undisturbed=None if last is None else theirs[last],
         grown=survivors.grown(),

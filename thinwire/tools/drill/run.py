@@ -133,7 +133,7 @@ def account(
         kills=len(kills),
         steps=steps[-1].step,
         steps_lost=round(sum(_number(event, "redone") for event in regroups)) + _redone_by_restarts(steps, kills),
-        local_steps_lost=round(sum(_number(event, "local_steps_lost") for event in regroups)),
+        local_steps_lost=local_steps_lost(regroups),
         restarts=len(restarts),
         regroup_s=Spread.of(_after(kills, [event.time for event in regroups])),
         next_step_s=Spread.of(_after(kills, [_next(steps, event.time) for event in regroups])),
@@ -152,6 +152,11 @@ def account(
 def _next(steps: Sequence[Sample], time: float) -> float:
     """When the first step after this time was committed."""
     return min((step.time for step in steps if step.time > time), default=time)
+
+
+def local_steps_lost(events: Sequence[Event]) -> int:
+    """What ranks had made since the last exchange when they died."""
+    return round(sum(_number(event, "local_steps_lost") for event in events if event.kind == EventKind.REGROUPED))
 
 
 def _number(event: Event, name: str) -> float:
