@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy.exc import OperationalError
 
 from tests.service.control_plane_harness import Service, TestClient, sample, spec, wait_until
 from thinwire.service.config import Settings
@@ -231,3 +232,15 @@ def test_the_reconcilers_age_grows_from_the_end_of_its_last_turn(monkeypatch: py
     metrics.turned(0.5)
     now_s = 107.0
     assert metrics.turn_age_s() == 7.0
+
+
+def test_a_service_ends_also_where_its_database_cannot_be_written(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full() -> None:
+        raise OperationalError("UPDATE jobs", {}, Exception("database or disk is full"))
+
+    monkeypatch.setattr(service.plane.jobs, "excuse_running_attempts", full)
+    service.plane.close()
+    assert "attempts_not_excused" in caplog.text
+    assert "disk is full" in caplog.text

@@ -97,7 +97,7 @@ def standing() -> FakeLauncher:
 
 
 @pytest.mark.few(2)
-@parametrize("revision", ["0001", "0002", "0003", "0004", "0005", "0008", "0011"], usual=[0, -1])
+@parametrize("revision", [f"{number:04}" for number in range(1, 13)], usual=[0, -1])
 def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
     tmp_path: Path, url: str | None, revision: str
 ) -> None:
