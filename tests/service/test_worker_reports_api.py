@@ -10,6 +10,7 @@ from tests.covering import parametrize
 from tests.service.control_plane_harness import Service, sample
 from thinwire.contract.metric_names import MOST_SCRAPED
 from thinwire.contract.reports import LEASE_S
+from thinwire.service.jobs.repository import JobRow
 from thinwire.service.launch.protocol import LaunchState
 
 
@@ -276,6 +277,10 @@ def test_a_job_registers_no_more_workers_than_it_may_have_and_as_many_that_leave
     assert service.register(job_id, 14).status_code == 422
     service.plane.pace._workers._at.clear()  # the service has been started again
     assert service.register(job_id, 15).status_code == 204, "it may end in peace"
+    with service.plane.db.write() as session:
+        row = session.get_one(JobRow, job_id)
+        row.wanted_workers, row.spec = None, {**row.spec, "workers": {"min": "of another version"}}
+    assert service.register(job_id, 9).status_code == 204
 
 
 def test_of_very_many_events_the_newest_are_answered(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
