@@ -298,7 +298,9 @@ def _storages(roots: Sequence[object]) -> Iterator[tuple[int, int]]:
         elif isinstance(one, list | tuple | set | frozenset):
             waiting.extend(one)
         elif (home := type(one).__module__).startswith(OURS) and not home.startswith(NOT_HELD):
-            slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+            slots = {name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())}
+            # In Python 3.11.2 that slot of a dataclass cannot be read; it never holds a storage.
+            slots.discard("__weakref__")
             waiting.extend(getattr(one, name) for name in slots if hasattr(one, name))
             waiting.extend(getattr(one, "__dict__", {}).values())
 

@@ -146,6 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: _Http
+    _store: Store
+    """Of the namespace that is asked about."""
 
     def handle(self) -> None:
         self.server.kube.open.add(self.connection)
@@ -182,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(201, self._review(body))
         found = _PATH.fullmatch(url.path)
         kinds = (kind for kind in KINDS if found and _is_of(kind, found) and (not kind.group or kube.has_kuberay))
-        if found is None or found["namespace"] != NAMESPACE or (kind := next(kinds, None)) is None:
+        if found is None or (kind := next(kinds, None)) is None:
             raise Refused(404, "", "404 page not found\n")
         name, is_watch = found["name"] or "", query.get("watch", "").lower() == "true"
         verb = _VERBS.get((self.command, bool(name))) or ("watch" if is_watch else "get" if name else "list")
@@ -196,6 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.how == "refuse":
             reason = fault.reason or _REASONS[fault.code]
             raise Refused(fault.code, reason, f"{reason}: told by a test")
+        # To who reads, a namespace that is not there is an empty one; nothing can be made in it.
+        self._store = kube.store if found["namespace"] == NAMESPACE else Store()
+        if verb == "create" and self._store is not kube.store:
+            raise Refused(404, "NotFound", f'namespaces "{found["namespace"]}" not found')
         if verb == "watch":
             return self._watch(kind, query, fault)
         answer = self._log(name, query) if found["log"] else self._do(verb, kind, name, query, body)
@@ -206,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
     # verbs
 
     def _do(self, verb: str, kind: Kind, name: str, query: dict[str, str], body: Any) -> Object:
-        store = self.server.kube.store
+        store = self._store
         if verb == "list":
             return self._list(kind, query)
         if verb == "create":
@@ -225,8 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
             rest, version = kube.pages[token]
             kube.store.since(version)
         else:
-            with kube.store.changed:
-                rest, version = kube.store.all(kind, _selected(query)), kube.store.version
+            with self._store.changed:
+                rest, version = self._store.all(kind, _selected(query)), self._store.version
         items, rest = (rest[:limit], rest[limit:]) if limit else (rest, [])
         metadata: Object = {"resourceVersion": str(version)}
         if rest:
@@ -245,9 +251,8 @@ class _Handler(BaseHTTPRequestHandler):
         return changed
 
     def _log(self, name: str, query: dict[str, str]) -> bytes:
-        kube = self.server.kube
-        kube.store.get(PODS, name)
-        found = kube.store.logs.get((name, query["container"]), b"")
+        self._store.get(PODS, name)
+        found = self._store.logs.get((name, query["container"]), b"")
         return found[: int(query["limitBytes"])] if "limitBytes" in query else found
 
     def _review(self, body: Object) -> Object:
@@ -264,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        events = watched(kube.store, kind, query, kube.bookmark_every_s, fault.late_s if fault is not None else 0.0)
+        events = watched(self._store, kind, query, kube.bookmark_every_s, fault.late_s if fault is not None else 0.0)
         sent = 0
         while True:
             if fault is not None and fault.how != "late" and sent >= fault.after_events:

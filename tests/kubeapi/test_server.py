@@ -77,6 +77,15 @@ def test_an_object_is_created_once_and_as_its_schema_has_it(custom: Any) -> None
     assert custom.get_namespaced_custom_object(*RAY, "a") == made
 
 
+def test_a_namespace_that_is_not_there_is_an_empty_one_in_which_nothing_can_be_made(custom: Any) -> None:
+    custom.create_namespaced_custom_object(*RAY, rayjob("a"))
+    absent = ("ray.io", "v1", "absent", "rayjobs")
+    assert custom.list_namespaced_custom_object(*absent)["items"] == []
+    assert refused(custom.get_namespaced_custom_object, *absent, "a")["message"] == 'rayjobs.ray.io "a" not found'
+    made = refused(custom.create_namespaced_custom_object, *absent, rayjob("a"))
+    assert (made["code"], made["message"]) == (404, 'namespaces "absent" not found')
+
+
 def test_a_json_patch_applies_whole_or_not_at_all(custom: Any) -> None:
     made = custom.create_namespaced_custom_object(*RAY, rayjob("a"))
     path = "/spec/rayClusterSpec/workerGroupSpecs/0"

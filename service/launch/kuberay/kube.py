@@ -110,10 +110,7 @@ class Kube:
             self._call("list RayJobs", self._custom.list_namespaced_custom_object, *_ray("rayjobs", self), limit=1)
         except KubeError as error:
             if error.status == 404:
-                return (
-                    f"the API server {self.url} knows no rayjobs.ray.io/v1: install KubeRay 1.7, or the namespace "
-                    f"{self.namespace!r} is not there"
-                )
+                return f"the API server {self.url} knows no rayjobs.ray.io/v1: install KubeRay 1.7"
             if error.status not in (401, 403):
                 raise
         if lacking := [
