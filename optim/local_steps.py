@@ -249,12 +249,14 @@ class LocalSteps(InRounds):
             s.start_N = space.p_N.clone()
             self.handed_over = None  # R is to be found anew, where a rank is gone before the next exchange
         read = [space.g_N] if self._left is None else self._left.read(space.views(space.g_N))
+        self._left = None  # or what zero_grad() drops would stay while backward makes the next ones
         finite = torch.isfinite(witness(*read))
         s.lost.logical_or_(~finite)
         if space.g_N.device.type != "cpu":
             space.g_N.masked_fill_(~finite, 0.0)
         elif not finite:
             torch._foreach_zero_(read)
+        del read
         space.leave_gradients(space.g_N)
         self.inner.step(self.state)
         self._made = self.num_steps + 1
