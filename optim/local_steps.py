@@ -152,9 +152,8 @@ class LocalSteps(InRounds):
             max_grad_norm=max_grad_norm,
             non_finite=non_finite,
         )
-        if self.steps_on_left:  # those that were None: nothing is written to the flat gradient, and it takes no memory
-            for i in self.space.quiet:
-                self.space.tensors[i].param.grad = None
+        for i in self.space.quiet if self.steps_on_left else ():  # so the flat gradient takes no memory
+            self.space.tensors[i].param.grad = None
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Hyperparameters are the inner optimizer's."""
@@ -248,15 +247,15 @@ class LocalSteps(InRounds):
         if s.start_N is None:
             s.start_N = space.p_N.clone()
             self.handed_over = None  # R is to be found anew, where a rank is gone before the next exchange
-        read = [space.g_N] if self._left is None else self._left.read(space.views(space.g_N))
-        self._left = None  # or what zero_grad() drops would stay while backward makes the next ones
+        left, self._left = self._left, None  # or what zero_grad() drops would stay while backward makes the next ones
+        read = [space.g_N] if left is None else left.read(space.views(space.g_N))
         finite = torch.isfinite(witness(*read))
         s.lost.logical_or_(~finite)
         if space.g_N.device.type != "cpu":
             space.g_N.masked_fill_(~finite, 0.0)
         elif not finite:
             torch._foreach_zero_(read)
-        del read
+        del left, read
         space.leave_gradients(space.g_N)
         self.inner.step(self.state)
         self._made = self.num_steps + 1
@@ -265,13 +264,14 @@ class LocalSteps(InRounds):
     @property
     def steps_on_left(self) -> bool:
         """As Algorithm.steps_on_left: where who steps reads p.grad, and the host may ask whether it is finite."""
-        return self.inner.ours is None and self.max_grad_norm is None and self.space.g_N.device.type == "cpu"
+        plain = self.gradients == "own" and self.max_grad_norm is None and self.inner.ours is None
+        return plain and self.space.g_N.device.type == "cpu"
 
     def left_where_they_are(self) -> Callable[[int, Tensor], bool] | None:
         """As Algorithm.left_where_they_are: zeroing and adding in the flat gradient would cross memory thrice more."""
         reads = self.steps_on_left and not self.scaled
         self._left = LeftInPlace(self.reduce.buckets.layout, self.space.g_N) if reads else None
-        return None if self._left is None else self._left.take
+        return self._left and self._left.take
 
     def _tell_scaler(self, *, left_out: bool) -> None:
         """A GradScaler goes by what it has found itself: this rank's gradient alone is left out."""

@@ -237,7 +237,7 @@ class Ownership:
         seen, now = (owner.number, owner.expires_at), _elapsed()
         if seen != self._looked:
             is_renewed = self._looked is not None and self._looked[0] == owner.number and owner.expires_at > 0.0
-            left_s = self._lease_s if is_renewed and owner.left_s <= 0 else owner.left_s
+            left_s = self._lease_s if is_renewed and owner.left_s <= 0 else min(owner.left_s, self._lease_s)
             self._looked, self._runs_out = seen, now + left_s
         return now >= self._runs_out
 

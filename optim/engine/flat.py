@@ -73,6 +73,7 @@ class FlatSpace:
         """Version of the gradient shown when it was set to zero; -1, which none has, where it is not."""
         self._taken = [-1] * len(self.tensors)
         """Version of the gradient shown when it was taken last."""
+        self._left: dict[int, tuple[int, int]] = {}  # of gradients left where they were: the id, and the version
         self.quiet: list[int] = []
         """Which tensors had got no gradient when gather_gradients was called last, since they were taken before."""
         self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
@@ -361,12 +362,11 @@ class FlatSpace:
     def take_gradients(self, indices: Sequence[int], keeps: Keeps | None = None, *, is_zero: bool = False) -> list[int]:
         """As gather_gradients, of these tensors. Returns those without a new one. Raises: ValueError, naming one.
 
-        keeps: is this one read where backward has left it? Then it is left there. Collective where local_gradient is.
-        is_zero: is g_N zero? So it is at first, where a system gives memory only to what is written.
+        keeps: is this one read, and left, where backward made it? is_zero: is g_N? Collective where local_gradient is.
         """
         quiet, others = self._kept(indices)
         indices, missing, into, foreign = [], [], [], []
-        for i, grad in self._fit(others, keeps):
+        for i, grad in self._fit(others, keeps, quiet):
             view = self._gradients[i]
             indices.append(i)
             if grad is None:
@@ -394,8 +394,10 @@ class FlatSpace:
         given, shown = self._given[index], self._shown[index]
         return shown._version if given is shown else shown._version + given._version
 
-    def _fit(self, grads: Iterable[tuple[int, Tensor | None]], keeps: Keeps | None) -> list[tuple[int, Tensor | None]]:
-        """What is here of these gradients, by tensor, but for those that are kept. Raises: ValueError."""
+    def _fit(
+        self, grads: Iterable[tuple[int, Tensor | None]], keeps: Keeps | None, quiet: list[int]
+    ) -> list[tuple[int, Tensor | None]]:
+        """What is here of these, but for those that are kept, of which quiet gets the old. Raises: ValueError."""
         found: list[tuple[int, Tensor | None]] = []
         tensors, shapes, dtypes, device = self.tensors, self._shapes, self._dtypes, self.p_N.device
         for i, grad in grads:
@@ -404,6 +406,8 @@ class FlatSpace:
                 continue
             here = grad if self.box is None else local_gradient(grad, tensors[i].param)
             if keeps is not None and keeps(i, here):
+                before, self._left[i] = self._left.get(i), (id(grad), grad._version)
+                quiet += [i] if before == self._left[i] else []
                 continue
             if grad.shape != shapes[i] or grad.dtype != dtypes[i] or grad.device != device:
                 if self.box is None and grad.shape != shapes[i]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, JsonValue
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from thinwire.contract.jobs import JobState, Problem, TakesEffect, WaitingForWorkers, WorkersChange
@@ -44,11 +45,11 @@ def limits_now(row: JobRow) -> WantedWorkers:
     return wanted.model_copy(update={"min": least, "max": most})
 
 
-def refuse_invented(session: Session, job_id: str, rank: int) -> None:
+def refuse_invented(session: Session, job_id: str, rank: int, now: float) -> None:
     """Refuse a worker that the job cannot have: each that registers makes all others of all jobs register less often.
 
-    As many as it may have now are taken twice, for one that leaves has its slot until another has come. One with a
-    lease had it when the job might have more.
+    As many as it may have now are taken twice, for one that leaves has its lease until that runs out. Numbers say
+    nothing: after a resize those that are left may have high ones. One with a lease may renew it.
 
     Raises: JobNotFound, InvalidRequest.
     """
@@ -57,8 +58,14 @@ def refuse_invented(session: Session, job_id: str, rank: int) -> None:
         most = limits_now(row).max
     except (ValueError, LookupError, TypeError):  # of another version, whose job goes on
         most = MOST_WORKERS
-    if rank >= 2 * most and session.get(LeaseRow, (job_id, rank)) is None:
-        words = f"must be less than {2 * most}: job {job_id} has at most {most} workers now, and as many that leave"
+    if session.get(LeaseRow, (job_id, rank)) is not None:
+        return
+    live = (LeaseRow.job_id == job_id) & (LeaseRow.expires_at > now)
+    if session.scalars(select(func.count()).select_from(LeaseRow).where(live)).one() >= 2 * most:
+        words = (
+            f"{2 * most} workers of job {job_id} are registered, which may have {most} now and as many that leave: "
+            "register one when another's lease has run out"
+        )
         raise InvalidRequest.at("rank", str(rank), words)
 
 

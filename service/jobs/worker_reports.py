@@ -139,7 +139,7 @@ class WorkerReports:
             if JobState(row.state).terminal:
                 raise JobOver(job_id, JobState(row.state), "its workers are no longer registered")
             if not self._pace.knows(job_id, rank):
-                refuse_invented(session, job_id, rank)
+                refuse_invented(session, job_id, rank, self._clock())
             next_s = self._pace.registered(job_id, rank)
             said = worker.model_dump(exclude={"leads"})
             expires_at = self._clock() + self._lease_s + next_s - HEARTBEAT_S

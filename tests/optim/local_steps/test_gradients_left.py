@@ -120,3 +120,39 @@ def test_others_have_them_flat(other):
 
 def _ours(net):
     return Adam(net.parameters(), lr=0.01, group=SoloGroup())
+
+
+def test_a_mean_that_is_wanted_is_of_all_gradients():
+    begin = network()
+
+    def work(group):
+        net = deepcopy(begin)
+        optimizer = made(net, group)
+        optimizer.gradients = "mean"
+        alike = []
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(net, step, group.rank)
+            mean = torch.cat([p.grad.float().flatten() for p in net.parameters()])
+            group.mean_(mean)
+            optimizer.step()
+            alike.append(
+                torch.allclose(torch.cat([p.grad.float().flatten() for p in net.parameters()]), mean, rtol=1e-2)
+            )
+        return alike
+
+    assert run_threads(2, work) == [[True, True]] * 2
+
+
+def test_a_layer_that_was_replaced_is_refused():
+    net = network()
+    optimizer = made(net)
+    for step in range(2):
+        net.zero_grad()
+        backward(net, step, 0)
+        optimizer.step()
+    net[0] = nn.Linear(32, 128)
+    net.zero_grad()
+    backward(net, 2, 0)
+    with pytest.raises(RuntimeError, match="nothing but this optimizer holds it"):
+        optimizer.step()

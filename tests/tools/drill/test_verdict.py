@@ -104,8 +104,9 @@ def test_local_steps_that_a_dead_rank_has_not_made_are_counted_and_no_others():
 
     assert counts(found([stays, dies], [Touch(11, 6.5)])) == {"samples_wrong": 1}  # it lived when step 6 was made
     assert counts(found([stays, dies], [], living=(10, 11))) == {"samples_wrong": 2}
-    stays.fed[-1] = fed(7, rows=[999])
-    assert counts(found([stays, dies], [Touch(11, 5.5)])) == {"samples_wrong": 1}
+    for rows in ([999], [], [710]):  # of nobody, none, and those of the dead rank
+        stays.fed[-1] = fed(7, rows=rows)
+        assert counts(found([stays, dies], [Touch(11, 5.5)])) == {"samples_wrong": 1}
     stays.fed[-1], stays.commits[-1]["digest"] = fed(7), 7  # an exchange
     assert counts(found([stays, dies], [Touch(11, 5.5)])) == {"samples_wrong": 1}
 

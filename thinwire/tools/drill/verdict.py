@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.drill.asked import Verdict
+from thinwire.workers.data.order import share
 
 ASKED_TO = ("well", "Dismissed", "RunEnded", "RunSuperseded")
 
@@ -158,13 +159,24 @@ def _wrong_samples(
     expected = _rows(undisturbed, _last_generations(undisturbed))  # nothing is done to it, but machines may be short
     for step, rows in sorted(_rows(processes, last).items()):
         if step in expected and rows != expected[step]:
-            part = set(rows)
-            if step in not_made and rows == [row for row in expected[step] if row in part]:
+            if step in not_made and _are_shares(processes, step, last[step], expected[step]):
                 continue
             yield (
                 f"samples wrong: step {step} of generation {last[step]} was fed {len(rows)} samples, "
                 f"of which {len(set(rows) & set(expected[step]))} are of that step's {len(expected[step])}"
             )
+
+
+def _are_shares(processes: Sequence[Process], step: int, generation: int, expected: Sequence[int]) -> bool:
+    """Has each rank that has committed this step been fed its own share of the samples?"""
+    for process in processes:
+        made = [one for one in process.commits if (one["step"], one["generation"]) == (step, generation)]
+        fed = [one for one in process.fed if (one["step"], one["generation"]) == (step, generation)]
+        for one in made:
+            mine = share(len(expected), one["rank"], one["size"])
+            if not fed or fed[-1]["rows"] != list(expected[mine.start : mine.stop]):
+                return False
+    return True
 
 
 def _last_generations(processes: Sequence[Process]) -> dict[int, int]:
