@@ -271,7 +271,7 @@ class LocalSteps(InRounds):
         """As Algorithm.left_where_they_are: zeroing and adding in the flat gradient would cross memory thrice more."""
         reads = self.steps_on_left and not self.scaled
         self._left = LeftInPlace(self.reduce.buckets.layout, self.space.g_N) if reads else None
-        return self._left and self._left.take
+        return None if self._left is None else self._left.take
 
     def _tell_scaler(self, *, left_out: bool) -> None:
         """A GradScaler goes by what it has found itself: this rank's gradient alone is left out."""
