@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.layout import BYTE
@@ -85,7 +86,7 @@ class Turn:
 
 
 class InRounds(FlatOptimizer[LocalStepsState]):
-    """When which part crosses. every: H. parts: how many."""
+    """When which part crosses, and what is saved of a round. every: H. parts: how many."""
 
     every: int
     parts: int
@@ -94,6 +95,10 @@ class InRounds(FlatOptimizer[LocalStepsState]):
     """Whose turn it is after what has been applied; None: the first part's, of a cycle that began with that."""
     _under_way: tuple[Turn, int] | None
     """Whose turn it was in the exchange that is under way, and after which step that was launched."""
+    _has_arrived: bool
+    """Is D of the round before in x_s, and this rank's own move still in x?"""
+    _at: slice
+    """The part that was sent last."""
 
     @property
     def cuts(self) -> list[int]:
@@ -157,6 +162,25 @@ class InRounds(FlatOptimizer[LocalStepsState]):
     def _is_applied(self, turn: Turn, step: int, *, whole: bool = False) -> None:
         self.saved["last_sync"] = step
         self._turn = None if whole else turn.after(step, self.parts)
+
+    def own_state(self) -> dict[str, Any]:
+        """In a round x, x_s and whether a gradient was lost; of x_s the masters, where there are any.
+
+        base_N: x_s, and where an exchange has arrived that is not in x yet, of its part x where it was sent. turn: of
+        several parts, their number and the turn.
+        """
+        s = self.vectors
+        if s.start_N is None:
+            return {}
+        low = [x.reshape(-1) for i, x in enumerate(self.space.views(s.start_N)) if self.space.is_low(i)]
+        masters = {MASTER: torch.cat(low)} if low else {}
+        own = {"parameters": self.space.p_N.clone(), "start_N": s.start_N.clone(), "lost": bool(s.lost)}
+        if self._has_arrived and s.base_b is not None:
+            own["base_N"] = s.start_N.clone()
+            own["base_N"][self._at] = s.base_b
+        if self.parts > 1:
+            own["turn"] = [self.parts, self._turn_now.part, self._turn_now.since]
+        return {**own, **masters}
 
     def check_own(self, own: dict[str, Any]) -> None:
         """Refuse what own_state() cannot have given. Raises: ValueError."""

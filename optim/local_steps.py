@@ -56,7 +56,6 @@ from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.local import is_dtensor
 from thinwire.optim.engine.options import NonFinite
 from thinwire.optim.engine.schedule import StepPlan, Wire
-from thinwire.optim.engine.state import MASTER
 from thinwire.optim.inner import Inner
 from thinwire.optim.inner_mean import equalise_inner
 from thinwire.optim.local_round import InRounds, LocalStepsState, Parts, Turn
@@ -135,7 +134,6 @@ class LocalSteps(InRounds):
         self._left: LeftInPlace | None = None
         """Of the gradients of this step, those that are where backward made them."""
         self._has_arrived = False
-        """Is D of the round before in x_s, and this rank's own move still in x?"""
         self.inner = Inner(inner)
         self.inside = inner
         if any(is_dtensor(param) for one in inner.param_groups for param in one["params"]):
@@ -546,25 +544,6 @@ class LocalSteps(InRounds):
             self.space.write_back()
             self._begin_round()
         return super().synced_vectors(group, taking_part=taking_part, num_ranks=num_ranks)
-
-    def own_state(self) -> dict[str, Any]:
-        """In a round x, x_s and whether a gradient was lost; of x_s the masters, where there are any.
-
-        base_N: x_s, and where an exchange has arrived that is not in x yet, of its part x where it was sent. turn: of
-        several parts, their number and the turn.
-        """
-        s = self.vectors
-        if s.start_N is None:
-            return {}
-        low = [x.reshape(-1) for i, x in enumerate(self.space.views(s.start_N)) if self.space.is_low(i)]
-        masters = {MASTER: torch.cat(low)} if low else {}
-        own = {"parameters": self.space.p_N.clone(), "start_N": s.start_N.clone(), "lost": bool(s.lost)}
-        if self._has_arrived and s.base_b is not None:
-            own["base_N"] = s.start_N.clone()
-            own["base_N"][self._at] = s.base_b
-        if self.parts > 1:
-            own["turn"] = [self.parts, self._turn_now.part, self._turn_now.since]
-        return {**own, **masters}
 
     def go_on_from(self, own: dict[str, Any], *, in_round: bool) -> None:
         """Hold what own_state() gave. Not in_round: x is where that rank had moved it, as if the round had ended."""

@@ -26,6 +26,13 @@ def backward(net, step, rank):
     net[2](net[1](net[0](x)).to(torch.bfloat16)).float().square().mean().backward()
 
 
+def two_steps(net, optimizer):
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(net, step, 0)
+        optimizer.step()
+
+
 def made(net, group=None, **more):
     return LocalSteps(torch.optim.AdamW(net.parameters(), lr=0.01), every=EVERY, group=group, **more)
 
@@ -111,10 +118,7 @@ def test_gradients_that_somebody_has_set_count(given):
 def test_others_have_them_flat(other):
     net = network()
     optimizer = other(net)
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(net, step, 0)
-        optimizer.step()
+    two_steps(net, optimizer)
     assert lie_flat(optimizer)[:2] == [True, True]
 
 
@@ -147,10 +151,7 @@ def test_a_mean_that_is_wanted_is_of_all_gradients():
 def test_a_layer_that_was_replaced_is_refused():
     net = network()
     optimizer = made(net)
-    for step in range(2):
-        net.zero_grad()
-        backward(net, step, 0)
-        optimizer.step()
+    two_steps(net, optimizer)
     net[0] = nn.Linear(32, 128)
     net.zero_grad()
     backward(net, 2, 0)
