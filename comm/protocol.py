@@ -220,13 +220,18 @@ class LinearCodec(Named, Protocol):
 
 
 class Reader(Protocol):
-    """One pass over a result, in whichever form a reducer holds it. at: the elements of the vector."""
-
-    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
-        """Read them as rows of signs. table: their blocks, counted from at.start, and where in `rows` each stands."""
+    """One pass over a result. at: the elements of the vector."""
 
     def values(self, at: slice, values: Tensor) -> None:
         """Read them as floats, float[stop - start]. Not to be modified."""
+
+
+@runtime_checkable
+class RowReader(Reader, Protocol):
+    """One that has loops of its own over rows of signs, for a reducer that holds them."""
+
+    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
+        """Read them as rows of signs. table: their blocks, counted from at.start, and where in `rows` each stands."""
 
 
 class Result(Protocol):

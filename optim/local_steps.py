@@ -182,6 +182,7 @@ class LocalSteps(InRounds):
         self.saved |= {"last_sync": 0, "num_rounds": 0, "same_inner": -1, "inner": inner}
         self.inner.share(self.param_groups, self.state)
         self._turn, self._made, self._at = None, 0, slice(0, self.space.p_N.numel())
+        self._rooms: dict[str, Tensor] = {}
 
     def check_saved(self, saved: dict[str, Any]) -> None:
         """Refuse the state of another inner optimizer, which would begin anew unseen. Raises: ValueError."""
@@ -243,7 +244,7 @@ class LocalSteps(InRounds):
     def _step_inner(self) -> None:
         space, s = self.space, self.vectors
         if s.start_N is None:
-            s.start_N = space.p_N.clone()
+            s.start_N = self._copied("start", space.p_N)
             self.handed_over = None  # R is to be found anew, where a rank is gone before the next exchange
         left, self._left = self._left, None  # or what zero_grad() drops would stay while backward makes the next ones
         read = [space.g_N] if left is None else left.read(space.views(space.g_N))
@@ -296,7 +297,7 @@ class LocalSteps(InRounds):
         if whole or self.parts == 1:
             self._begin_round()
         else:
-            s.start_N = p_N.clone() if s.start_N is None else s.start_N
+            s.start_N = self._copied("start", p_N) if s.start_N is None else s.start_N
             s.start_N[self._at] = p_N[self._at]
             s.lost.zero_()
 
@@ -314,11 +315,18 @@ class LocalSteps(InRounds):
         self._catch_up()
         s, turn = self.vectors, self._turn_now
         self._at = self._parts[turn.part]
-        s.start_N = self.space.p_N.clone() if s.start_N is None else s.start_N
-        s.base_b = self.space.p_N[self._at].clone()
+        s.start_N = self._copied("start", self.space.p_N) if s.start_N is None else s.start_N
+        s.base_b = self._copied("base", self.space.p_N[self._at])
         self.overlap.launch_all(self.begin_exchange(plan), self.send_due)
         self._under_way = turn, self.num_steps
         s.lost = torch.zeros_like(s.lost)  # the flag of what is under way is read again where that is undone
+
+    def _copied(self, name: str, x: Tensor) -> Tensor:
+        """x, in the memory of the last of this name: on a CPU fresh memory takes longer than the copy."""
+        room = self._rooms.get(name)
+        if room is None or room.shape != x.shape:
+            room = self._rooms[name] = torch.empty_like(x)
+        return room.copy_(x)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -361,7 +369,8 @@ class LocalSteps(InRounds):
             assert s.start_N is not None
             assert s.base_b is not None
             x_b = self.space.p_N[self._at]
-            x_b.copy_(s.start_N[self._at] - (s.base_b - x_b))
+            torch.sub(s.base_b, x_b, out=s.base_b)  # in place: new memory costs more than the sum
+            torch.sub(s.start_N[self._at], s.base_b, out=x_b)
             self._has_arrived = False
             self.space.write_back()
         if s.start_N is not None and self._under_way is None:
@@ -391,6 +400,8 @@ class LocalSteps(InRounds):
         """d of these elements, new; NaN where this rank has lost a gradient, for all to learn. first: of end."""
         end = end_b[at.start - first : at.stop - first]
         moved = torch.zeros_like(end) if start_N is None else start_N[at] - end
+        if lost.device.type == "cpu" and not lost:
+            return moved  # without a pass more; a GPU is not asked, for the host would wait
         return moved.masked_fill_(lost, torch.nan)
 
     def _said(self, error: NonFiniteInput) -> Exception:

@@ -27,8 +27,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from thinwire.comm.exchange.alone import Results
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.comm.kernels.peak import witness
 from thinwire.contract import hyperparameters
 from thinwire.contract.hyperparameters import LR, MUON_DECAY, MUON_MOMENTUM
@@ -227,12 +225,6 @@ class Step:
 
     def __init__(self, p_N: Tensor, h: MuonHyper) -> None:
         self._p_N, self._lr, self._keep = p_N, h.lr, 1 - h.lr * h.weight_decay
-
-    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
-        """U as rows of signs."""
-        u = decoded(rows, table)
-        u[table.dead] = 0
-        self.values(at, u)
 
     def values(self, at: slice, values: Tensor) -> None:
         """U as floats, 0 where dead."""

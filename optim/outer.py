@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.comm.kernels.blocks import BlockTable, RowMemory
-from thinwire.comm.kernels.fused_reference import decoded
 from thinwire.contract.hyperparameters import OUTER, OUTER_LR, OUTER_MOMENTUM
 
 
@@ -41,15 +39,12 @@ class Outward:
     outer_N: Tensor
     rule: OuterSGD
 
-    def rows(self, at: slice, rows: RowMemory, table: BlockTable) -> None:
-        """D as rows of signs."""
-        moved = decoded(rows, table)
-        moved[table.dead] = 0
-        self.values(at, moved)
-
     def values(self, at: slice, values: Tensor) -> None:
         """D as floats, 0 where dead."""
-        b, mu = self.outer_N[at], self.rule.momentum
-        b.mul_(mu).add_(values)
-        step = values + b * mu if self.rule.nesterov else b
-        torch.sub(self.start_N[at], step * self.rule.lr, out=self.p_N[at])
+        b, mu, lr = self.outer_N[at], self.rule.momentum, self.rule.lr
+        if mu:
+            b.mul_(mu).add_(values)
+        else:
+            b.copy_(values)
+        step = values + b * mu if self.rule.nesterov and mu else b
+        torch.sub(self.start_N[at], step if lr == 1 else step * lr, out=self.p_N[at])

@@ -26,7 +26,7 @@ from thinwire.comm.keeps import Keeps
 from thinwire.comm.kernels.blocks import HEADER_BYTES, BlockTable, RowMemory
 from thinwire.comm.kernels.fused_reference import Kernels
 from thinwire.comm.layout import Bucket, Buckets, Span, VectorLayout
-from thinwire.comm.protocol import Reader
+from thinwire.comm.protocol import Reader, RowReader
 
 
 class ReplicaRows:
@@ -251,10 +251,16 @@ class Received:
         self._kernels.decode(self.wire, self._table(start, self._numel if stop is None else stop), out_N)
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
-        """Hand elements [start, stop) to the reader, as rows of signs. Raises: ValueError for bounds inside a byte."""
+        """Hand elements [start, stop) to the reader. Raises: ValueError for bounds inside a byte."""
         stop = self._numel if stop is None else stop
-        if start != stop:
+        if start == stop:
+            return
+        if isinstance(reader, RowReader):
             reader.rows(slice(start, stop), self.wire, self._table(start, stop))
+            return
+        values = self.wire.values_V.new_empty(stop - start)
+        self.decode_(values, start, stop)
+        reader.values(slice(start, stop), values)
 
     def _table(self, start: int, stop: int) -> BlockTable:
         found = self._tables.get((start, stop))

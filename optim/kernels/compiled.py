@@ -8,7 +8,7 @@ import torch
 from thinwire.comm.kernels.blocks import BlockTable, RowMemory
 from thinwire.comm.kernels.choose import CPU_DTYPES, warm_up
 from thinwire.comm.layout import VectorLayout
-from thinwire.comm.protocol import Reader
+from thinwire.comm.protocol import Reader, RowReader
 from thinwire.optim.engine.hyperparameters import AdamHyper
 from thinwire.optim.engine.momentum import OverFactors
 from thinwire.optim.kernels import loops, updates
@@ -67,4 +67,5 @@ class Rows:
 
     def read(self, reader: Reader, start: int = 0, stop: int | None = None) -> None:
         """Hand all of them to the reader."""
+        assert isinstance(reader, RowReader)
         reader.rows(slice(0, self._table.numel), self._rows, self._table)

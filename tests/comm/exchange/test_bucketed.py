@@ -27,7 +27,7 @@ def make(group, dtype=torch.float64, bucket_elements=256, block=64, layout=LAYOU
 class Ignoring:
     """A Reader that looks at nothing."""
 
-    def rows(self, at, rows, table):
+    def values(self, at, values):
         pass
 
 
