@@ -255,12 +255,13 @@ class Received:
         stop = self._numel if stop is None else stop
         if start == stop:
             return
+        at, table = slice(start, stop), self._table(start, stop)
         if isinstance(reader, RowReader):
-            reader.rows(slice(start, stop), self.wire, self._table(start, stop))
+            reader.rows(at, self.wire, table)
             return
-        values = self.wire.values_V.new_empty(stop - start)
-        self.decode_(values, start, stop)
-        reader.values(slice(start, stop), values)
+        values = self.wire.values_V.new_empty(table.numel)
+        self._kernels.decode(self.wire, table, values)
+        reader.values(at, values)
 
     def _table(self, start: int, stop: int) -> BlockTable:
         found = self._tables.get((start, stop))
