@@ -1,21 +1,19 @@
-"""The command: python -m benchmarks.lists [--jobs 100000] [--postgresql]. How quick are lists of many jobs?
+"""The command: python -m benchmarks.lists [--jobs 100000] [--on sqlite --on postgresql]. How quick are lists of jobs?
 
 A database with so many jobs that are over, of 50 people, a tenth of them with a label that one job in 1,000 has, all
 with one that half of them have; beside them 1,000 that are not over. A server of its own answers over HTTP: each list
 is asked for as a page of 100, in turn with the others so that a busy machine slows all of them alike, and each of its
-next pages by its cursor. Printed: p50 and p99 in milliseconds, and what it is of the page without a filter.
+next pages by its cursor. Of two databases one is asked, then the other, for each page. Printed: p50 and p99 in
+milliseconds, what it is of the page without a filter, and the median of its turns' ratios to the first database.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import shlex
-import sys
 import time
-from contextlib import ExitStack
-from dataclasses import asdict
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,12 +21,11 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from sqlalchemy import insert, text
+from sqlalchemy import insert
 
-from benchmarks.provenance import ROOT, provenance
-from benchmarks.service import PACKAGES, Service
+from benchmarks.provenance import ROOT
+from benchmarks.service import Kind, On, Service, bearer, empty, keep, looked_over, made
 from tests.service.control_plane_harness import sample, spec
-from tests.service.postgresql import postgresql
 from thinwire.contract.spec import read_spec
 from thinwire.service.auth import token_hash
 from thinwire.service.db import Database
@@ -36,7 +33,6 @@ from thinwire.service.jobs.listing import LabelRow
 from thinwire.service.jobs.repository import JobRow
 
 RESULT = ROOT / "benchmarks" / "results" / "service" / "lists.json"
-CODE = ("service", "thinwire", "benchmarks/service.py", "benchmarks/lists.py", ":!*.md")
 OPEN = 1000
 PEOPLE = 50
 LISTS: dict[str, dict[str, Any]] = {
@@ -101,80 +97,90 @@ def fill(database: Database, count: int, state: str = "PENDING", running: int = 
             session.execute(insert(LabelRow), labels)
 
 
-def measure(client: httpx.Client, times: int) -> dict[str, dict[str, float]]:
+def measure(clients: dict[Kind, httpx.Client], times: int) -> dict[Kind, dict[str, dict[str, float]]]:
     """Milliseconds of each list's first page, and of the page that follows it."""
-    taken: dict[str, list[float]] = {}
+    taken: dict[Kind, dict[str, list[float]]] = {kind: {} for kind in clients}
     for _ in range(times):
         for name, asked in LISTS.items():
-            before: dict[str, str] = {}
+            before: dict[Kind, dict[str, str]] = {kind: {} for kind in clients}
             for page in ("", ", the next page"):
-                began = time.perf_counter()
-                answer = client.get("/v1/jobs", params={"limit": 100, **asked, **before})
-                taken.setdefault(name + page, []).append(1000.0 * (time.perf_counter() - began))
-                answer.raise_for_status()
-                found = answer.json()
-                if found["next"] is None:
-                    break
-                before = {"before": found["next"]}
-    base = median(taken["all"])
+                following: dict[Kind, dict[str, str]] = {}
+                for kind in before:
+                    began = time.perf_counter()
+                    answer = clients[kind].get("/v1/jobs", params={"limit": 100, **asked, **before[kind]})
+                    taken[kind].setdefault(name + page, []).append(1000.0 * (time.perf_counter() - began))
+                    answer.raise_for_status()
+                    found = answer.json()
+                    if found["next"] is not None:
+                        following[kind] = {"before": found["next"]}
+                before = following
+    first = next(iter(clients))
     return {
-        name: {
-            "p50_ms": round(median(ms), 1),
-            "p99_ms": round(sorted(ms)[min(len(ms) - 1, int(0.99 * len(ms)))], 1),
-            "of_all": round(median(ms) / base, 2),
+        kind: {
+            name: {
+                "p50_ms": round(median(ms), 1),
+                "p99_ms": round(sorted(ms)[min(len(ms) - 1, int(0.99 * len(ms)))], 1),
+                "of_all": round(median(ms) / median(of_kind["all"]), 2),
+            }
+            | ({} if kind is first else {f"of_{first}": round(ratio(taken[first][name], ms), 2)})
+            for name, ms in of_kind.items()
         }
-        for name, ms in taken.items()
+        for kind, of_kind in taken.items()
     }
+
+
+def ratio(before: Sequence[float], after: Sequence[float]) -> float:
+    """The median of the ratios of the turns."""
+    return median(other / one for one, other in zip(before, after, strict=True))
+
+
+@contextmanager
+def served(kind: Kind, jobs: int) -> Iterator[tuple[Service, str]]:
+    """A service over such a database, filled; and the database's version."""
+    with ExitStack() as stack:
+        url = empty(kind, stack)
+        database = Database(url)
+        database.upgrade()
+        fill(database, jobs)
+        version = looked_over(kind, database)
+        database.close()
+        # A turn of the reconciler in five minutes: what is measured is the lists alone.
+        settings = {"THINWIRE_DATABASE_URL": url, "THINWIRE_RECONCILE_INTERVAL_S": "300"}
+        home = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
+        service = Service(Path(home), files=4096, **settings)
+        try:
+            yield service, version
+        finally:
+            service.process.terminate()
+            service.process.wait(60)
 
 
 def main(
     jobs: Annotated[int, typer.Option(min=1000, help="That are over.")] = 100_000,
     times: Annotated[int, typer.Option(min=1, help="Each list is asked for so often.")] = 50,
-    on_postgresql: Annotated[bool, typer.Option("--postgresql", help="Not SQLite.")] = False,
-    keep: Annotated[bool, typer.Option(help="Write the result beside the others.")] = True,
+    on: On = [Kind.SQLITE],  # noqa: B006 - typer reads it
+    write: Annotated[bool, typer.Option("--keep/--no-keep", help="Write the result beside the others.")] = True,
 ) -> None:
-    """Fill a database, ask for lists, print what they took."""
+    """Fill databases, ask for lists, print what they took."""
+    about = made("benchmarks.lists") | {"jobs": jobs, "not_over": OPEN, "times": times}
     with ExitStack() as stack:
-        home = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
-        url = stack.enter_context(postgresql())() if on_postgresql else f"sqlite:///{home / 'thinwire.db'}"
-        database = Database(url)
-        database.upgrade()
-        fill(database, jobs)
-        with database.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
-            if on_postgresql:
-                connection.execute(text("VACUUM ANALYZE"))  # as autovacuum does within a minute
-        database.close()
-        # A turn of the reconciler in five minutes: what is measured is the lists alone.
-        settings = {"THINWIRE_DATABASE_URL": url, "THINWIRE_RECONCILE_INTERVAL_S": "300"}
-        service = Service(home, files=4096, **settings)
-        try:
-            time.sleep(5.0)  # the first turn, which finds nobody there and waits
-            headers = {"Authorization": f"Bearer {service.operator}"}
-            with httpx.Client(base_url=service.url, headers=headers, trust_env=False, timeout=60.0) as client:
-                measure(client, 2)
-                found = measure(client, times)
-            memory = service.memory("VmHWM")
-        finally:
-            service.process.terminate()
-            service.process.wait(60)
-    kind = "PostgreSQL" if on_postgresql else "SQLite"
-    print(f"{jobs} jobs, {kind}")
-    for name, figures in found.items():
-        print(f"{name:50} p50 {figures['p50_ms']:8.1f} ms  p99 {figures['p99_ms']:8.1f} ms  {figures['of_all']:6.2f}x")
-    if keep:
+        services = {kind: stack.enter_context(served(kind, jobs)) for kind in on}
+        time.sleep(5.0)  # the first turn, which finds nobody there and waits
+        clients = {}
+        for kind, (service, _) in services.items():
+            client = httpx.Client(base_url=service.url, headers=bearer(service.operator), trust_env=False, timeout=60.0)
+            clients[kind] = stack.enter_context(client)
+        measure(clients, 2)
+        found = measure(clients, times)
+        of = {kind: {"database": known, "rss_most_mib": one.memory("VmHWM")} for kind, (one, known) in services.items()}
+    for kind, lists in found.items():
+        print(f"{jobs} jobs, {kind.title}")
+        for name, figures in lists.items():
+            print(f"{name:40} " + "  ".join(f"{what} {figure:8.2f}" for what, figure in figures.items()))
+    if write:
         known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        versions = {name: version(name) for name in PACKAGES}
-        known[kind] = {
-            "command": " ".join(["python -m benchmarks.lists", *map(shlex.quote, sys.argv[1:])]),
-            **asdict(provenance(CODE)),
-            "packages": versions,
-            "jobs": jobs,
-            "not_over": OPEN,
-            "times": times,
-            "rss_most_mib": memory,
-            "lists": found,
-        }
-        RESULT.write_text(json.dumps(known, indent=1) + "\n")
+        known |= {kind.title: about | of[kind] | {"lists": found[kind]} for kind in on}
+        keep(known, RESULT)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 --jobs: so many jobs of eight workers, on the launcher that runs nothing, and all that their workers say: how many
 submissions a second it takes, what a list, a page of metrics, a registration and a post cost its processor, and by
 which power of the number of jobs that grows. Then what a job costs a second whose rank 0 posts once a second and whose
-workers register anew every ten. With SQLite, or --postgresql.
+workers register anew every ten. In SQLite, or --on postgresql.
 
 --hostile: do the budgets hold that docs/operations.md names?
 
@@ -32,9 +32,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from enum import StrEnum
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +44,7 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, text
 from sqlalchemy.orm import Session
 
 from benchmarks.control_plane.simulated import exponent
@@ -55,9 +56,40 @@ from thinwire.service.db import Database
 from thinwire.service.jobs.repository import JobRow, LeaseRow
 from thinwire.service.launch.keeper import die_with_parent
 
+
+class Kind(StrEnum):
+    """A database that the service may have."""
+
+    SQLITE = "sqlite"
+    POSTGRESQL = "postgresql"
+
+    @property
+    def title(self) -> str:
+        """As people call it, and results name it."""
+        return {"sqlite": "SQLite", "postgresql": "PostgreSQL"}[self]
+
+
+On = Annotated[list[Kind], typer.Option("--on", help="The database; more than one are measured in turns.")]
+
+
+def empty(kind: Kind, stack: ExitStack) -> str:
+    """The URL of a database of this kind, which ends with `stack`. Durable, as people run it."""
+    if kind is Kind.POSTGRESQL:
+        return stack.enter_context(postgresql(durable=True))()
+    return f"sqlite:///{stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))}/thinwire.db"
+
+
+def looked_over(kind: Kind, database: Database) -> str:
+    """Let PostgreSQL know what was filled in, as its autovacuum does within a minute. Returns its version."""
+    with database.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+        if kind is Kind.POSTGRESQL:
+            connection.execute(text("VACUUM ANALYZE"))
+        return f"{kind.title} {'.'.join(map(str, connection.dialect.server_version_info or ()))}"
+
+
 RESULT = ROOT / "benchmarks" / "results" / "service" / "hostile.json"
-CODE = ("service", "thinwire", "benchmarks/service.py", ":!*.md")
-PACKAGES = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "SQLAlchemy", "httpx")
+CODE = ("service", "thinwire", "benchmarks/service.py", "benchmarks/lists.py", "benchmarks/team.py", ":!*.md")
+PACKAGES = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "SQLAlchemy", "psycopg", "httpx")
 FILES = 600
 """That the service may have open: 344 connections."""
 CONNECTIONS = 400
@@ -387,12 +419,12 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def many_jobs(sizes: Sequence[int], database: Callable[[], str] | None) -> dict[str, Any]:
+def many_jobs(sizes: Sequence[int], kind: Kind) -> dict[str, Any]:
     """Of each number of jobs, in a service of its own; and by which power of it the processor's times grow."""
     found: dict[str, Any] = {}
     for jobs in sizes:
-        with TemporaryDirectory(ignore_cleanup_errors=True) as home:
-            url = database() if database else f"sqlite:///{home}/thinwire.db"
+        with ExitStack() as stack, TemporaryDirectory(ignore_cleanup_errors=True) as home:
+            url = empty(kind, stack)
             service = Service(Path(home), 4096, FOR_EVER, THINWIRE_DATABASE_URL=url)
             try:
                 found[str(jobs)] = Load(service, jobs, url).run()
@@ -430,16 +462,15 @@ def keep(found: dict[str, Any], path: Path) -> None:
 def main(
     hostile: Annotated[bool, typer.Option("--hostile", help="Attack a service of its own.")] = False,
     jobs: Annotated[str, typer.Option(help="Numbers of jobs to bear, such as 100,300,1000.")] = "",
-    postgres: Annotated[bool, typer.Option("--postgresql", help="In a PostgreSQL of its own, not in SQLite.")] = False,
+    kind: Annotated[Kind, typer.Option("--on", help="Of --jobs: the database.")] = Kind.SQLITE,
     name: Annotated[str, typer.Option(help="Of the file with the result of --jobs.")] = "jobs",
 ) -> None:
     """Try what the service bears, print what came of it, and write it."""
     if hostile == bool(jobs):
         raise typer.BadParameter("say --hostile, or --jobs with numbers of jobs")
     if jobs:
-        found = made() | {"workers": WORKERS, "database": "PostgreSQL" if postgres else "SQLite"}
-        with postgresql() if postgres else nullcontext() as database:
-            found |= many_jobs([int(one) for one in jobs.split(",")], database)
+        found = made() | {"workers": WORKERS, "database": kind.title}
+        found |= many_jobs([int(one) for one in jobs.split(",")], kind)
         keep(found, RESULT.with_name(f"{name}.json"))
         return
     found = made() | {"files": FILES}

@@ -1,13 +1,16 @@
-"""The command: python -m benchmarks.team [--postgresql] [--paced 60 | --minutes 60]. A service left open.
+"""The command: python -m benchmarks.team [--on sqlite --on postgresql] [--paced 60 | --minutes 60].
 
-A database with 100,000 jobs that are over, of 50 people, and 1,000 that run with eight workers each, on the launcher
-that runs nothing. A server of its own answers over HTTP. Measured, each with p50, p99 and the service's processor:
+What a service bears that a team has left open: a database with 100,000 jobs that are over, of 50 people, and 1,000 that
+run with eight workers each, on the launcher that runs nothing. A server of its own answers over HTTP. Measured, each
+with p50, p99 and the service's processor:
 
     reads            lists and their next pages, the page at / with its files, a job, a history, metrics, targets
     most             as many job-seconds as it takes: a post, and eight workers that register every ten seconds
     reads meanwhile  the same reads while the jobs report at half of that
     submit           one after the other, meanwhile
     streams          a job's stream with so many readers (benchmarks/streams.py)
+
+Of two databases each has a service, and they are measured in turns: one round of reads here, one there, and so on.
 
 With --paced nothing of that: for so many seconds all jobs report and all workers register as seldom as the service asks
 them to, a step a second each, which nobody looks at. Does one service bear them?
@@ -26,21 +29,33 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import typer
-from sqlalchemy import insert, select, text
+from sqlalchemy import insert, select
 
 from benchmarks.lists import OPEN, fill, token_of
-from benchmarks.service import FOR_EVER, RESULT, WORKERS, Load, Service, bearer, keep, made
+from benchmarks.service import (
+    FOR_EVER,
+    RESULT,
+    WORKERS,
+    Kind,
+    Load,
+    On,
+    Service,
+    bearer,
+    empty,
+    keep,
+    looked_over,
+    made,
+)
 from benchmarks.streams import Posts, read
 from tests.service.control_plane_harness import sample, spec
-from tests.service.postgresql import postgresql
 from thinwire.contract.reports import HEARTBEAT_S, MOST_HEARTBEAT_S, NEXT_HEADER
 from thinwire.service.db import Database
 from thinwire.service.jobs.repository import JobRow, SampleRow
@@ -58,6 +73,10 @@ SENDERS = 4
 SAMPLED_S = 10.0
 WATCHED = 50
 """Streams while memory is looked at."""
+ASKED = frozenset({"count", "readers", "asked_a_second", "over", "running", "workers"})
+"""Numbers that say what was done, and not how well."""
+
+Returned = TypeVar("Returned")
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
@@ -65,6 +84,15 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     at = lambda share: round(1e3 * ordered[int(share * (len(ordered) - 1))], 1)  # noqa: E731
     return {"count": len(ordered), "p50_ms": at(0.5), "p99_ms": at(0.99)} if ordered else {"count": 0}
+
+
+def at_once(turns: Generator[None, None, Returned]) -> Returned:
+    """What comes of it, where nobody else has a turn."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as over:
+            return over.value  # type: ignore[no-any-return]
 
 
 class Team(Load):
@@ -87,8 +115,8 @@ class Team(Load):
         self._idle = (self.cpu_s() - before) / (time.monotonic() - began)
         return round(self._idle, 3)
 
-    def reads(self, times: int) -> dict[str, Any]:
-        """What each costs: in turn, so that a busy machine slows all of them alike."""
+    def reads(self, times: int) -> Generator[None, None, dict[str, Any]]:
+        """What each costs: in turn, so that a busy machine slows all of them alike. Yields after each round."""
         following = self.get("/v1/jobs?limit=100").json()["next"]
         page = self.get("/").text
         files = re.findall(r'(?:src|href)="([^"#:]+\.[a-z]+)"', page)
@@ -114,6 +142,7 @@ class Team(Load):
                 for path in group:
                     self.get(path).raise_for_status()
                 taken[name].append(time.perf_counter() - began)
+            yield
         return {name: percentiles(seconds) for name, seconds in taken.items()}
 
 
@@ -255,16 +284,18 @@ def paced(team: Team, service: Service, seconds: float) -> dict[str, Any]:
     before, began = team.cpu_s(), time.monotonic()
     time.sleep(seconds)
     cores = (team.cpu_s() - before) / (time.monotonic() - began)
-    meanwhile = team.reads(3)
+    meanwhile = at_once(team.reads(3))
     return {"idle_cores": idle, "cores": round(cores, 3), **reports.end(), "reads_meanwhile": meanwhile}
 
 
-def measured(team: Team, service: Service, seconds: float, times: int, readers: int) -> Iterator[tuple[str, Any]]:
-    """All but the memory, each part with its name as it comes."""
+def measured(
+    team: Team, service: Service, seconds: float, times: int, readers: int
+) -> Iterator[tuple[str, Any] | None]:
+    """All but the memory, each part with its name as it comes; None where it is another's turn."""
     yield "idle_cores", team.idle(5.0)
     yield "rss_filled_mib", service.memory()
-    team.reads(1)
-    yield "reads", team.reads(times)
+    at_once(team.reads(1))
+    yield "reads", (yield from team.reads(times))
     before, began = team.cpu_s(), time.monotonic()
     reports = Reports(team, service, None)
     time.sleep(seconds)
@@ -282,7 +313,7 @@ def measured(team: Team, service: Service, seconds: float, times: int, readers: 
     yield "submit", percentiles(submissions) | {"a_second": round(len(submissions) / (time.monotonic() - began), 1)}
     yield "reports beside submissions", reports.end()
     reports = Reports(team, service, half)
-    yield "reads meanwhile", team.reads(max(3, times // 5))
+    yield "reads meanwhile", at_once(team.reads(max(3, times // 5)))
     yield "reports meanwhile", reports.end()
     posts = Posts(service, team.ids[1], team.tokens[1])
     try:
@@ -393,35 +424,11 @@ def picture(found: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(
-    jobs: Annotated[int, typer.Option(min=1000, help="That are over.")] = 100_000,
-    times: Annotated[int, typer.Option(min=1, help="Each read is made so often.")] = 100,
-    seconds: Annotated[float, typer.Option(help="That each other part takes.")] = 20.0,
-    readers: Annotated[int, typer.Option(help="Of one stream at once.")] = 500,
-    on_postgresql: Annotated[bool, typer.Option("--postgresql", help="Not SQLite.")] = False,
-    paced_s: Annotated[float, typer.Option("--paced", help="Report as seldom as asked, alone, for so long.")] = 0.0,
-    minutes: Annotated[float, typer.Option(help="Look at the memory alone, for so long.")] = 0.0,
-    rate: Annotated[float, typer.Option(help="Job-seconds a second meanwhile.")] = 5.0,
-    every: Annotated[float, typer.Option(help="Seconds between looks meanwhile.")] = 2.0,
-) -> None:
-    """Fill a database, serve it, print what it bears, and write it beside the results that are there."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
-    kind = "PostgreSQL" if on_postgresql else "SQLite"
-    result = RESULT.with_name("memory.json" if minutes else "paced.json" if paced_s else "team.json")
-    found = made("benchmarks.team") | {"over": jobs, "running": OPEN, "workers": WORKERS}
-
-    def written() -> dict[str, Any]:
-        known = json.loads(result.read_text()) if result.exists() else {}
-        known[kind] = found
-        keep(known, result)
-        return known
-
+@contextmanager
+def served(kind: Kind, jobs: int, readers: int) -> Iterator[tuple[Team, Service, str]]:
+    """A service over such a database, filled, and its version."""
     with ExitStack() as stack:
-        home = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
-        url = f"sqlite:///{home / 'thinwire.db'}"
-        if on_postgresql:
-            url = stack.enter_context(postgresql(durable=True))()
+        url = empty(kind, stack)
         database = Database(url)
         database.upgrade()
         fill(database, jobs, "RUNNING", workers={"min": WORKERS, "max": WORKERS}, steps=10**6)
@@ -429,33 +436,82 @@ def main(
             first = session.scalars(select(JobRow.id).where(JobRow.state == "RUNNING").order_by(JobRow.id)).first()
             rows = [{"job_id": first, "step": n, "attempt": 1, "sample": sample(n)} for n in range(1, SAMPLES + 1)]
             session.execute(insert(SampleRow), rows)
-        with database.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
-            if on_postgresql:
-                connection.execute(text("VACUUM ANALYZE"))  # as autovacuum does within a minute
+        version = looked_over(kind, database)
         database.close()
         many = str(readers + WATCHED)
         settings = {"THINWIRE_DATABASE_URL": url, "THINWIRE_STREAMS_OF_ONE": many, "THINWIRE_STREAMS": many}
         settings |= {"THINWIRE_CHANGES_BURST": "100000", "THINWIRE_PERSON_MAX_JOBS": "100000"}
+        home = Path(stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
         service = Service(home, 4096, RUN, **settings)
         try:
             team = Team(service, OPEN, url)
             team.filled()
-            if minutes:
-                found |= memory(team, service, minutes, rate, every, RESULT.with_name(f"memory-{kind}.part"))
-            elif paced_s:
-                found |= paced(team, service, paced_s)
-                print(json.dumps(written()[kind], indent=1))
-            else:
-                for part, told in measured(team, service, seconds, times, readers):
-                    found[part] = told
-                    print(f"{kind}, {part}: {json.dumps(told)}", flush=True)
-                    written()
+            yield team, service, version
         finally:
             service.process.terminate()
             service.process.wait(60)
-    if minutes:
-        RESULT.with_name(f"memory-{kind}.part").unlink()
-        picture(written(), RESULT.with_name("memory.png"))
+
+
+def ratios(before: Any, after: Any) -> Any:
+    """Of what is in both, number by number, the second over the first; None of what is not."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        both = (before.keys() & after.keys()) - ASKED
+        found = {name: ratios(before[name], after[name]) for name in before if name in both}
+        return {name: one for name, one in found.items() if one not in (None, {})} or None
+    numbers = all(isinstance(one, int | float) and one for one in (before, after))
+    return round(after / before, 2) if numbers else None
+
+
+def main(
+    jobs: Annotated[int, typer.Option(min=1000, help="That are over.")] = 100_000,
+    times: Annotated[int, typer.Option(min=1, help="Each read is made so often.")] = 100,
+    seconds: Annotated[float, typer.Option(help="That each other part takes.")] = 20.0,
+    readers: Annotated[int, typer.Option(help="Of one stream at once.")] = 500,
+    on: On = [Kind.SQLITE],  # noqa: B006 - typer reads it
+    paced_s: Annotated[float, typer.Option("--paced", help="Report as seldom as asked, alone, for so long.")] = 0.0,
+    minutes: Annotated[float, typer.Option(help="Look at the memory alone, for so long.")] = 0.0,
+    rate: Annotated[float, typer.Option(help="Job-seconds a second meanwhile.")] = 5.0,
+    every: Annotated[float, typer.Option(help="Seconds between looks meanwhile.")] = 2.0,
+) -> None:
+    """Fill databases, serve them, print what they bear, and write it beside the results that are there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    result = RESULT.with_name("memory.json" if minutes else "paced.json" if paced_s else "team.json")
+    found = {kind: made("benchmarks.team") | {"over": jobs, "running": OPEN, "workers": WORKERS} for kind in on}
+
+    def written() -> dict[str, Any]:
+        known = json.loads(result.read_text()) if result.exists() else {}
+        known |= {kind.title: of_kind for kind, of_kind in found.items()}
+        keep(known, result)
+        return known
+
+    if minutes or paced_s:  # one after the other: each needs the machine
+        for kind in on:
+            with served(kind, jobs, readers) as (team, service, version):
+                part = RESULT.with_name(f"memory-{kind.title}.part")
+                told = memory(team, service, minutes, rate, every, part) if minutes else paced(team, service, paced_s)
+                found[kind] |= {"database": version} | told
+            if minutes:
+                part.unlink()
+                picture(written(), RESULT.with_name("memory.png"))
+            else:
+                print(json.dumps(found[kind], indent=1))
+                written()
+        return
+    with ExitStack() as stack:
+        teams = {kind: stack.enter_context(served(kind, jobs, readers)) for kind in on}
+        turns = [measured(team, service, seconds, times, readers) for team, service, _ in teams.values()]
+        for parts in zip(*turns, strict=True):
+            for kind, part in zip(on, parts, strict=True):
+                if part is not None:
+                    found[kind]["database"] = teams[kind][-1]
+                    found[kind][part[0]] = part[1]
+                    print(f"{kind.title}, {part[0]}: {json.dumps(part[1])}", flush=True)
+                    written()
+    for kind in on[1:]:
+        found[kind][f"of_{on[0]}"] = ratios(found[on[0]], found[kind])
+        print(f"{kind.title}, of {on[0].title}: {json.dumps(found[kind][f'of_{on[0]}'], indent=1)}")
+        written()
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import URL, Connection, Double, create_engine, event, func, make_url, select, text
-from sqlalchemy.exc import ArgumentError, DatabaseError
+from sqlalchemy import URL, Connection, Double, ExceptionContext, create_engine, event, func, make_url, select, text
+from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 from sqlalchemy.orm import DeclarativeBase, Session
 from sqlalchemy.types import TypeEngine
 
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 BUSY_TIMEOUT_MS = 5000
 IDLE_IN_TRANSACTION_MS = 5000
 """PostgreSQL ends a transaction that says nothing for so long: a process that was stopped in one holds its locks."""
+ENDED = frozenset({"25P03", "25P04", "25006"})
+"""What PostgreSQL says of it: idle or open for too long; and, of a server that is a primary no more, read-only."""
 UPGRADE_LOCK = 0x7468696E77697265
 """PostgreSQL's advisory lock of who changes the schema or the owner: "thinwire" as a number."""
 NUMBERED = "thinwire_numbered"
@@ -80,6 +82,7 @@ class Database:
             event.listen(self.engine, "begin", _sqlite_begin)
         if self.engine.dialect.name == "postgresql":
             event.listen(self.engine, "connect", _postgresql_connected)
+            event.listen(self.engine, "handle_error", _postgresql_failed)
         self._writing = self.engine.execution_options(thinwire_write=True)
         self._one_writer: AbstractContextManager[object] = nullcontext()
         if self.engine.dialect.name == "sqlite":
@@ -204,6 +207,17 @@ def _postgresql_connected(connection: Any, record: Any) -> None:
     cursor.execute(f"SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS}")
     cursor.close()
     connection.commit()
+
+
+def _postgresql_failed(context: ExceptionContext) -> OperationalError | None:
+    """A transaction that the server has ended is a lost connection like others, whatever class of errors it is in: who
+    asked is told to ask again, and the next one gets a new connection.
+    """
+    error = context.original_exception
+    if getattr(error, "sqlstate", None) not in ENDED:
+        return None
+    context.is_disconnect, context.invalidate_pool_on_disconnect = True, False
+    return OperationalError(context.statement, context.parameters, error, connection_invalidated=True)
 
 
 def _sqlite_connected(connection: Any, record: Any) -> None:

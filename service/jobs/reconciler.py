@@ -115,7 +115,7 @@ class Reconciler:
         self._slow: set[str] = set()
         self._asked_in: dict[str, int] = {}
         self._waits: dict[str, Written] = {}
-        self._leases_at = clock()
+        self._leases_at, self._leases_ahead_s = clock(), 0.0
         self._warned: dict[tuple[str, str], str] = {}
         self._turns = 0
         self._wake = threading.Event()
@@ -542,11 +542,13 @@ class Reconciler:
                     jobs.put_events(row.id, row.attempt, [{**event, "fields": {"reason": words}}])
 
     def _drop_expired_leases(self) -> None:
-        now, last = self._clock(), self._leases_at
+        now = self._clock()
+        self._leases_ahead_s += max(0.0, self._leases_at - now)
         self._leases_at = now
-        if now < last:  # the clock was set back: they are to end as soon as they would have
+        if self._leases_ahead_s:  # the clock was set back: they are to end as soon as they would have
             with self._db.write() as session:
-                session.execute(update(LeaseRow).values(expires_at=LeaseRow.expires_at - (last - now)))
+                session.execute(update(LeaseRow).values(expires_at=LeaseRow.expires_at - self._leases_ahead_s))
+            self._leases_ahead_s = 0.0  # once it is committed: what fails is done in a later turn
         with self._db.read() as session:
             expired = JobRepository(session).has_expired_leases(now)
         if expired:

@@ -164,22 +164,29 @@ AHEAD_S = 10.0
 """How far a worker's clock may be ahead of the service's."""
 
 
-def is_newer(known: tuple[int, float], said: tuple[int, float], now: float) -> bool:
-    """Is what was said newer than what is known, each by attempt and the worker's clock? now: by the service's.
+def is_newer(known: tuple[int, int | None, float], said: tuple[int, int, float], now: float) -> bool:
+    """Is what was said newer than what is known, each by attempt, step and the clock of the worker that said it?
+    now: by the service's.
 
-    Of one attempt it also is where the known is yet to come: the clock was set back, or goes wrong, and what comes is
-    newer than what came.
+    Of one attempt a later step is, whatever the clocks: one may be wrong, set back, or another worker's. So is a later
+    time, as in a run that has lost its newest steps, and the same step where the known is yet to come. What comes late
+    from a clock that is ahead has neither.
     """
-    return said >= known or (said[0] == known[0] and known[1] > now + AHEAD_S)
+    attempt, step, time = known
+    if said[0] != attempt:
+        return said[0] > attempt
+    return said[2] >= time or step is None or said[1] > step or (said[1] == step and time > now + AHEAD_S)
 
 
 class Membership(BaseModel):
     """What is kept of such an event. world_size: None where it named none.
 
-    at: when it came, by the service's clock, with which no worker's is to be compared; None of an earlier version.
+    at: when it came, by the service's clock, with which no worker's is to be compared. step, at: None of an earlier
+    version.
     """
 
     attempt: int
+    step: int | None = None
     time: float
     at: float | None = None
     world_size: int | None
@@ -193,14 +200,17 @@ def newest_membership(row: JobRow, attempt: int, events: Sequence[Event], now: f
     if not said:
         return None
     event = said[-1]
-    if known is not None and not is_newer((known["attempt"], known["time"]), (attempt, event.time), now):
+    if known is not None and not is_newer(
+        (known["attempt"], known.get("step"), known["time"]), (attempt, event.step, event.time), now
+    ):
         return None
     have, least = _count(event.fields.get("have")), _count(event.fields.get("min"))
     waiting = None
     if event.kind == EventKind.WAITING_FOR_WORKERS and have is not None and least is not None:
         waiting = WaitingForWorkers(have=have, min=least)
     size = _count(event.fields.get("world_size")) if waiting is None else have
-    return Membership(attempt=attempt, time=event.time, at=now, world_size=size, waiting=waiting).model_dump()
+    made = Membership(attempt=attempt, step=event.step, time=event.time, at=now, world_size=size, waiting=waiting)
+    return made.model_dump()
 
 
 def membership_now(row: JobRow) -> tuple[int | None, WaitingForWorkers | None]:

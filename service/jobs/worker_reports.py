@@ -413,7 +413,8 @@ def _progress(row: JobRow, attempt: int, samples: list[Sample], now: float) -> d
         known = getattr(row, column)
         if known is not None and JobState(row.state).terminal and newest.step <= known["sample"]["step"]:
             continue  # it is over: nothing is replaced
-        if known is None or is_newer((known["attempt"], known["sample"]["time"]), (attempt, newest.time), now):
+        before = known and (known["attempt"], known["sample"]["step"], known["sample"]["time"])
+        if before is None or is_newer(before, (attempt, newest.step, newest.time), now):
             changes[column] = {"attempt": attempt, "at": now, "sample": newest.model_dump(mode="json")}
     return changes
 

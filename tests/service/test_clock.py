@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from tests.service.control_plane_harness import Service, sample
 from thinwire.contract.reports import HEARTBEAT_S, LEASE_S
@@ -45,6 +46,21 @@ def test_a_job_whose_clock_was_set_back_shows_its_steps_at_once(service: Service
     assert told.index('"step":7') < told.index('"step":8'), "streams go by numbers"
 
 
+def test_of_a_worker_whose_clock_is_ahead_a_late_batch_is_not_newer(service: Service) -> None:
+    """Nor is it of a worker that leads now, and whose clock is behind."""
+    job_id = service.running()
+    post(service, job_id, 7, behind_s=-60.0)
+    post(service, job_id, 5, behind_s=-50.0)  # before it, by a clock that is a minute ahead
+    found = service.job(job_id)
+    assert (found["progress"]["step"], found["world_size"]) == (7, 7)
+    post(service, job_id, 8, behind_s=HOUR_S)
+    post(service, job_id, 6, behind_s=HOUR_S + 1.0)
+    found = service.job(job_id)
+    assert found["progress"]["step"] == 8
+    post(service, job_id, 4)  # it has lost its newest steps
+    assert service.job(job_id)["progress"]["step"] == 4
+
+
 @pytest.mark.parametrize("behind_s", [HOUR_S, -HOUR_S])
 def test_how_long_a_job_stands_still_goes_by_the_services_clock_alone(service: Service, behind_s: float) -> None:
     job_id = service.running()
@@ -64,6 +80,22 @@ def test_a_worker_that_died_is_no_target_for_longer_where_the_clock_was_set_back
     service.clock.pass_(HEARTBEAT_S)
     targets = service.client.get("/v1/metrics/targets").json()
     assert [one["labels"]["__meta_thinwire_rank"] for one in targets] == ["0"]
+
+
+def test_leases_end_in_time_where_a_turn_could_not_write_that_the_clock_was_set_back(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.register(service.running(), 0)
+    service.clock.pass_(-HOUR_S)
+    with monkeypatch.context() as patch:
+        full = OperationalError("update", None, Exception("disk is full"))
+        patch.setattr(Database, "write", lambda self: (_ for _ in ()).throw(full))
+        with pytest.raises(OperationalError):
+            service.turn()
+    service.clock.pass_(1.0)
+    service.turn()
+    service.clock.pass_(LEASE_S - 1.0)
+    assert service.client.get("/v1/metrics/targets").json() == []
 
 
 def test_a_day_ahead_and_back_neither_ends_nor_repeats_a_job(service: Service) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import event, select, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import TextClause, event, select, text, update
+from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm.exc import StaleDataError
 
+from tests.service.control_plane_harness import wait_until
 from thinwire.service.config import Settings
 from thinwire.service.db import Base, Database, DatabaseUnusable
-from thinwire.service.jobs.repository import JobRow, SampleRow
+from thinwire.service.jobs.repository import JobRow, SampleRow, ServiceRow
 
 
 @pytest.fixture
@@ -153,3 +155,37 @@ def test_a_url_is_taken_as_secrets_hold_it(tmp_path: Path, given: str) -> None:
 def test_a_blank_url_is_no_wish_for_sqlite(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is blank: name a database, or leave it out"):
         Settings(home=tmp_path, database_url=" \n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ends",
+    ["SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY", "SET idle_in_transaction_session_timeout = 1"],
+    ids=["of a server that is a primary no more", "after it was idle"],
+)
+def test_a_transaction_that_postgresql_ended_is_no_answer_and_the_next_one_is(
+    new_database: Callable[[], str], ends: str
+) -> None:
+    """A process that was stopped in a transaction, or starved, finds it ended: 503, and no error inside the service."""
+    database, other = Database(url := new_database()), Database(url)
+    database.upgrade()
+    with database.engine.connect() as connection:
+        mine = connection.scalar(text("SELECT pg_backend_pid()"))
+        connection.execute(text(ends))
+        connection.commit()
+        connection.execute(text("SELECT 1"))
+        if "idle" in ends:
+            gone = text("SELECT count(*) = 0 FROM pg_stat_activity WHERE pid = :mine")
+            wait_until(lambda: _found(other, gone, mine=mine), "PostgreSQL has ended it", timeout_s=60)
+        with pytest.raises(OperationalError):
+            connection.execute(update(ServiceRow).values(arrivals=1))
+    with database.write() as session:
+        assert session.scalar(text("SELECT pg_backend_pid()")) != mine
+        session.execute(update(ServiceRow).values(arrivals=2))
+    for one in (database, other):
+        one.close()
+
+
+def _found(database: Database, query: TextClause, **more: object) -> bool:
+    with database.read() as session:
+        return bool(session.scalar(query, more))

@@ -199,6 +199,36 @@ def test_a_log_of_endless_lines_keeps_the_page_quick(desk: Desk) -> None:
     assert desk.complaints == []
 
 
+KEPT = """async () => {
+  const { LogView } = await import(new URL("logs.js", document.querySelector("script").src));
+  const view = new LogView(document.createElement("div"), "none", null, () => null, () => {});
+  view.stop();
+  const own = (process, words) => `(Worker pid=${process}, ip=10.0.0.1) ${words}\n`;
+  view.take(own(7, "early word"));
+  for (let at = 0; at < 6000; at += 1) view.take(own(1000 + (at % 100), `${at} ${"x".repeat(10_000)}`));
+  view.take(own(1001, "worker_started number=3 pid=1001"));
+  for (let at = 0; at < 20_000; at += 1) view.take(own(at, `worker_started number=${at % 9000} pid=${at}`));
+  const held = [...view.of.values()].flat();
+  return {
+    held: held.reduce((sum, one) => sum + one.line.length, 0),
+    gone: held.filter((one) => !view.lines.includes(one)).length,
+    numbered: view.lines.filter((one) => one.number === "3").length,
+    known: view.numberOf.size,
+    choices: view.select.options.length,
+  };
+}"""
+
+
+def test_of_a_log_of_many_processes_no_more_is_held_than_is_shown(desk: Desk) -> None:
+    page = desk.signed_in()
+    found = page.evaluate(KEPT)
+    assert found["held"] <= 1 << 24
+    assert found["gone"] == 0
+    assert found["numbered"] > 0
+    assert found["known"] <= 2 * 4096
+    assert found["choices"] <= 4097
+
+
 def test_what_a_run_says_again_while_nobody_looks_is_shown(desk: Desk) -> None:
     from tests.web.browser import samples
     from tests.web.test_live import HIDE

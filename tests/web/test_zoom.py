@@ -148,7 +148,7 @@ def test_the_mouse_zooms_all_charts_and_a_double_click_shows_all(desk: Desk, lon
 
 
 def test_runs_that_are_compared_are_looked_at_closely_too(desk: Desk, long_run: str) -> None:
-    other = desk.running(name="short", steps=300)
+    other, last = desk.running(name="short", steps=300), desk.service.job(long_run)["progress"]["step"]
     desk.post(other, samples=[made(step) for step in range(1, 101)])
     page = desk.signed_in(f"#/compare?jobs={long_run},{other}")
     page.get_by_role("img", name=re.compile(r"^Training loss, step 1 to 1\d{5}:")).wait_for(timeout=400_000)
@@ -164,6 +164,19 @@ def test_runs_that_are_compared_are_looked_at_closely_too(desk: Desk, long_run: 
     for step in range(1000, 1041):
         figure.get_by_role("row", name=re.compile(rf"^{step} ")).wait_for()
     assert len([one for one in asked if "before_step" in one]) == 1, asked  # of the short run there is no more
+
+    # A part that goes beyond the run's end is asked for once, however far the run goes and whatever else is asked.
+    wait_until(lambda: len(desk.service.plane.hub._readers) == 1, "the page reads the stream")
+    before = len(asked)
+    page.get_by_label("From step").fill(str(last - 40))
+    page.get_by_label("to", exact=True).fill(str(last + 1000))
+    page.keyboard.press("Enter")
+    for step in range(last + 1, last + 5):
+        desk.post(long_run, samples=[made(step)], events=[{"kind": "noted", "step": step, "time": step, "fields": {}}])
+        with page.expect_response(re.compile(rf"/v1/jobs/{long_run}$")):
+            figure.get_by_role("row", name=re.compile(rf"^{step} ")).wait_for()
+    assert len([one for one in asked[before:] if "before_step" in one]) == 1, asked
+
     page.get_by_label("By", exact=True).select_option("bytes")
     page.get_by_label("From MB").wait_for()
     page.get_by_role("img", name="Training loss, sent 1 kB to").wait_for()

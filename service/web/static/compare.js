@@ -3,7 +3,7 @@ import { get, jobPath, Poller, query } from "./api.js";
 import { Chart } from "./charts.js";
 import { fill, h, newId, put, say, table } from "./dom.js";
 import { bytesText, lossText, OVER, ratioText, secondsText, stepsText, wholeText } from "./format.js";
-import { Samples } from "./history.js";
+import { BEYOND_ALL_STEPS, Samples } from "./history.js";
 import { badge } from "./jobs.js";
 import { placesOf, Zoom } from "./zoom.js";
 
@@ -68,12 +68,16 @@ export function view(place, route, { failed }) {
     charts[3].set(column(steps("step_seconds")));
   }
 
-  /** The steps of a run that lie in the part that is looked at, and one more at either end. */
+  /**
+   * The steps of a run that lie in the part that is looked at, and one more at either end. A part that goes beyond a
+   * run's end stays the same while the run goes on: what comes is told.
+   */
   function stepsOf({ samples }) {
     const { step } = samples.columns;
     if (zoom.range === null || !step.length) return null;
     const [first, end] = placesOf(AXES[axis.value].of(samples), zoom.range);
-    return [step[Math.max(0, first - 1)], step[Math.min(step.length - 1, end)]];
+    if (first === step.length) return null;
+    return [step[Math.max(0, first - 1)], step[end] ?? BEYOND_ALL_STEPS];
   }
 
   /** Returns whether anything may be another. */

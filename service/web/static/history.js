@@ -76,10 +76,11 @@ class Columns {
     return found;
   }
 
-  /** Seconds since the first sample, at each step, without what lies between two attempts. */
+  /** Seconds since the first sample, at each step; none where a clock goes back: it was set, or is another worker's. */
   seconds() {
     const { time } = this.columns;
-    return time.map((one) => one - time[0]);
+    let passed = 0;
+    return time.map((one, at) => (passed += at ? Math.max(0, one - time[at - 1]) : 0));
   }
 
   /** The step after which phases change: [[from, to, phase], ...]. */

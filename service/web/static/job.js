@@ -70,10 +70,10 @@ class JobView {
   }
 
   async load(signal) {
-    const job = await get(jobPath(this.id), { signal });
+    const asked = this.job?.progress, job = await get(jobPath(this.id), { signal });
     const before = this.job;
-    // What a stream has told meanwhile may be newer.
-    if (before?.attempt === job.attempt && before.progress?.time > job.progress?.time) job.progress = before.progress;
+    // What a stream has told meanwhile may be newer. Of its time nothing follows: the clock is a worker's.
+    if (before?.progress !== asked && before.attempt === job.attempt && before.progress.step > job.progress?.step) job.progress = before.progress;
     this.job = job;
     this.draw(before);
     const told = this.poller.live && this.listed; // then each event comes by itself

@@ -9,12 +9,12 @@ const PART_BYTES = 1 << 20;
 const TAIL_BYTES = 256 << 10;
 /** Each attempt's log begins at a multiple of this (LOG_OFFSET_BITS of service/jobs/service.py). */
 const ATTEMPT = 2 ** 40;
-const HELD_LINES = 1000;
+const MOST_WORKERS = 4096;
 /** Characters: of one line, of all that are shown, and of all that are kept. */
 const LONGEST_LINE = 20_000, MOST_SHOWN = 1 << 20, MOST_KEPT = 1 << 24;
 /** Ray puts the process before each line, and a worker's process says once which worker it is (as thinwire/cli/watch.py reads it). */
-const PROCESS = /^(\([^()]*\bpid=(\d+)[^()]*\))/;
-const IS_WORKER = /\bworker_started number=(\d+) pid=(\d+)\b/;
+const PROCESS = /^(\([^()]{0,200}\bpid=(\d{1,10})\b[^()]{0,200}\))/;
+const IS_WORKER = /\bworker_started number=(\d{1,5}) pid=(\d+)\b/;
 
 export class LogView {
   constructor(place, jobId, rank, job, failed) {
@@ -130,26 +130,33 @@ export class LogView {
     let number = null;
     if (process) {
       const said = IS_WORKER.exec(line);
-      if (said && said[2] === process[2]) {
-        this.numberOf.set(process[1], said[1]);
+      if (said && said[2] === process[2] && Number(said[1]) < MOST_WORKERS) {
+        this.numberOf.delete(process[1]);
+        this.numberOf.set(structuredClone(process[1]), said[1]); // a part of a string keeps the whole of it
+        // Of those that have been replaced nothing comes any more: the newest are known.
+        if (this.numberOf.size > 2 * MOST_WORKERS) this.numberOf.delete(this.numberOf.keys().next().value);
         this.option(said[1]);
         for (const one of this.of.get(process[1]) ?? []) one.number = said[1];
         this.of.delete(process[1]);
       }
       number = this.numberOf.get(process[1]) ?? null;
     }
-    const made = { line, number };
-    if (process && number === null) {
-      if (!this.of.has(process[1])) this.of.set(process[1], []);
-      const held = this.of.get(process[1]);
-      held.push(made);
-      if (held.length > HELD_LINES) held.shift();
-    }
+    const made = { line, number, process: process ? process[1] : null };
+    this.hold(made);
     this.lines.push(made);
     this.kept += line.length;
     if (this.lines.length > 4 * SHOWN_LINES || this.kept > MOST_KEPT) {
       for (const { line: gone } of this.lines.splice(0, this.lines.length >> 1)) this.kept -= gone.length;
+      this.of.clear(); // of lines that are kept alone, however many processes there are
+      for (const one of this.lines) this.hold(one);
     }
+  }
+
+  /** Have a line of a process known, until it says which worker it is. */
+  hold(made) {
+    if (made.process === null || made.number !== null) return;
+    if (!this.of.has(made.process)) this.of.set(made.process, []);
+    this.of.get(made.process).push(made);
   }
 
   option(number) {

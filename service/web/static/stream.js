@@ -6,6 +6,8 @@ import { project } from "./project.js";
 const SILENT_MS = 45_000; // the service says something every 15 s
 const RETRY_MS = 2000;
 const SELDOM_MS = 60_000;
+/** A stream that has told what happens for so long is opened again at once: there are proxies that cut each after 30 or 60 s. */
+const LIVED_MS = 10_000;
 const LONGEST = 1 << 20; // of one line: the service writes none of half of it
 /** A browser opens six connections to one service over HTTP/1.1, for all of its windows: some are left for questions. */
 const PLACES = 4;
@@ -101,7 +103,7 @@ export class Stream {
         for (const line of lines) this.take(line, message);
         // Only what has come is proof: there are proxies that keep a stream until it ends.
         if (!this.ended) this.be(true);
-        if (performance.now() - since > SILENT_MS) this.tries = 0;
+        if (performance.now() - since > LIVED_MS) this.tries = 0;
         if (this.ended) return;
       }
     } finally {
