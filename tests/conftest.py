@@ -9,14 +9,17 @@ import os
 import re
 import shlex
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 if TYPE_CHECKING:  # imported where they are used: tests of kernels run where neither Ray nor the service is installed
     from thinwire.service.launch.local import LocalLauncher
@@ -91,6 +94,12 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Make's `.collected` also leaves in .hypothesis what its first example looks for in all sources: 4 s a process."""
+    if session.config.option.collectonly:
+        settings(max_examples=1, database=None)(given(st.none())(lambda nothing: None))()
+
+
 def missing(reason: str) -> NoReturn:
     """Skip the test for want of a tool; in CI, where every tool is installed, fail it."""
     if os.environ.get("CI") == "true":
@@ -110,6 +119,25 @@ def _one_thread_a_rank() -> None:
     """Ranks are threads and test processes run side by side: more threads below each only get in the way."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_reading_of_certificates() -> Iterator[None]:
+    """Every client of httpx reads all public authorities, a third of what a request of a test takes: once here."""
+    if importlib.util.find_spec("certifi") is None:  # tests of kernels alone
+        yield
+        return
+    import certifi
+
+    make, cafile = ssl.create_default_context, certifi.where()
+    once = cache(lambda: make(cafile=cafile))
+
+    def context(*purpose: Any, **options: Any) -> ssl.SSLContext:
+        return once() if not purpose and options == {"cafile": cafile} else make(*purpose, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", context)
+        yield
 
 
 def _logging_as_it_was() -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,7 +37,20 @@ FOLDERS = (
 )
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *(found for folder in FOLDERS for found in (ROOT / folder).rglob("*.md"))})
 
-documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+def of_every_document(claim: Callable[[Path], None]) -> Callable[[], None]:
+    """One test of all documents, which names each that fails: one for each would be 600, of milliseconds each."""
+
+    def test() -> None:
+        failed = []
+        for document in DOCUMENTS:
+            try:
+                claim(document)
+            except AssertionError as error:
+                failed.append(f"{document.relative_to(ROOT)}: {error}")
+        assert not failed, "\n".join(failed)
+
+    return test
 
 
 def spoken(document: Path) -> str:
@@ -51,7 +64,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@documents
+@of_every_document
 def test_every_relative_link_leads_somewhere(document):
     links = re.findall(r"\]\(([^)\s]+)\)", spoken(document))
     for link in links:
@@ -59,16 +72,16 @@ def test_every_relative_link_leads_somewhere(document):
             continue
         path, _, anchor = link.partition("#")
         target = (document.parent / path).resolve() if path else document
-        assert target.exists(), f"{document.name}: {link}"
-        assert not anchor or anchor in anchors(target), f"{document.name}: {link}"
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
-@documents
+@of_every_document
 def test_every_path_of_the_tree_that_is_named_exists(document):
     start = "|".join(re.escape(folder) for folder in FOLDERS)
     for path in re.findall(rf"(?<![\w./-])((?:{start})/[\w./-]*)", document.read_text().replace("\\_", "_")):
         named = path.rstrip(".")
-        assert (ROOT / named).exists(), f"{document.name}: {named}"
+        assert (ROOT / named).exists(), named
 
 
 @cache
@@ -82,10 +95,10 @@ def names_of_tests() -> set[str]:
     return set(re.findall(r"def (test_\w+)\(", sources_of_tests()))
 
 
-@documents
+@of_every_document
 def test_every_test_that_is_named_exists(document):
     for name in re.findall(r"`(test_\w+)`", document.read_text()):
-        assert name in names_of_tests(), f"{document.name}: {name}"
+        assert name in names_of_tests(), name
 
 
 def test_each_numbered_law_has_a_test_that_make_test_fast_runs():
@@ -118,19 +131,19 @@ def commands_and_variables() -> tuple[set[str], set[str]]:
     return commands, variables
 
 
-@documents
+@of_every_document
 def test_every_command_target_and_variable_that_is_named_exists(document):
     text = document.read_text()
     commands, variables = commands_and_variables()
     for command in re.findall(r"(?:^|`|bin/)thinwire ([a-z]+(?:-[a-z]+)*)", text, flags=re.MULTILINE):
-        assert command in commands, f"{document.name}: thinwire {command}"
+        assert command in commands, f"thinwire {command}"
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE):
-        assert target in targets, f"{document.name}: make {target}"
+        assert target in targets, f"make {target}"
     assert set(re.findall(r"THINWIRE_[A-Z_]+", text)) <= variables
 
 
-@documents
+@of_every_document
 def test_documents_are_ascii(document):
     assert document.read_text().isascii()
 
