@@ -7,6 +7,7 @@ gathers from the shard's memory by a tensor of its own, which is given other mem
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -123,13 +124,13 @@ def lay_in(here: Tensor, param: Any, gatherer: Any) -> bool:
     known = [now]
     if gatherer is not None:
         kept = getattr(gatherer, "_sharded_param_data", None)
-        if type(kept) is not Tensor or gatherer.sharded_param is not param or gatherer.pin_memory:
+        if type(kept) is not Tensor or gatherer.sharded_param is not param or getattr(gatherer, "pin_memory", True):
             return False
         if (kept.data_ptr(), kept.numel()) != (now.data_ptr(), now.numel()):
             return False
         known.append(kept)
-    tensors = {id(x) for one in known for x in (one, one._base) if x is not None}
-    if type(now) is not Tensor or holders(now.untyped_storage()) > len(tensors):
+    ours = len(known) + sum(count <= _references_of_a_lone_base() for count in _references_of_bases(known))
+    if type(now) is not Tensor or holders(now.untyped_storage()) > ours:
         return False
     if now.device.type == "cpu" and now.is_shared():  # type: ignore[no-untyped-call]
         return False
@@ -137,3 +138,16 @@ def lay_in(here: Tensor, param: Any, gatherer: Any) -> bool:
     if gatherer is not None:
         gatherer._sharded_param_data = here.view(-1)
     return True
+
+
+def _references_of_bases(views: Sequence[Tensor]) -> list[int]:
+    """How often Python and torch refer to each tensor that these are views of."""
+    bases = {id(view._base): view._base for view in views if view._base is not None}
+    return [sys.getrefcount(base) for base in bases.values()]
+
+
+@functools.cache
+def _references_of_a_lone_base() -> int:
+    """Of one that nothing but its views holds, as FSDP's padded shard: another number in other versions of torch."""
+    (found,) = _references_of_bases([torch.zeros(1, dtype=torch.float32, device="cpu").view(1)])
+    return found

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.comm import SoloGroup
 from thinwire.optim import OneBitAdam
@@ -85,3 +86,22 @@ def test_a_shard_that_is_loaded_or_frozen_leaves_the_flat_vector_as_a_whole_tens
         train(one, optimizer, range(7, 9))
     assert torch.equal(values(model), values(other))
     assert not lie_flat(model, optimizers[0])[0]
+
+
+def test_what_a_shard_was_cut_from_sees_every_step():
+    """As tensor parallelism by hand has it, and load_state_dict(assign=True) of what is kept."""
+    whole = torch.ones(4, 6)
+    param = nn.Parameter(DTensor.from_local(whole[:2], init_device_mesh("cpu", (1,)), [Shard(0)]))
+    optimizer = OneBitAdam([param], lr=1e-2, group=SoloGroup(), warmup=2)
+    model = net(sharded=True)
+    model.load_state_dict(kept := {name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    assigned = made(model)
+    for step in range(3):
+        (param.to_local() * (step + 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    train(model, assigned)
+    assert torch.equal(whole[:2], local(param.detach()))
+    assert not (whole[:2] == 1).any()
+    assert (whole[2:] == 1).all()
+    assert torch.equal(torch.cat([local(x).reshape(-1) for x in kept.values()]), values(model))
