@@ -242,8 +242,8 @@ def fill(training: Training, given: Given) -> str:
         target.copy_(tensor)
     for space in (optimizer.space for optimizer in training.optimizers):
         space.take_written()
-        if space.has_master:  # to the bit: that leaves a master that the weight is the rounded value of
-            space.load_masters({param: param.reshape(-1).to(space.p_N.dtype) for param in space.masters()})
+        # To the bit: that leaves a master that the weight is the rounded value of.
+        space.load_masters({param: param.reshape(-1).to(space.p_N.dtype) for param in space.masters()})
     return digest.hexdigest()
 
 

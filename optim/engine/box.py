@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinwire.comm.default import over
 from thinwire.comm.protocol import Group, Leavable
-from thinwire.optim.engine.local import is_dtensor, sharders
+from thinwire.optim.engine.local import is_dtensor, lay_in, sharders
 from thinwire.optim.engine.parameters import is_trained, labels
 
 LINES = (
@@ -44,6 +44,7 @@ class Box:
         sharders: Sequence[Any],
     ) -> None:
         self._meshes, self._counts_T, self._copies, self._sharders = meshes, counts_T, copies, sharders
+        self._gatherers = {id(one.sharded_param): one for group in sharders for one in group.fsdp_params}
         self.found: Tensor | None = None
         """Has this rank found something that all of the box are to know with the next least()? A bool, 0-dim."""
         self.found_by_any = False
@@ -83,6 +84,10 @@ class Box:
                         held: Tensor = one.sharded_param
                         return held
         return None
+
+    def lay_in(self, here: Tensor, param: Any) -> bool:
+        """As local.lay_in, of a parameter that FSDP may gather. Local."""
+        return lay_in(here, param, self._gatherers.get(id(param)))
 
     @property
     def num_tensors(self) -> int:

@@ -9,8 +9,8 @@ where that is what the parameter holds, bit for bit; elsewhere somebody has writ
 counts. That is found by address and version, and where `.data` leaves no trace in these by looking at values.
 
 A parameter in whose memory something else lies keeps that memory, so that who looks at it sees what the parameter
-becomes: another process, a buffer, a frozen layer that is tied by its memory, a NumPy array, another model. So does the
-local shard of a DTensor (local.py), which FSDP gathers from.
+becomes: another process, a buffer, a frozen layer that is tied by its memory, a NumPy array, another model. So does a
+shard of a DTensor that FSDP pads (local.py).
 
 What lies in a flat vector has a storage of its own there (`_alone`): so what saves tensors writes that tensor and no
 other, and what replaces or moves its storage leaves the flat vector as it is. Whether it still lies there is found at
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from thinwire.optim.engine.box import Box
-from thinwire.optim.engine.local import as_dtensor, local, local_gradient, mark
+from thinwire.optim.engine.local import as_dtensor, holders, local, local_gradient, mark
 from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, refuse_unfit_gradient
 from thinwire.optim.engine.places import places
 
@@ -78,7 +78,7 @@ class FlatSpace:
         """Which tensors had got no gradient when gather_gradients was called last, since they were taken before."""
         self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
         self._in_place: set[int] = set()
-        """Those in memory that something else lies in, and shards."""
+        """Those in memory that something else lies in."""
         self._dtypes = [tensor.param.dtype for tensor in self.tensors]
         self._shapes = [view.shape for view in self._parameters]
         self._devices = [self.p_N.device] * len(self.tensors)
@@ -126,9 +126,9 @@ class FlatSpace:
         return next((slice(start, start + 1) for start, stop in self.layout.live if start < stop), slice(0))
 
     @property
-    def has_master(self) -> bool:
-        """Are there parameters in low precision, or shards?"""
-        return bool(self._low or self.box)
+    def master_bytes(self) -> int:
+        """Of p_N, what is beside the memory of low-precision parameters and of shards that stay where they are."""
+        return sum(self._parameters[i].nbytes for i in {*self._low, *(self._in_place if self.box else ())})
 
     @torch.no_grad()
     def take_changes(self) -> None:
@@ -158,10 +158,13 @@ class FlatSpace:
         apart = [i for i, (at, own) in enumerate(zip(now, self._at, strict=True)) if at != own and i not in low]
         if not apart:
             return
-        stays = set(apart) if self.box else self._held_elsewhere(apart)
+        stays = set() if self.box else self._held_elsewhere(apart)
         torch._foreach_copy_([self._parameters[i] for i in apart], [here[i] for i in apart])
         for index in apart:
-            if index not in stays:
+            if self.box:
+                lies = self.box.lay_in(_alone(self._parameters[index]), self.tensors[index].param)
+                stays |= set() if lies else {index}
+            elif index not in stays:
                 self.tensors[index].param.data = _alone(self._parameters[index])
         fresh, self._in_place = set() if self.box else stays - self._in_place, stays
         if fresh:
@@ -343,11 +346,12 @@ class FlatSpace:
 
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
-        param = self.tensors[index].param
-        kept = index in self._low or self.box is not None
-        lies_here = not kept and param.data_ptr() == self._parameters[index].data_ptr()
-        if lies_here and not self._held_elsewhere([index]):
-            param.data = param.detach().clone()
+        param, here = self.tensors[index].param, local(self.tensors[index].param)
+        if index not in self._low and here.data_ptr() == self._parameters[index].data_ptr():
+            if self.box is not None:
+                self.box.lay_in(here.detach().clone(), param)
+            elif not self._held_elsewhere([index]):
+                param.data = param.detach().clone()
         param.grad = None
 
     def gather_gradients(self, done: Sequence[bool] = (), keeps: Keeps | None = None) -> None:
@@ -551,11 +555,6 @@ def _place(x: Tensor) -> _Place:
 def _lies(x: Tensor, place: _Place) -> bool:
     at, shape, stride, dtype = place
     return x.data_ptr() == at and x.stride() == stride and x.shape == shape and x.dtype is dtype
-
-
-def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and arrays hold a storage, beside the object that it was asked of."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 class _Answer:

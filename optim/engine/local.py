@@ -1,16 +1,18 @@
 """The part of a tensor that is on this rank: all of it, or of a DTensor its local shard.
 
 `fully_shard(model, mesh=mesh["shard"])` and tensor parallelism leave a DTensor of this box in place of a parameter. The
-optimizer trains the shard that is here, as any tensor, with the ranks that hold the same shard in other boxes. The
-shard's memory is FSDP's, which gathers from it: it stays where it is, and has a master (flat.py).
+optimizer trains the shard that is here, as any tensor, with the ranks that hold the same shard in other boxes. FSDP
+gathers from the shard's memory by a tensor of its own, which is given other memory with it (lay_in).
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _are_dtensors: dict[type, bool] = {Tensor: False, nn.Parameter: False}
@@ -104,3 +106,48 @@ def mark(x: Tensor) -> tuple[int, int]:
         return x.data_ptr(), x._version
     here = local(x)
     return here.data_ptr(), here._version + x._version
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and arrays hold a storage, beside the object that it was asked of."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def lay_in(here: Tensor, param: Any, gatherer: Any) -> bool:
+    """Have the shard of a DTensor lie in this memory, contiguous, which has its values. Modifies param and gatherer.
+
+    gatherer: FSDP's FSDPParam of it; None: nothing gathers it. False, and nothing is modified, where FSDP keeps the
+    shard longer than it is, as of rows that the ranks do not divide, or pinned, and where anything else lies in its
+    memory: who looks at that is to see every step.
+    """
+    now = local(param)
+    known = [now]
+    if gatherer is not None:
+        kept = getattr(gatherer, "_sharded_param_data", None)
+        if type(kept) is not Tensor or gatherer.sharded_param is not param or getattr(gatherer, "pin_memory", True):
+            return False
+        if (kept.data_ptr(), kept.numel()) != (now.data_ptr(), now.numel()):
+            return False
+        known.append(kept)
+    ours = len(known) + sum(count <= _references_of_a_lone_base() for count in _references_of_bases(known))
+    if type(now) is not Tensor or holders(now.untyped_storage()) > ours:
+        return False
+    if now.device.type == "cpu" and now.is_shared():  # type: ignore[no-untyped-call]
+        return False
+    param._local_tensor = here
+    if gatherer is not None:
+        gatherer._sharded_param_data = here.view(-1)
+    return True
+
+
+def _references_of_bases(views: Sequence[Tensor]) -> list[int]:
+    """How often Python and torch refer to each tensor that these are views of."""
+    bases = {id(view._base): view._base for view in views if view._base is not None}
+    return [sys.getrefcount(base) for base in bases.values()]
+
+
+@functools.cache
+def _references_of_a_lone_base() -> int:
+    """Of one that nothing but its views holds, as FSDP's padded shard: another number in other versions of torch."""
+    (found,) = _references_of_bases([torch.zeros(1, dtype=torch.float32, device="cpu").view(1)])
+    return found

@@ -267,7 +267,8 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
         refuse_late_process_group(self.group)
         refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
         if self.reader is not None and self.gradients == "own" and self.group.size > 1:
-            refuse_reader(self.reader, compresses=self.compresses or self.space.has_master)
+            own = self.compresses or self.space.box is not None or self.space.master_bytes > 0
+            refuse_reader(self.reader, compresses=own)
         with self._told_in_box():
             self._agree_on_load()
             changing.follow_changes(self)

@@ -267,7 +267,8 @@ def bytes_per_parameter(space: FlatSpace, reached: Sequence[object]) -> dict[str
 
     state      moments, error memory, rows of signs, scratch: what is reached by way of our objects from these
     gradient   the flat gradient
-    master     the float32 parameters, where the model's own are in low precision; else they are the model's
+    master     the float32 parameters, where the model's own are in low precision or FSDP keeps them; else they are the
+               model's
 
     A storage counts once, however many share it. What only lives within a call is not here: benchmarks/memory.py
     measures that. Local; reads no values.
@@ -277,8 +278,8 @@ def bytes_per_parameter(space: FlatSpace, reached: Sequence[object]) -> dict[str
     for address, _ in (parameters, gradient):
         held.pop(address, None)
     found = {"state": sum(held.values()), "gradient": gradient[1]}
-    if space.has_master:
-        found["master"] = parameters[1]
+    if space.master_bytes:
+        found["master"] = space.master_bytes
     return {name: round(count / max(space.layout.num_live, 1), 3) for name, count in found.items()}
 
 

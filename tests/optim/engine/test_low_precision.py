@@ -337,7 +337,7 @@ def test_a_model_in_float32_trains_under_bfloat16_autocast():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
-    assert not optimizer.space.has_master
+    assert not optimizer.space.master_bytes
 
 
 def test_a_model_that_is_converted_after_construction_is_refused_by_name():
