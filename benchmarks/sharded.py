@@ -106,6 +106,7 @@ def table(out: Path) -> str:
                 method,
                 f"{of['seconds_a_step']:.3f} ({' to '.join(f'{x:.3f}' for x in of['seconds_least_most'])})",
                 f"{of['times_as_fast']:.2f} ({' to '.join(f'{x:.2f}' for x in of['times_as_fast_least_most'])})",
+                str(of.get("processor_ms_a_rank", "")),
                 f"{of['sent_bytes_a_parameter']:.4f}",
                 *(f"{of.get(f'{other}_bytes_over_its', float('nan')):.2f}" for other in WIDTHS),
                 f"{of['loss']:.4f}" if "loss" in of else "",
@@ -113,7 +114,13 @@ def table(out: Path) -> str:
             for method, of in kept["figures"].items()
         ]
         first = shown[0][0]
-        columns = ["", "s a step", f"times as fast as {first}", "bytes of a host a parameter and step"]
+        columns = [
+            "",
+            "s a step",
+            f"times as fast as {first}",
+            "ms of processor a rank",
+            "bytes of a host a parameter and step",
+        ]
         columns += [*(f"{other}'s bytes over its" for other in WIDTHS), "loss"]
         made = f"{made_by(kept)}; load average {load['before'][0]:.1f} before, {load['after'][0]:.1f} after."
         what = f"`python {' '.join(kept['argv'])}` {made} Turns of {kept['steps']} steps."
@@ -138,6 +145,7 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
             "seconds_least_most": [round(seconds[0], 4), round(seconds[-1], 4)],
             "times_as_fast": round(statistics.median(ratios), 2),
             "times_as_fast_least_most": [round(ratios[0], 2), round(ratios[-1], 2)],
+            **_processor(mine),
             "sent_bytes_a_parameter": round(_sent(mine), 4),
             **{f"{other}_bytes_over_its": round(_sent(of[other]) / _sent(mine), 2) for other in WIDTHS if other in of},
             **({"loss": round(mine[-1]["loss"], 4)} if mine[-1]["loss"] is not None else {}),
@@ -148,6 +156,12 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _methods(turns: list[dict[str, Any]]) -> list[str]:
     return [turn["method"] for turn in turns]
+
+
+def _processor(turns: list[dict[str, Any]]) -> dict[str, float]:
+    """Milliseconds of processor that a rank uses in a step, the median; of turns that were not asked nothing."""
+    each = [1e3 * turn["processor"] / turn["steps"] for turn in turns if "processor" in turn]
+    return {"processor_ms_a_rank": round(statistics.median(each), 1)} if each else {}
 
 
 def _sent(turns: list[dict[str, Any]]) -> float:
@@ -304,33 +318,42 @@ def rank(orders: Orders) -> None:
     if orders.part == "run":
         for number, method in enumerate(orders.methods):
             count(orders.answers, f"before-{number}")
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), time.process_time()
             made = make(method, load, mesh, orders.steps)
             for _ in range(orders.steps):
                 made.step(made.prepare())
-            _tell(orders, number, method, made, time.perf_counter() - began, settles=False)
+            took = time.perf_counter() - began, time.process_time() - spent
+            _tell(orders, number, method, made, *took, settles=False)
     else:
         every = {method: make(method, load, mesh, None) for method in orders.methods}
         for number in range((SETTLES + orders.turns) * len(every)):
             method = orders.methods[number % len(every)]
-            made, seconds = every[method], 0.0
+            made, seconds, processor = every[method], 0.0, 0.0
             count(orders.answers, f"before-{number}")
             for _ in range(orders.steps):
                 batch = made.prepare()
                 dist.barrier()
-                began = time.perf_counter()
+                began, spent = time.perf_counter(), time.process_time()
                 made.step(batch)
                 dist.barrier()
                 seconds += time.perf_counter() - began
-            _tell(orders, number, method, made, seconds, settles=number < SETTLES * len(every))
+                processor += time.process_time() - spent
+            _tell(orders, number, method, made, seconds, processor, settles=number < SETTLES * len(every))
     dist.destroy_process_group()
 
 
-def _tell(orders: Orders, number: int, method: str, made: Any, seconds: float, *, settles: bool) -> None:
-    """Tell of a turn; do the boxes have the same parameters, bit for bit, is looked at when its bytes are counted."""
+def _tell(
+    orders: Orders, number: int, method: str, made: Any, seconds: float, processor: float, *, settles: bool
+) -> None:
+    """Tell of a turn; do the boxes have the same parameters, bit for bit, is looked at when its bytes are counted.
+
+    processor: seconds of it that this process used; of all of them the mean is told.
+    """
     count(orders.answers, f"after-{number}")
     losses = torch.stack(made.losses[-LAST:]).mean() if made.losses else torch.zeros(())
     dist.all_reduce(losses)
+    used = torch.tensor(processor, dtype=torch.float64)
+    dist.all_reduce(used)
     params = [p for group in made.optimizer.param_groups for p in group["params"]]
     bits = [(p.to_local() if isinstance(p, DTensor) else p).detach().view(torch.int32) for p in params]
     own = torch.stack([x.sum(dtype=torch.int64) for x in bits]).sum().view(1)
@@ -339,6 +362,7 @@ def _tell(orders: Orders, number: int, method: str, made: Any, seconds: float, *
     if dist.get_rank() == 0:
         tell(
             turn=number, method=method, seconds=seconds, steps=orders.steps, settles=settles,
+            processor=float(used) / dist.get_world_size(),
             loss=float(losses) / dist.get_world_size() if made.losses else None,
             alike=len(set(map(int, sums))) <= RANKS_OF_A_BOX,
             parameters=sum(p.numel() for p in made.model.parameters()),

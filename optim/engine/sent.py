@@ -59,8 +59,8 @@ class Sent:
                 here = local(param.grad)
                 into.append(here)
             if here.numel() and here.is_contiguous():
-                flat = here.view(-1)
-                self._there[index] = flat[:: 1 + len(flat) // FEW].view(_INTEGERS[here.element_size()])
+                every = 1 + here.numel() // FEW  # as here.view(-1)[::every], in one call
+                self._there[index] = here.as_strided((-(-here.numel() // every),), (every,))
         if small:
             torch._foreach_copy_(into, small)
         self.written(indices)
@@ -76,7 +76,9 @@ class Sent:
         """Does one of them hold something else now? A bool, 0-dim. already: it is known that it does."""
         found = space.g_N.new_tensor(already, dtype=torch.bool)
         if self._there:
-            found |= (torch.cat([*self._there.values()]) != torch.cat([*self._kept.values()])).any()
+            there, kept = (torch.cat([*few.values()]) for few in (self._there, self._kept))  # wider holds narrower
+            integers = _INTEGERS[there.element_size()]  # a NaN is like itself
+            found |= (there.view(integers) != kept.view(integers)).any()
         return found
 
 

@@ -24,3 +24,5 @@ def test_each_method_is_held_against_the_first_turn_by_turn_and_bytes_against_hs
     assert ours["hsdp_bf16_bytes_over_its"] == 16.0
     assert ours["loss"] == 2.5
     assert ours["alike"]
+    assert "processor_ms_a_rank" not in ours
+    assert figures([{**one, "processor": 0.03} for one in turns])["onebit_adam"]["processor_ms_a_rank"] == 15.0
