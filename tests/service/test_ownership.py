@@ -144,7 +144,10 @@ def test_a_take_over_waits_for_the_write_that_is_under_way(new_database: Callabl
 
 
 def test_a_transaction_of_a_stopped_process_is_ended(new_database: Callable[[], str]) -> None:
-    assert _one(Database(new_database()), "SHOW idle_in_transaction_session_timeout") == "5s"
+    database, idle = Database(new_database()), "SHOW idle_in_transaction_session_timeout"
+    with database.write() as session:
+        assert session.execute(text(idle)).scalar() == "5s"
+    assert _one(database, idle) == "1min", "of the same connection, which holds nothing while it reads"
 
 
 def _one(db: Database, query: str) -> object:
