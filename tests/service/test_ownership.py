@@ -274,8 +274,8 @@ def test_a_service_that_says_nothing_is_followed_by_the_one_that_stands_by(
             wait_until(lambda: "standby" in other.get("/readyz").text, "standby")
             assert _states(other) == {"RUNNING"}
             first.process.send_signal(number)
-            wait_until(lambda: other.get("/readyz").json()["status"] == "ready", "the take-over", timeout_s=60)
-            wait_until(lambda: _states(other) == {"SUCCEEDED"}, "every job's end", timeout_s=60)
+            wait_until(lambda: other.get("/readyz").json()["status"] == "ready", "the take-over")
+            wait_until(lambda: _states(other) == {"SUCCEEDED"}, "every job's end")
             assert {other.get(f"/v1/jobs/{job}").json()["attempt"] for job in jobs} == {2}
             if number == signal.SIGSTOP:
                 status, _, err = first.end(signal.SIGCONT)
