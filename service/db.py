@@ -32,8 +32,10 @@ from sqlalchemy.types import TypeEngine
 logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_MS = 5000
-IDLE_IN_TRANSACTION_MS = 5000
-"""PostgreSQL ends a transaction that says nothing for so long: a process that was stopped in one holds its locks."""
+WRITE_IDLE_MS, READ_IDLE_MS = 5000, 60_000
+"""PostgreSQL ends a transaction that says nothing for so long. A process that was stopped in one that writes holds its
+locks; one that reads waits for its turn on a busy machine, and nobody for it.
+"""
 ENDED = frozenset({"25P03", "25P04", "25006"})
 """What PostgreSQL says of it: idle or open for too long; and, of a server that is a primary no more, read-only."""
 UPGRADE_LOCK = 0x7468696E77697265
@@ -82,6 +84,7 @@ class Database:
             event.listen(self.engine, "begin", _sqlite_begin)
         if self.engine.dialect.name == "postgresql":
             event.listen(self.engine, "connect", _postgresql_connected)
+            event.listen(self.engine, "begin", _postgresql_begin)
             event.listen(self.engine, "handle_error", _postgresql_failed)
         self._writing = self.engine.execution_options(thinwire_write=True)
         self._one_writer: AbstractContextManager[object] = nullcontext()
@@ -204,9 +207,14 @@ def _pool_of(url: URL) -> dict[str, Any]:
 
 def _postgresql_connected(connection: Any, record: Any) -> None:
     cursor = connection.cursor()
-    cursor.execute(f"SET idle_in_transaction_session_timeout = {IDLE_IN_TRANSACTION_MS}")
+    cursor.execute(f"SET idle_in_transaction_session_timeout = {READ_IDLE_MS}")
     cursor.close()
     connection.commit()
+
+
+def _postgresql_begin(connection: Connection) -> None:
+    if _writes(connection):
+        connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = {WRITE_IDLE_MS}")
 
 
 def _postgresql_failed(context: ExceptionContext) -> OperationalError | None:
@@ -232,5 +240,8 @@ def _sqlite_connected(connection: Any, record: Any) -> None:
 
 
 def _sqlite_begin(connection: Connection) -> None:
-    writing = connection.get_execution_options().get("thinwire_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if _writes(connection) else "BEGIN")
+
+
+def _writes(connection: Connection) -> bool:
+    return bool(connection.get_execution_options().get("thinwire_write", False))

@@ -77,11 +77,11 @@ class Server:
     @contextmanager
     def answering(self) -> Iterator[httpx.Client]:
         """A client of this very process, once it answers."""
-        wait_until(self._mine, "server.json", timeout_s=60)
+        wait_until(self._mine, "server.json")  # starved, it starts for minutes
         known = json.loads((self.home / "server.json").read_text())
         token = (self.home / "token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
-        with httpx.Client(base_url=known["url"], headers=headers, trust_env=False, timeout=10) as client:
+        with httpx.Client(base_url=known["url"], headers=headers, trust_env=False, timeout=60) as client:
             yield client
 
     @contextmanager
@@ -102,7 +102,7 @@ class Server:
         """Send a signal and wait: exit status, stdout, stderr."""
         if number is not None:
             self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=300)
         return self.process.returncode, out.decode(), err.decode()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import select, text
+from sqlalchemy import make_url, select, text
 
 from tests.covering import parametrize
 from tests.service.control_plane_harness import STORE, Service, sample
@@ -201,6 +201,12 @@ def test_a_database_that_is_put_back_knows_what_runs_and_starts_nothing_twice(tm
     old.close()
     told = dict(launcher.submissions)
 
+    if url is not None:  # another server, where nobody has the name of the user before
+        administrator = make_url(url)
+        names = {"PGHOST": str(administrator.query["host"]), "PGUSER": str(administrator.username)}
+        typed("restore postgresql elsewhere", **where, **names)
+        url = administrator.set(username="thinwire", database="thinwire").render_as_string()
+        where["DATABASE"] = url.replace("+psycopg", "")
     typed(f"restore {kind}", **where)
     new = Service(home, launcher, database_url=url)
     try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -145,6 +148,35 @@ def test_files_that_are_no_job_are_refused_at_once(desk: Desk) -> None:
         file.set_input_files({"name": "job.yaml", "mimeType": "text/yaml", "buffer": content})
         page.get_by_role("alert").get_by_text(words).wait_for()
         assert file.input_value() == "", "the same file, mended, could not be chosen again"
+
+
+def test_what_a_quota_refuses_is_said_where_it_was_asked(desk: Desk, tmp_path: Path) -> None:
+    client = desk.service.client
+    client.post("/v1/projects", json={"name": "vision"})
+    client.patch("/v1/projects/vision", json={"limits": {"workers": 4, "package_bytes": 1000}})
+    token = desk.service.person("rosa", project="vision")["Authorization"].partition(" ")[2]
+    page = desk.signed_in("#/submit", token=token)
+    alert = page.get_by_role("alert")
+    for most, words in ((8, "project vision uses 0 of 4 workers, and this asks for 8 more"), (4, None)):
+        wanted = json.dumps(spec(name="wide", workers={"min": 1, "max": most})).encode()
+        page.get_by_label("or a file").set_input_files({"name": "a.yaml", "mimeType": "text/yaml", "buffer": wanted})
+        page.get_by_role("button", name="Submit", exact=True).click()
+        if words is not None:
+            alert.get_by_text(words).wait_for()
+            assert page.locator("#stale").inner_text() == ""
+    page.wait_for_url("**/#/jobs/wide-*")
+    page.get_by_role("button", name="Resize").click()
+    page.get_by_label("At most").fill("6")
+    page.get_by_role("dialog").get_by_role("button", name="Resize").click()
+    alert.get_by_text("project vision uses 4 of 4 workers, and this asks for 2 more").wait_for()
+    assert desk.service.job(page.url.rpartition("/")[2])["wanted_workers"]["max"] == 4
+    # Refused before it has all been sent: the browser is still told why.
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "train.py").write_bytes(random.Random(4).randbytes(20 << 20))
+    turn(page, "#/submit")
+    page.get_by_label("and a script's folder").set_input_files(tmp_path / "big")
+    alert.get_by_text("package_bytes").wait_for()
+    assert desk.complaints == []
 
 
 def test_long_labels_do_not_widen_a_narrow_window(desk: Desk) -> None:
