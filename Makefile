@@ -1,7 +1,7 @@
 # make run       set up, train the quickstart through the service, write runs/quickstart/
 # make serve     set up, keep a service on 127.0.0.1 with its state in .thinwire/
 # make test      set up, run the checks and the tests; make test-all adds the slow ones and more random examples
-# make test-fast set up, run the laws, until the first that fails: about a minute
+# make test-fast set up, run a case of each law, until the first that fails: less than a minute
 # make check     formatting, lint, types, import rules, spelling
 # make bench-gpu on a machine with an NVIDIA GPU: what only a GPU can show, in ten minutes (ARGS="--minutes 20"); then
 #                steps of ranks as hosts, in ten more, which need root and iproute2 (HOSTS_ARGS="--minutes 5")
@@ -61,7 +61,7 @@ test: .venv/.dev
 	[ $$of_libraries = 0 ] && [ $$others = 0 ] && [ $$of_ray = 0 ]
 
 test-fast: .venv/.dev .venv/.loops
-	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" -n 2 --dist worksteal $(LAWS)
+	$(BIN)/python -m pytest -q --exitfirst -m "law and not ray and not slow and not gpu" --most-cases 1 -n 2 --dist worksteal $(LAWS)
 
 # The site's packages too, for its tests.
 test-all: .venv/.dev .venv/.site

@@ -53,6 +53,12 @@ def _is_slow(marks: Iterable[pytest.Mark | pytest.MarkDecorator]) -> bool:
     return any(mark.name == "slow" for mark in marks)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--most-cases", type=int, choices=range(1, 100), metavar="K", help="of the cases that a test has, run K at most"
+    )
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file of which all tests have a mark that `-m` rules out is not imported to find that out."""
     unasked = _unasked(config)
@@ -81,6 +87,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
                 case.marks.append(pytest.mark.slow.mark)
     if "slow" in _unasked(metafunc.config):
         cases[:] = [case for case in cases if not _is_slow(case.marks)] or cases[:1]
+    if (most := metafunc.config.getoption("most_cases", None)) and len(cases) > most:
+        # From the middle: first is the case of one rank, where nothing is compressed.
+        cases[:] = [cases[(2 * part + 1) * len(cases) // (2 * most)] for part in range(most)]
 
 
 @pytest.hookimpl(wrapper=True)

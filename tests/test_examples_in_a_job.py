@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import missing
-from tests.covering import parametrize
 from tests.workers.session.script_job import ScriptJob
 from thinwire.contract.run_folder import RunFolder
 from thinwire.workers.membership.seats import Limits
@@ -18,33 +17,30 @@ KILLED_AT, RESIZED_AT = 5, 10
 PATIENCE_S = 300.0
 """To import a trainer takes long on a busy machine, and each worker does."""
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 
 
-@parametrize(
+@pytest.mark.parametrize(
     ("script", "needs", "steps", "arguments", "learned"),
     [
-        pytest.param("nanogpt.py", "tokenizers", 60, ("--steps", 60), 0.9, marks=pytest.mark.slow),
+        ("nanogpt.py", "tokenizers", 60, ("--steps", 60), 0.9),
         ("images.py", "torch", 60, ("--steps", 60), 0.7),
         ("accelerate_loop.py", "accelerate", 120, (), 0.2),
-        pytest.param("transformers_trainer.py", "transformers", 80, (), 0.7, marks=pytest.mark.slow),
-        pytest.param("transformers_trainer.py", "transformers", 80, ("--muon",), 0.7, marks=pytest.mark.slow),
-        pytest.param("sft.py", "trl", 60, (), 0.5, marks=pytest.mark.slow),
-        pytest.param("sft.py", "trl", 60, ("--lora",), 0.9, marks=pytest.mark.slow),
-        pytest.param("dpo.py", "trl", 45, (), 0.5, marks=pytest.mark.slow),
-        pytest.param("lightning_session.py", "lightning", 147, (), 0.5, marks=pytest.mark.slow),
-        pytest.param("papers/bert_pretrain.py", "datasets", 60, ("--steps", 60), 0.95, marks=pytest.mark.slow),
-        pytest.param(
-            "papers/bert_pretrain.py", "datasets", 40, ("--phase", 2, "--steps", 40), 1.0, marks=pytest.mark.slow
-        ),
-        pytest.param("papers/squad.py", "datasets", 40, ("--steps", 40), 0.9, marks=pytest.mark.slow),
-        pytest.param("papers/glue.py", "sklearn", 40, ("--steps", 40), 1.02, marks=pytest.mark.slow),
-        pytest.param("papers/gpt2.py", "datasets", 60, ("--steps", 60), 0.9, marks=pytest.mark.slow),
-        pytest.param("papers/resnet.py", "sklearn", 40, ("--steps", 40), 0.7, marks=pytest.mark.slow),
+        ("transformers_trainer.py", "transformers", 80, (), 0.7),
+        ("transformers_trainer.py", "transformers", 80, ("--muon",), 0.7),
+        ("sft.py", "trl", 60, (), 0.5),
+        ("sft.py", "trl", 60, ("--lora",), 0.9),
+        ("dpo.py", "trl", 45, (), 0.5),
+        ("lightning_session.py", "lightning", 147, (), 0.5),
+        ("papers/bert_pretrain.py", "datasets", 60, ("--steps", 60), 0.95),
+        ("papers/bert_pretrain.py", "datasets", 40, ("--phase", 2, "--steps", 40), 1.0),
+        ("papers/squad.py", "datasets", 40, ("--steps", 40), 0.9),
+        ("papers/glue.py", "sklearn", 40, ("--steps", 40), 1.02),
+        ("papers/gpt2.py", "datasets", 60, ("--steps", 60), 0.9),
+        ("papers/resnet.py", "sklearn", 40, ("--steps", 40), 0.7),
         # A discriminator's loss tells little: it has learned something against a generator that has as well.
-        pytest.param("papers/dcgan.py", "torch", 60, ("--steps", 60), 1.0, marks=pytest.mark.slow),
+        ("papers/dcgan.py", "torch", 60, ("--steps", 60), 1.0),
     ],
-    usual=[1],
 )
 def test_it_goes_on_through_a_kill_and_a_resize(tmp_path, monkeypatch, script, needs, steps, arguments, learned):
     """learned: the last losses over the first, at most."""

@@ -56,10 +56,11 @@ class _Kept:
         self.items = list(session.items)
 
 
-def _selected(folder: Path, expression: str) -> dict[str, set[str]]:
+def _selected(folder: Path, expression: str, *options: str) -> dict[str, set[str]]:
     """By the id of each test that `-m expression` selects its marks."""
     kept = _Kept()
     arguments = ["--collect-only", "-qq", "-c", str(folder / "pytest.ini"), "-p", "no:cacheprovider", "-m", expression]
+    arguments += options
     assert pytest.main([*arguments, str(folder)], plugins=[conftest, kept]) in (0, 5)
     return {item.nodeid: {mark.name for mark in item.iter_markers()} for item in kept.items}
 
@@ -125,3 +126,15 @@ def test_what_is_ruled_out_is_not_imported(folder: Path, tmp_path: Path) -> None
     (tmp_path / "pytest.ini").write_text((folder / "pytest.ini").read_text())
     (tmp_path / "test_it.py").write_text(SLOW_FILE + "raise ImportError\n")
     assert not _selected(tmp_path, "not slow")
+
+
+def test_of_the_cases_of_each_test_no_more_are_made_than_are_asked_for(folder: Path) -> None:
+    one = _selected(folder, "not slow", "--most-cases", "1")
+    assert sorted(name.partition("::")[2] for name in one) == [
+        "TestOfAFixture::test_sides[left]",
+        "test_covered[2-float64]",
+        "test_few[4]",
+        "test_named_by_its_place[1-value1]",
+        "test_plain",
+    ]
+    assert len(one) < len(_selected(folder, "not slow", "--most-cases", "2")) < len(_selected(folder, "not slow"))

@@ -128,6 +128,7 @@ def test_a_pair_begins_from_the_same_model_and_sends_less_from_the_freeze_on():
     assert sum(compressed.sent.values()) < 0.8 * sum(dense.sent.values())
 
 
+@pytest.mark.slow
 def test_a_run_is_repeatable_bit_for_bit():
     assert trained(name="zero_one_adam").curve == trained(name="zero_one_adam").curve
 

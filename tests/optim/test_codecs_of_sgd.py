@@ -32,7 +32,7 @@ def left(optimizer):
     return optimizer.vectors.momentum_error.residual()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_value(
     {
         "size": SIZES,

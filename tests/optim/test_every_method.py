@@ -122,7 +122,7 @@ def held(optimizer):
     return bits(optimizer.space.p_N, *replicated(optimizer.vectors).values(), *left(optimizer), *kept)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @every_value(
     {
         "name": METHODS,
@@ -159,7 +159,7 @@ def test_a_run_that_loads_is_the_one_that_saved_and_went_on(name, size, how, dty
     assert how == "rank_state_dict" or all(torch.equal(first[key], other[key]) for other in others for key in first)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.law
 @pytest.mark.parametrize("name", METHODS)
 def test_r_and_what_is_replicated_are_kept_over_3_4_2_and_1_ranks(name):
@@ -196,7 +196,7 @@ def test_r_and_what_is_replicated_are_kept_over_3_4_2_and_1_ranks(name):
     assert all(residual.any() for residual in residuals.values())
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.law
 @every_value(
     {

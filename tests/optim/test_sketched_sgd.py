@@ -35,6 +35,7 @@ def gradient(optimizer):
     return g
 
 
+@pytest.mark.few(2)
 @every_value({"size": SIZES, "overlap": (False, True), "momentum": (0.0, 0.8)})
 @pytest.mark.law
 def test_all_of_every_ranks_update_is_applied_or_in_r(size, overlap, momentum):

@@ -454,6 +454,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_over_processes_it_is_the_same_bit_for_bit(tmp_path):
     def work(group):
         model = net()

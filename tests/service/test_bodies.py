@@ -157,6 +157,7 @@ def test_a_bomb_of_errors_is_answered_soon_and_shortly(service: Service, what: s
     assert time.process_time() - began < 5  # 49 s before; of this process alone, whatever the machine does
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", REPORTED_BOMBS)
 def test_of_reports_few_errors_are_made_however_many_there_are(
     service: Service, monkeypatch: pytest.MonkeyPatch, what: str

@@ -113,6 +113,7 @@ KEY = f"-----BEGIN PRIVATE KEY-----\nMII{SECRET}a\n{SECRET}b\n-----END PRIVATE K
 LOG = f"begin\nopen s3://KEY:{SECRET}@bucket/a\npassword={SECRET} tokens=4096\nend of it, \u00e9\n{KEY}\n" * 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("limit", [7, 16, 50, 1000])
 def test_a_log_is_read_without_its_secrets_in_parts_of_any_size_and_from_any_place(limit: int, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(LOG)

@@ -188,6 +188,7 @@ def test_strangers_who_read_no_answers_shut_nobody_out(tmp_path: Path, servers: 
                 assert other.post("/v1/jobs", json=spec()).status_code == 202
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("trusted", "address"), [("[]", "127.0.0.1"), ('["127.0.0.0/8"]', "198.51.100.7")], ids=["nobody", "the proxy"]
 )

@@ -222,7 +222,7 @@ def test_t2_outputs_are_bit_identical_and_dead_elements_stay_zero(name, at, buck
         assert not residuals[-1][DEAD].any()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_value({"name, old": ANY, "new": (3, 1, 4, 0, 2)}, only=USUAL)
 @pytest.mark.law
 def test_t3_a_resize_keeps_the_residual(name, old, new):

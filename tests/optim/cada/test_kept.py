@@ -213,7 +213,7 @@ def test_the_mean_of_what_ranks_sent_goes_over_3_4_2_and_1_ranks(rule):
     assert ranks[0].optimizer.vectors.mean_N.any()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.law
 @every_value(
     {

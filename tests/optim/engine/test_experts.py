@@ -155,6 +155,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_over_process_groups_of_the_user_both_exchange_while_backward_runs(tmp_path):
     ranks = start(OVER_GLOO, 4, tmp_path, timeout_s=60)
     assert [rank.wait(timeout=120) for rank in ranks] == [0] * 4

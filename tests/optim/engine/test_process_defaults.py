@@ -104,7 +104,7 @@ def life(kind, dtype, group):
     return [*found, shown(optimizer)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.law
 @every_value({"kind": KINDS, "other": (torch.bfloat16, torch.float16, torch.float64)})
 def test_a_run_is_the_same_under_every_default_dtype(kind, other):
@@ -116,7 +116,7 @@ def test_a_run_is_the_same_under_every_default_dtype(kind, other):
         assert_same(found, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_same_where_tensors_are_made_on_another_device_by_default(kind):
     def elsewhere(group):

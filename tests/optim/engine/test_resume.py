@@ -104,7 +104,7 @@ def variant(name, param_groups, group, **more):
     return make(name, param_groups, group, **{"warmup": FREEZE, **VARIANTS[which], **more})
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_value(
     {
         "name, phase, saved_at": CASES,

@@ -188,6 +188,7 @@ def _server(optimizer):
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
 def test_a_gradient_that_is_not_finite_counts_as_zero_and_is_told_at_the_end_of_the_round(size, inner):

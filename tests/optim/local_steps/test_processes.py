@@ -1,7 +1,5 @@
 """Late rounds over real processes: nobody waits for the slowest; who is killed in an exchange costs its own moves."""
 
-import pytest
-
 from tests.comm.gloo_ranks import said, start
 from tests.covering import parametrize
 
@@ -132,7 +130,6 @@ def test_nobody_waits_for_the_slowest_at_the_end_of_a_round(tmp_path, dtype):
     assert len({said(tmp_path, rank, "held") for rank in range(3)}) == 1
 
 
-@pytest.mark.law
 @parametrize("dtype", ["float32", "bfloat16"], usual=[1])
 def test_who_is_killed_while_an_exchange_is_under_way_costs_its_own_moves(tmp_path, dtype):
     ended(start(KILLED.replace("DTYPE", dtype), 3, tmp_path), gone=(2,))

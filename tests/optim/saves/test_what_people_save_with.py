@@ -197,6 +197,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_accelerate_and_dcp_save_and_load_on_two_ranks(tmp_path):
     library("accelerate")
     library("safetensors")

@@ -120,6 +120,7 @@ def test_a_run_loaded_before_at_and_after_a_refresh_is_the_one_that_went_on(name
     assert all(run_threads(3, work))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_refresh_that_fails_changes_nothing_and_is_due_again(name):
     def work(group):

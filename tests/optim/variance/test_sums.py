@@ -56,6 +56,7 @@ def everything(optimizer):
     return [t.clone() for t in (optimizer.space.p_N, *replicated(s).values(), *errors)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.law
 def test_where_most_gradients_are_zero_v_takes_in_the_square_of_their_sum(size):

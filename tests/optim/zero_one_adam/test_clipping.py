@@ -9,7 +9,8 @@ from thinwire.comm import run_threads
 BOUND = 0.6
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("size", [3, 1])
 def test_max_grad_norm_is_clipping_each_ranks_own_gradient_before_every_step(size):
     """In variance steps, syncs and local steps; some gradients are shorter than the bound, some longer."""
 

@@ -28,7 +28,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [5, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [5, 8])
 def test_a_tree_gives_all_ranks_the_sum_whatever_their_number(size, tmp_path):
     for rank in gloo_ranks.start(TREE, size, tmp_path):
         assert rank.wait(120) == 0

@@ -36,6 +36,7 @@ def test_standard_library_is_enough_to_train_on() -> None:
     assert b"import " in content(text.train[: 2**18])
 
 
+@pytest.mark.slow
 def test_corpus_is_the_same_in_another_process_with_another_hash_seed() -> None:
     program = (
         "from thinwire.workers.data.corpus import load_corpus; from thinwire.contract.spec import PythonStdlib;"

@@ -113,6 +113,7 @@ def losses_beside(strangers, folder):
         return [sample.loss for sample in history.read(RunFolder(folder).history)]
 
 
+@pytest.mark.slow
 def test_a_worker_that_would_train_something_else_is_refused_alone_and_changes_no_bit(tmp_path):
     assert losses_beside(STRANGERS, tmp_path / "beside") == losses_beside({}, tmp_path / "alone")
 
@@ -319,11 +320,12 @@ def test_a_worker_that_fails_for_good_ends_those_that_would_wait_for_it(tmp_path
         assert job.regroups() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "points",
     [
         ["before the pairs", "inside gloo"],
-        pytest.param(["before the store", "before gloo", "before gloo"], marks=pytest.mark.slow),
+        ["before the store", "before gloo", "before gloo"],
     ],
 )
 def test_newcomers_that_die_while_a_group_forms_hold_up_nobody(tmp_path, points):

@@ -67,6 +67,7 @@ def test_a_run_learns_counts_its_bytes_and_ends_with_equal_replicas(tmp_path, si
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_run_that_went_on_bit_for_bit(tmp_path):
     whole = run_small(tmp_path / "whole", small_spec(), 2)
     spec = small_spec(checkpoint={"every_steps": 8, "keep": 10})

@@ -78,6 +78,7 @@ def test_the_outer_step_that_a_job_file_leaves_out_is_the_constructor_s():
     assert OuterSGD(**OuterSpec().model_dump()) == OuterSGD()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rule", [1, 2])
 def test_a_job_of_cada_counts_its_uploads_and_a_resumed_one_is_the_one_that_went_on(tmp_path, rule):
