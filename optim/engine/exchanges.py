@@ -25,7 +25,8 @@ from thinwire.comm.kernels.added import Added
 from thinwire.comm.kernels.choose import reads_narrow
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import FullWire
-from thinwire.optim.engine.flat import Keeps, holders
+from thinwire.optim.engine.flat import Keeps
+from thinwire.optim.engine.lying import holders
 
 
 class Carrier(Protocol):
