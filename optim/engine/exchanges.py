@@ -59,7 +59,7 @@ LeftGradients = Sequence[Tensor | None]
 class LeftInPlace:
     """Gradients that are read where backward left them: of tensors that stand alone in the layout, like g in type.
 
-    also: of what other types they may be. runs: of each tensor, those that were taken.
+    also: of what other types they may be.
     """
 
     def __init__(self, layout: VectorLayout, g_N: Tensor, also: Sequence[torch.dtype] = ()) -> None:
@@ -67,7 +67,9 @@ class LeftInPlace:
         self._types: Sequence[torch.dtype] = (g_N.dtype, *also)
         self._first, self._bytes, self._device = g_N.data_ptr(), g_N.nbytes, g_N.device
         self._only_alone = False
-        self.runs: list[Tensor | None] = [None] * len(layout.live)
+        self._taken: list[Tensor | None] = [None] * len(layout.live)
+        self.runs: LeftGradients = ()
+        """Of each tensor, what was taken; empty while nothing is: then nobody looks through it, bucket by bucket."""
 
     def are_written(self, *, share_memory: bool) -> None:
         """Take only what is like g in type and, unless they share_memory side by side as shards do, has its own."""
@@ -84,12 +86,13 @@ class LeftInPlace:
             return False
         if grad.device != self._device or not grad.is_contiguous():
             return False
-        self.runs[index] = grad.view(-1)
+        self._taken[index] = grad.view(-1)
+        self.runs = self._taken
         return True
 
     def read(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Where the gradient of each tensor is read, but of those without elements. views: its part of g."""
-        chosen = (view if run is None else run for view, run in zip(views, self.runs, strict=True))
+        chosen = (view if run is None else run for view, run in zip(views, self._taken, strict=True))
         return [x for x in chosen if x.numel()]
 
 
@@ -166,9 +169,9 @@ def formed_sum(
     that are exchanged; None: all.
     """
     reduce.begin(memory, at=at)
-    runs: LeftGradients = () if where is None else where.runs
 
     def launch(k: int) -> None:
+        runs: LeftGradients = () if where is None else where.runs
         reduce.launch_formed(k, lambda at: form(at, runs), g_N, runs, added)
 
     return Exchange(reduce, launch, where)
