@@ -78,15 +78,16 @@ class LeftInPlace:
 
     def take(self, index: int, grad: Tensor) -> bool:
         """Use it, where that can be done; it must not change until the commit. What lies in g is read there."""
-        if index not in self._alone or grad.dtype not in self._types or grad.layout != torch.strided:
+        if index not in self._alone or grad.dtype not in self._types or grad.layout is not torch.strided:
             return False
-        shared = self._only_alone and holders(grad.untyped_storage()) > 1  # one for two, where views of them are added
         at = grad.data_ptr()
-        if shared or at % ALIGNED or 0 <= at - self._first < self._bytes:
+        if at % ALIGNED or 0 <= at - self._first < self._bytes or grad.device != self._device:
             return False
-        if grad.device != self._device or not grad.is_contiguous():
+        if self._only_alone and holders(grad.untyped_storage()) > 1:  # one for two, where views of them are added
             return False
-        self._taken[index] = grad.view(-1)
+        if not grad.is_contiguous():
+            return False
+        self._taken[index] = grad if grad.dim() == 1 else grad.view(-1)
         self.runs = self._taken
         return True
 

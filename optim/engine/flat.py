@@ -23,6 +23,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import eq
+from types import NoneType
 from typing import Any
 
 import torch
@@ -337,9 +338,9 @@ class FlatSpace:
         """Of each what changes when its memory is replaced or written, of a shard through its DTensor too."""
         params = self.params
         grads = [params[i].grad for i in indices]
-        if self.box is not None:
-            return [(0, 0) if grad is None else mark(grad) for grad in grads]
-        return [(0, 0) if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
+        if self.box is None and NoneType not in map(type, grads):
+            return list(zip(map(Tensor.data_ptr, grads), map(VERSION, grads), strict=True))  # type: ignore[arg-type]
+        return [(0, 0) if grad is None else mark(grad) for grad in grads]
 
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
@@ -411,8 +412,10 @@ class FlatSpace:
                 continue
             here = grad if self.box is None else local_gradient(grad, tensors[i].param)
             if keeps is not None and keeps(i, here):
-                before, self._left[i] = self._left.get(i), (id(grad), grad._version)
-                quiet += [i] if before == self._left[i] else []
+                now = id(grad), grad._version
+                if self._left.get(i) == now:
+                    quiet.append(i)
+                self._left[i] = now
                 continue
             if grad.shape != shapes[i] or grad.dtype != dtypes[i] or grad.device != device:
                 if self.box is None and grad.shape != shapes[i]:
