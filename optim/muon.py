@@ -335,7 +335,7 @@ class OneBitMuon(OwnMomentum[OneBitMuonState], Orthogonalising[OneBitMuonState])
             torch._foreach_copy_(parts_of(u_b, [into for into, _ in made]), [part for _, part in made])
         return u_b
 
-    def _made(self, batch: Sequence[tuple[int, slice]], runs: LeftGradients, h: MuonHyper) -> dict[int, Tensor]:
+    def _made(self, batch: Batch, runs: LeftGradients, h: MuonHyper) -> dict[int, Tensor]:
         """Of each tensor of a batch its update, new, of its momentum with this step's gradient in it."""
         which, g = [i for i, _ in batch], self._gradients_of(batch, runs)
         before = [m.to(self.space.g_N.dtype) for m in parts_of(self.vectors.m_N, [at for _, at in batch])]
