@@ -322,11 +322,11 @@ class OneBitMuon(OwnMomentum[OneBitMuonState], Orthogonalising[OneBitMuonState])
             for batch in self.batches(h, slice(max(at.start, h.span.start), min(at.stop, h.span.stop))):
                 fresh = [] if self._of_box else [one for one in batch if one[0] not in self._sent]
                 if fresh:
-                    self._sent.update((i, (u, len(u))) for i, u in self._made(fresh, runs, h).items())
+                    self._sent.update((i, (u, u.numel())) for i, u in self._made(fresh, runs, h).items())
                 for i, own in batch:
                     low, high = max(at.start, own.start), min(at.stop, own.stop)
                     u, left = (self._of_box[i], 0) if self._of_box else self._sent.pop(i)
-                    part = u if len(u) == high - low else u[low - own.start : high - own.start]
+                    part = u if (low, high) == (own.start, own.stop) else u[low - own.start : high - own.start]
                     made.append((slice(low - at.start, high - at.start), part))
                     if left > high - low:
                         self._sent[i] = u, left - (high - low)
@@ -338,7 +338,9 @@ class OneBitMuon(OwnMomentum[OneBitMuonState], Orthogonalising[OneBitMuonState])
     def _made(self, batch: Batch, runs: LeftGradients, h: MuonHyper) -> dict[int, Tensor]:
         """Of each tensor of a batch its update, new, of its momentum with this step's gradient in it."""
         which, g = [i for i, _ in batch], self._gradients_of(batch, runs)
-        before = [m.to(self.space.g_N.dtype) for m in parts_of(self.vectors.m_N, [at for _, at in batch])]
+        before = parts_of(self.vectors.m_N, [at for _, at in batch])
+        if "momentum" in self.narrow:
+            before = [m.to(self.space.g_N.dtype) for m in before]
         u = self.updates_of(which, torch._foreach_lerp(before, g, 1 - h.momentum), g, h)
         return dict(zip(which, u, strict=True))
 
