@@ -121,7 +121,7 @@ class SparseAdam(Optimizer):
                 loss = closure()
         if getattr(self, "grad_scale", None) is not None:
             raise RuntimeError("a GradScaler calls SparseAdam.step(): use torch.autocast with bfloat16 and no scaler")
-        refuse_edited({}, self.param_groups, self._listed, [])
+        refuse_listed_otherwise(self.param_groups, self._listed)
         given, alike = [table.touched() for table in self.tables], json.dumps(self._alike()).encode()
         counts = [fault or len(ids) for ids, _, fault in given]
         is_written = any(table.is_written for table in self.tables)

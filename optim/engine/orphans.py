@@ -51,6 +51,17 @@ def listed(param_groups: list[dict[str, Any]]) -> list[int]:
     return [one for group in param_groups for one in map(id, group["params"])]
 
 
+def refuse_listed_otherwise(param_groups: list[dict[str, Any]], known: list[int]) -> None:
+    """known: as in refuse_edited(). Raises: RuntimeError for groups that list other parameters."""
+    now = listed(param_groups)
+    if now != known:
+        raise RuntimeError(
+            f"param_groups was edited by hand: it lists {len(now)} parameters, {len(set(now) - set(known))} of them "
+            f"new, {len(set(known) - set(now))} gone, and the flat vectors are of those before. Call add_param_group() "
+            "to add parameters and requires_grad_(False) to leave some out, or make the optimizer anew"
+        )
+
+
 def refuse_edited(
     state: Mapping[Tensor, Any], param_groups: list[dict[str, Any]], known: list[int], space: FlatSpace
 ) -> None:
@@ -58,20 +69,10 @@ def refuse_edited(
 
     Raises: RuntimeError for groups or state edited by hand.
     """
-    now = listed(param_groups)
+    refuse_listed_otherwise(param_groups, known)
     num, keys = len(space.params), list(map(id, state))
-    if (
-        now == known
-        and keys[:num] == list(map(id, space.params))
-        and {*map(type, islice(state.values(), num))} == {Shown}
-    ):
+    if keys[:num] == list(map(id, space.params)) and {*map(type, islice(state.values(), num))} == {Shown}:
         return  # by far the most steps: without a look at each
-    if now != known:
-        raise RuntimeError(
-            f"param_groups was edited by hand: it lists {len(now)} parameters, {len(set(now) - set(known))} of them "
-            f"new, {len(set(known) - set(now))} gone, and the flat vectors are of those before. Call add_param_group() "
-            "to add parameters and requires_grad_(False) to leave some out, or make the optimizer anew"
-        )
     for one in space.tensors:
         if not isinstance(state.get(one.param), Shown):
             raise RuntimeError(
