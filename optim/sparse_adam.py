@@ -33,7 +33,7 @@ from thinwire.contract.hyperparameters import BETAS, EPS, LR
 from thinwire.optim.engine.checking import ABSENT, Row, is_count, merged_groups, refuse, refuse_missing
 from thinwire.optim.engine.hyperparameters import check_group
 from thinwire.optim.engine.local import is_dtensor, mark
-from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_edited
+from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_listed_otherwise
 from thinwire.optim.engine.parameters import digest
 
 Exchanged = Literal["int8", "fp32"]
