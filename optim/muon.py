@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 Narrow = Literal["momentum", "error_memory"]
 """What may be kept in bfloat16."""
+Batch = list[tuple[int, slice]]
+"""Tensors: number and place of each."""
 PIECE = 1 << 20
 """Elements for which there is scratch where a result is read, or updates of vectors are made together."""
 
@@ -120,6 +122,7 @@ class Orthogonalising(Algorithm[State]):
     def set_ages(self, ages: Sequence[Age]) -> None:
         """As FlatOptimizer.set_ages; and find the rules of what is laid out."""
         super().set_ages(ages)
+        self._batches: dict[tuple[int, int, str | None], list[Batch]] = {}
         rules = rules_of([{**group, "rule": None} for group in self.param_groups], self.model)
         found = [rules[tensor.param] for tensor in self.space.tensors]
         if found != getattr(self, "_rules", None):
@@ -134,38 +137,34 @@ class Orthogonalising(Algorithm[State]):
             counts[rule] += param.numel()
         return {rule: count for rule, count in counts.items() if count}
 
-    def batches(self, h: MuonHyper, span: slice) -> list[list[tuple[int, slice]]]:
-        """The tensors that have elements in a span, as tensors_in() gives them: vectors together, others each alone.
+    def batches(self, h: MuonHyper, span: slice) -> list[Batch]:
+        """The tensors that have elements in a span, as tensors_in() gives them: vectors together, and the others.
 
-        So many small vectors take a few calls. What is made of a batch at a time, a few copies of it, is bounded: it
+        So many small tensors take a few calls. What is made of a batch at a time, a few copies of it, is bounded: it
         has at most PIECE elements, or is one tensor.
         """
-        alone: list[list[tuple[int, slice]]] = []
-        together: list[list[tuple[int, slice]]] = []
-        room = 0
-        for i, at in tensors_in(self, span):
-            if self._rule(i, h) != "vector":
-                alone.append([(i, at)])
-                continue
-            room -= at.stop - at.start
-            if room < 0 or not together:
-                together.append([])
-                room = PIECE - (at.stop - at.start)
-            together[-1].append((i, at))
-        return [*alone, *together]
+        key = span.start, span.stop, h.rule
+        if key not in self._batches:
+            own = list(tensors_in(self, span))
+            of_kind = ([one for one in own if (self._rule(one[0], h) == "vector") == kind] for kind in (False, True))
+            self._batches[key] = [batch for kind in of_kind for batch in _bounded(kind)]
+        return self._batches[key]
 
     def updates_of(self, batch: Sequence[int], m: Tensors, g: Tensors, h: MuonHyper) -> list[Tensor]:
-        """u of these tensors, a batch, new, of momenta as they are with these gradients. All are float[elements].
+        """u of these tensors, of a batch, new, of momenta as they are with these gradients. All are float[elements].
 
         Of a shard its part of the whole tensor's, of which each rank of the box makes all: collective there, but for
         vectors, where each entry is by itself.
         """
         of_w = torch._foreach_lerp(g, m, h.momentum) if h.nesterov else m
-        if (rule := self._rule(batch[0], h)) == "vector":
+        if self._rule(batch[0], h) == "vector":
             return vectors(of_w)
-        tensor = self.space.tensors[batch[0]]
-        u = RULES[rule](whole(of_w[0].view(tensor.shape), tensor.param))
-        return [part_of(u, tensor.param).reshape(-1)]
+        found = []
+        for i, w in zip(batch, of_w, strict=True):
+            tensor = self.space.tensors[i]
+            u = RULES[self._rule(i, h)](whole(w.view(tensor.shape), tensor.param))
+            found.append(part_of(u, tensor.param).reshape(-1))
+        return found
 
     def _rule(self, i: int, h: MuonHyper) -> str:
         return h.rule or self._rules[i]
@@ -209,7 +208,7 @@ class Muon(DenseOptimizer[MuonState], Orthogonalising[MuonState]):
         self.mean_gradient_()
         for h in groups:
             for batch in self.batches(h, h.span):
-                m, g, p = ([x_N[at] for _, at in batch] for x_N in (m_N, space.g_N, space.p_N))
+                m, g, p = (parts_of(x_N, [at for _, at in batch]) for x_N in (m_N, space.g_N, space.p_N))
                 torch._foreach_lerp_(m, g, 1 - h.momentum)
                 u = self.updates_of([i for i, _ in batch], m, g, h)
                 torch._foreach_mul_(p, 1 - h.lr * h.weight_decay)
@@ -310,26 +309,30 @@ class OneBitMuon(OwnMomentum[OneBitMuonState], Orthogonalising[OneBitMuonState])
     def _formed(self, groups: Sequence[MuonHyper], at: slice, runs: LeftGradients) -> Tensor:
         """These elements of this rank's update, new."""
         u_b = self.space.g_N.new_zeros(at.stop - at.start)
+        made: list[tuple[slice, Tensor]] = []
         for h in groups:
             for batch in self.batches(h, slice(max(at.start, h.span.start), min(at.stop, h.span.stop))):
                 fresh = [] if self._of_box else [one for one in batch if one[0] not in self._sent]
                 if fresh:
-                    self._sent.update((i, (u, len(u))) for i, u in self._made(fresh, runs, h).items())
-                into, parts = [], []
+                    self._sent.update((i, (u, u.numel())) for i, u in self._made(fresh, runs, h).items())
                 for i, own in batch:
                     low, high = max(at.start, own.start), min(at.stop, own.stop)
                     u, left = (self._of_box[i], 0) if self._of_box else self._sent.pop(i)
-                    into.append(u_b[low - at.start : high - at.start])
-                    parts.append(u[low - own.start : high - own.start])
+                    part = u if (low, high) == (own.start, own.stop) else u[low - own.start : high - own.start]
+                    made.append((slice(low - at.start, high - at.start), part))
                     if left > high - low:
                         self._sent[i] = u, left - (high - low)
-                torch._foreach_copy_(into, parts)
+        if made:
+            made.sort(key=lambda one: one[0].start)
+            torch._foreach_copy_(parts_of(u_b, [into for into, _ in made]), [part for _, part in made])
         return u_b
 
-    def _made(self, batch: Sequence[tuple[int, slice]], runs: LeftGradients, h: MuonHyper) -> dict[int, Tensor]:
+    def _made(self, batch: Batch, runs: LeftGradients, h: MuonHyper) -> dict[int, Tensor]:
         """Of each tensor of a batch its update, new, of its momentum with this step's gradient in it."""
-        which, g = [i for i, _ in batch], [self._gradient(i, at, runs) for i, at in batch]
-        before = [self.vectors.m_N[at].to(self.space.g_N.dtype) for _, at in batch]
+        which, g = [i for i, _ in batch], self._gradients_of(batch, runs)
+        before = parts_of(self.vectors.m_N, [at for _, at in batch])
+        if "momentum" in self.narrow:
+            before = [m.to(self.space.g_N.dtype) for m in before]
         u = self.updates_of(which, torch._foreach_lerp(before, g, 1 - h.momentum), g, h)
         return dict(zip(which, u, strict=True))
 
@@ -340,17 +343,20 @@ class OneBitMuon(OwnMomentum[OneBitMuonState], Orthogonalising[OneBitMuonState])
         digits for unless g is m to a few hundredths. Then each is widened by itself.
         """
         own = list(tensors_in(self, h.span))
-        m, g = [self.vectors.m_N[at] for _, at in own], [self._gradient(i, at, runs) for i, at in own]
+        m, g = parts_of(self.vectors.m_N, [at for _, at in own]), self._gradients_of(own, runs)
         if "momentum" not in self.narrow:
             torch._foreach_lerp_(m, g, 1 - h.momentum)
             return
         for narrow, one in zip(m, g, strict=True):
             narrow.copy_(torch.lerp(narrow.to(one.dtype), one, 1 - h.momentum))
 
-    def _gradient(self, i: int, at: slice, runs: LeftGradients) -> Tensor:
-        """Of the i-th tensor, where it is."""
-        run = runs[i] if runs else None
-        return self.space.g_N[at] if run is None else run
+    def _gradients_of(self, batch: Batch, runs: LeftGradients) -> list[Tensor]:
+        """Of these tensors, where they are."""
+        flat = parts_of(self.space.g_N, [at for _, at in batch])
+        if not runs:
+            return flat
+        left = [runs[i] for i, _ in batch]
+        return [x if run is None else run for x, run in zip(flat, left, strict=True)]
 
     def update(self, plan: StepPlan, groups: Sequence[MuonHyper]) -> None:
         """One step on this rank.
@@ -375,6 +381,33 @@ class OneBitMuon(OwnMomentum[OneBitMuonState], Orthogonalising[OneBitMuonState])
     def stats(self) -> dict[str, Any]:
         """As for all optimizers; rules: elements that each moves."""
         return {**super().stats(), "rules": self.count_rules()}
+
+
+def _bounded(own: Batch) -> list[Batch]:
+    """The same in batches of at most PIECE elements, or of one tensor."""
+    found: list[Batch] = []
+    room = 0
+    for i, at in own:
+        room -= at.stop - at.start
+        if room < 0 or not found:
+            found.append([])
+            room = PIECE - (at.stop - at.start)
+        found[-1].append((i, at))
+    return found
+
+
+def parts_of(x_N: Tensor, places: Sequence[slice]) -> list[Tensor]:
+    """x_N[at] of each of these, which ascend and are disjoint: views, made in one call."""
+    sizes: list[int] = []
+    numbers, end = [], 0
+    for at in places:
+        if at.start > end:
+            sizes.append(at.start - end)
+        numbers.append(len(sizes))
+        sizes.append(at.stop - at.start)
+        end = at.stop
+    cut = x_N[:end].split_with_sizes(sizes)
+    return [cut[number] for number in numbers]
 
 
 def tensors_in(optimizer: Algorithm[Any], span: slice) -> Iterator[tuple[int, slice]]:

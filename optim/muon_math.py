@@ -89,8 +89,9 @@ def unit(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 def matrix(m: Tensor) -> Tensor:
     """float[rows, ...]: all dimensions but the first are columns, as a convolution's are. New, in that shape."""
-    x = m.reshape(m.shape[0], -1)
-    return orthogonalised(x).mul_(SIZE * sqrt(max(x.shape))).reshape(m.shape)
+    x = m if m.dim() == 2 else m.reshape(m.shape[0], -1)
+    u = orthogonalised(x).mul_(SIZE * sqrt(max(x.shape)))
+    return u if m.dim() == 2 else u.reshape(m.shape)
 
 
 def matrices(m: Tensor) -> Tensor:

@@ -193,24 +193,27 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
         """Exchange the momentum, then descend along what was received."""
         self.exchange_(plan)
         s, p_N, result = self.vectors, self.space.p_N, self.reduce.result
-        for span in self.reduce.buckets.spans:
-            for h, part in self._pieces(groups, slice(*span)):
-                step = torch.empty_like(p_N[part])
-                result.decode_(step, part.start, part.stop)
-                if h.nesterov or self.sends_gradient:
-                    before = s.momentum.decode_(torch.empty_like(step), part).mul_(h.momentum)
-                if self.sends_gradient:
-                    s.momentum.floats()[part] = step.add_(before)
-                if h.nesterov:
-                    step.mul_(1 + h.momentum).sub_(before)
-                p_N[part].sub_(step.mul_(h.lr))
+        for h, part in self._pieces(groups, slice(0, len(p_N))):
+            step = torch.empty_like(p_N[part])
+            result.decode_(step, part.start, part.stop)
+            if h.nesterov or self.sends_gradient:
+                before = s.momentum.decode_(torch.empty_like(step), part).mul_(h.momentum)
+            if self.sends_gradient:
+                s.momentum.floats()[part] = step.add_(before)
+            if h.nesterov:
+                step.mul_(1 + h.momentum).sub_(before)
+            p_N[part].sub_(step.mul_(h.lr))
         self.reduce.commit()
         if not self.sends_gradient:
             s.momentum.received()
 
     def _pieces(self, groups: Sequence[MomentumHyper], at: slice) -> Iterator[tuple[MomentumHyper, slice]]:
-        """The elements `at`, a bucket, by run; on a CPU in pieces that its cache holds from operation to operation."""
-        most = PIECE if self.space.p_N.device.type == "cpu" else at.stop - at.start
+        """The elements `at` by run; on a CPU in pieces that its cache holds from operation to operation, else as many
+
+        at a time as a bucket has, small buckets together.
+        """
+        spans = [] if self.space.p_N.device.type == "cpu" else self.reduce.buckets.spans
+        most = max([PIECE, *(stop - start for start, stop in spans)])
         for h in groups:
             for start in range(max(at.start, h.span.start), min(at.stop, h.span.stop), most):
                 yield h, slice(start, min(start + most, at.stop, h.span.stop))

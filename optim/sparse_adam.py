@@ -33,7 +33,7 @@ from thinwire.contract.hyperparameters import BETAS, EPS, LR
 from thinwire.optim.engine.checking import ABSENT, Row, is_count, merged_groups, refuse, refuse_missing
 from thinwire.optim.engine.hyperparameters import check_group
 from thinwire.optim.engine.local import is_dtensor, mark
-from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_edited
+from thinwire.optim.engine.orphans import listed, refuse_copy, refuse_listed_otherwise
 from thinwire.optim.engine.parameters import digest
 
 Exchanged = Literal["int8", "fp32"]
@@ -121,7 +121,7 @@ class SparseAdam(Optimizer):
                 loss = closure()
         if getattr(self, "grad_scale", None) is not None:
             raise RuntimeError("a GradScaler calls SparseAdam.step(): use torch.autocast with bfloat16 and no scaler")
-        refuse_edited({}, self.param_groups, self._listed, [])
+        refuse_listed_otherwise(self.param_groups, self._listed)
         given, alike = [table.touched() for table in self.tables], json.dumps(self._alike()).encode()
         counts = [fault or len(ids) for ids, _, fault in given]
         is_written = any(table.is_written for table in self.tables)

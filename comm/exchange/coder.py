@@ -288,7 +288,13 @@ class Coder(ABC):
             self._parts[k] = _by_segment(at.start, at.stop, self.buckets.layout)
         if not any(part.run is not None and given.runs[part.run] is not None for part in self._parts[k]):
             return [given.vector_N[at]]
-        return [part.of(given.vector_N, given.runs) for part in self._parts[k]]
+        vector_N, runs = given.vector_N, given.runs
+        return [
+            run
+            if part.run is not None and part.inside is None and (run := runs[part.run]) is not None
+            else part.of(vector_N, runs)
+            for part in self._parts[k]
+        ]
 
     def formed(self, k: int, given: Given) -> Tensor:
         """Bucket k of what is to be encoded: float[b]. Not to be modified: it may be part of what was given.

@@ -34,8 +34,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 
 import torch
@@ -202,12 +202,10 @@ class SidePipeline(Pipeline):
         self.gate = DeviceGate(streams, like)
         before_abort(group, self.gate)
 
-    @contextmanager
-    def fed(self) -> Iterator[None]:
-        """Inside, work is queued on the side stream, behind all that the caller has queued on its own."""
+    def fed(self) -> AbstractContextManager[object]:
+        """Inside, work is queued on the side stream, behind all that the caller has queued on its own until now."""
         self._side.wait_event(self._streams.current().record_event())
-        with self._streams.on(self._side):
-            yield
+        return self._streams.on(self._side)
 
     def hold(self, pending: Pending) -> None:
         """The stream waits, not the host."""

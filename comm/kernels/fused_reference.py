@@ -86,7 +86,7 @@ def decoded(rows: RowMemory, table: BlockTable) -> Tensor:
 
 def require_cover(parts: Sequence[Tensor], table: BlockTable) -> None:
     """Raises: ValueError where the parts hold more or less than the table's elements."""
-    if sum(part.numel() for part in parts) != table.numel:
+    if sum(map(Tensor.numel, parts)) != table.numel:
         raise ValueError(f"parts of {[part.numel() for part in parts]} values must cover {table.numel} elements")
 
 

@@ -18,7 +18,7 @@ buckets wait for step(). A rank's own share has it (rank_state_dict).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ class Clipping:
         self._squares: dict[int, Tensor] = {}
         self._next_K: Tensor | None = None
         self._num_shortened = 0
-        self._runs: LeftGradients = ()
+        self._where: Callable[[], LeftGradients] = tuple
 
     def forget(self) -> None:
         """Let the next step clip by its exact norm. Local; the same on every rank."""
@@ -63,7 +63,7 @@ class Clipping:
 
     def over(self, exchange: Exchange, bound: float) -> Exchange:
         """The same exchange, where each bucket is shortened before it goes."""
-        self._runs = exchange.runs  # measure() may come before any bucket
+        self._where = lambda: exchange.runs  # measure() may come before any bucket, and before any is taken
         return exchange.preceded(partial(self._shorten, bound), share_memory=self._space.box is not None)
 
     def _shorten(self, bound: float, k: int) -> Sequence[int]:
@@ -100,7 +100,7 @@ class Clipping:
             self._space.shorten_by_known_norm(bound)
             return
         assert self._space.gradient_norm is not None
-        self._runs = ()
+        self._where = tuple
         if pieces := [x for k in range(self._num_shortened, len(self._groups)) for x in self._pieces(k)]:
             torch._foreach_mul_(pieces, shortening(self._space.gradient_norm, bound))
 
@@ -140,7 +140,7 @@ class Clipping:
 
     def _pieces(self, k: int) -> list[Tensor]:
         """The gradients of bucket k's tensors, where they are; writing them leaves p.grad's version as it is."""
-        runs, space = self._runs, self._space
+        runs, space = self._where(), self._space
         where = [runs[i] if runs else None for i in self._groups[k]]
         return [
             space.g_N[space.tensors[i].start : space.tensors[i].stop] if run is None else run.data

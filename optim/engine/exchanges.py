@@ -26,7 +26,7 @@ from thinwire.comm.kernels.choose import reads_narrow
 from thinwire.comm.layout import VectorLayout
 from thinwire.comm.protocol import FullWire
 from thinwire.optim.engine.flat import Keeps
-from thinwire.optim.engine.local import holders
+from thinwire.optim.engine.lying import holders
 
 
 class Carrier(Protocol):
@@ -59,7 +59,7 @@ LeftGradients = Sequence[Tensor | None]
 class LeftInPlace:
     """Gradients that are read where backward left them: of tensors that stand alone in the layout, like g in type.
 
-    also: of what other types they may be. runs: of each tensor, those that were taken.
+    also: of what other types they may be.
     """
 
     def __init__(self, layout: VectorLayout, g_N: Tensor, also: Sequence[torch.dtype] = ()) -> None:
@@ -67,7 +67,9 @@ class LeftInPlace:
         self._types: Sequence[torch.dtype] = (g_N.dtype, *also)
         self._first, self._bytes, self._device = g_N.data_ptr(), g_N.nbytes, g_N.device
         self._only_alone = False
-        self.runs: list[Tensor | None] = [None] * len(layout.live)
+        self._taken: list[Tensor | None] = [None] * len(layout.live)
+        self.runs: LeftGradients = ()
+        """Of each tensor, what was taken; empty while nothing is: then nobody looks through it, bucket by bucket."""
 
     def are_written(self, *, share_memory: bool) -> None:
         """Take only what is like g in type and, unless they share_memory side by side as shards do, has its own."""
@@ -76,20 +78,22 @@ class LeftInPlace:
 
     def take(self, index: int, grad: Tensor) -> bool:
         """Use it, where that can be done; it must not change until the commit. What lies in g is read there."""
-        if index not in self._alone or grad.dtype not in self._types or grad.layout != torch.strided:
+        if index not in self._alone or grad.dtype not in self._types or grad.layout is not torch.strided:
             return False
-        shared = self._only_alone and holders(grad.untyped_storage()) > 1  # one for two, where views of them are added
         at = grad.data_ptr()
-        if shared or at % ALIGNED or 0 <= at - self._first < self._bytes:
+        if at % ALIGNED or 0 <= at - self._first < self._bytes or grad.device != self._device:
             return False
-        if grad.device != self._device or not grad.is_contiguous():
+        if self._only_alone and holders(grad.untyped_storage()) > 1:  # one for two, where views of them are added
             return False
-        self.runs[index] = grad.view(-1)
+        if not grad.is_contiguous():
+            return False
+        self._taken[index] = grad if grad.dim() == 1 else grad.view(-1)
+        self.runs = self._taken
         return True
 
     def read(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Where the gradient of each tensor is read, but of those without elements. views: its part of g."""
-        chosen = (view if run is None else run for view, run in zip(views, self.runs, strict=True))
+        chosen = (view if run is None else run for view, run in zip(views, self._taken, strict=True))
         return [x for x in chosen if x.numel()]
 
 
@@ -166,9 +170,9 @@ def formed_sum(
     that are exchanged; None: all.
     """
     reduce.begin(memory, at=at)
-    runs: LeftGradients = () if where is None else where.runs
 
     def launch(k: int) -> None:
+        runs: LeftGradients = () if where is None else where.runs
         reduce.launch_formed(k, lambda at: form(at, runs), g_N, runs, added)
 
     return Exchange(reduce, launch, where)

@@ -12,7 +12,7 @@ A parameter in whose memory something else lies keeps that memory, so that who l
 becomes: another process, a buffer, a frozen layer that is tied by its memory, a NumPy array, another model. So does a
 shard of a DTensor that FSDP pads (local.py).
 
-What lies in a flat vector has a storage of its own there (`_alone`): so what saves tensors writes that tensor and no
+What lies in a flat vector has a storage of its own there (lying.alone): so what saves tensors writes that tensor and no
 other, and what replaces or moves its storage leaves the flat vector as it is. Whether it still lies there is found at
 each step by its address, beside that of views that nobody else has.
 """
@@ -22,14 +22,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import eq
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from thinwire.optim.engine.box import Box
-from thinwire.optim.engine.local import as_dtensor, holders, local, local_gradient, mark
+from thinwire.optim.engine.local import as_dtensor, local, local_gradient, mark
+from thinwire.optim.engine.lying import DTYPE, GRAD, SHAPE, VERSION, Lying, alone, are, holders
 from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, refuse_unfit_gradient
 from thinwire.optim.engine.places import places
 
@@ -64,7 +66,7 @@ class FlatSpace:
         self.g_N = torch.zeros_like(self.p_N)
         self.box = Box.of([tensor.param for tensor in self.tensors])
         self._parameters, self._gradients = self.views(self.p_N), self.views(self.g_N)
-        self._shown = [_alone(view) for view in self._gradients]
+        self._shown = [alone(view) for view in self._gradients]
         self._given = [as_dtensor(x, tensor.param) for x, tensor in zip(self._shown, self.tensors, strict=True)]
         """What p.grad is set to: the gradient shown, of a shard as a DTensor."""
         self.copies: dict[int, Tensor] = {}
@@ -79,11 +81,9 @@ class FlatSpace:
         self._low = [i for i, tensor in enumerate(self.tensors) if tensor.param.dtype in LOW_PRECISION]
         self._in_place: set[int] = set()
         """Those in memory that something else lies in."""
-        self._dtypes = [tensor.param.dtype for tensor in self.tensors]
-        self._shapes = [view.shape for view in self._parameters]
-        self._devices = [self.p_N.device] * len(self.tensors)
-        self._at = [view.data_ptr() for view in self._parameters]
-        self._gradient_is = [_place(view) for view in self._gradients]
+        self.params: list[Tensor] = [tensor.param for tensor in self.tensors]  # refuse_orphans() counts who holds them
+        self._dtypes = list(map(DTYPE, self.params))
+        self._lying, self._gradients_lie = Lying(self._parameters), Lying(self._gradients)
         """Of each tensor, what its parameter must be like, and where it and its gradient lie in the flat vectors."""
         self._written: dict[int, tuple[int, int]] = {}
         self._looks, self._looks_at_all = 0, False
@@ -105,8 +105,8 @@ class FlatSpace:
 
     def _here(self, indices: Iterable[int] | None = None) -> list[Tensor]:
         """What is here of each parameter, or of these."""
-        chosen = self.tensors if indices is None else [self.tensors[i] for i in indices]
-        return [local(one.param) for one in chosen] if self.box else [one.param for one in chosen]
+        chosen = self.params if indices is None else [self.params[i] for i in indices]
+        return list(map(local, chosen)) if self.box else chosen
 
     def spread(self, values: Sequence[float]) -> Tensor:
         """The value of its parameter group at each element: float[N], 0 where none is."""
@@ -150,22 +150,23 @@ class FlatSpace:
     def take_moved(self) -> None:
         """take_changes(), of those that are not in low precision: they lie in p_N again, unless they stay in place."""
         here = self._here()
-        self._refuse_changed(here)
-        now = [one.data_ptr() for one in here]
-        if now == self._at:
+        if self._lying.all_hold(here):  # what is there is on their device
             return
+        self._refuse_changed(here)
         low = set(self._low)
-        apart = [i for i, (at, own) in enumerate(zip(now, self._at, strict=True)) if at != own and i not in low]
+        apart = [i for i, x in enumerate(here) if i not in low and not self._lying.holds(i, x)]
         if not apart:
             return
         stays = set() if self.box else self._held_elsewhere(apart)
-        torch._foreach_copy_([self._parameters[i] for i in apart], [here[i] for i in apart])
+        # What was turned in its own memory is read while that is written: from a copy.
+        values = [here[i].clone() if here[i].data_ptr() == self._lying.at[i] else here[i] for i in apart]
+        torch._foreach_copy_([self._parameters[i] for i in apart], values)
         for index in apart:
             if self.box:
-                lies = self.box.lay_in(_alone(self._parameters[index]), self.tensors[index].param)
+                lies = self.box.lay_in(alone(self._parameters[index]), self.tensors[index].param)
                 stays |= set() if lies else {index}
             elif index not in stays:
-                self.tensors[index].param.data = _alone(self._parameters[index])
+                self.tensors[index].param.data = alone(self._parameters[index])
         fresh, self._in_place = set() if self.box else stays - self._in_place, stays
         if fresh:
             logger.warning(
@@ -268,9 +269,8 @@ class FlatSpace:
         self._refuse_changed(self._here())
 
     def _refuse_changed(self, here: list[Tensor]) -> None:
-        # Each step asks it of every parameter: of all at once, where nothing has changed.
-        alike = [param.shape for param in here] == self._shapes and [param.dtype for param in here] == self._dtypes
-        if alike and [param.device for param in here] == self._devices:
+        alike = list(map(SHAPE, here)) == self._lying.shapes and list(map(DTYPE, here)) == self._dtypes
+        if alike and all(param.device == self.p_N.device for param in here):
             return
         for tensor, param, dtype, view in zip(self.tensors, here, self._dtypes, self._parameters, strict=True):
             if param.dtype != dtype or param.device != self.p_N.device or param.shape != view.shape:
@@ -338,11 +338,11 @@ class FlatSpace:
 
     def marks_of_gradients(self, indices: Iterable[int]) -> list[tuple[int, int]]:
         """Of each what changes when its memory is replaced or written, of a shard through its DTensor too."""
-        tensors = self.tensors
-        grads = [tensors[i].param.grad for i in indices]
-        if self.box is not None:
-            return [(0, 0) if grad is None else mark(grad) for grad in grads]
-        return [(0, 0) if grad is None else (grad.data_ptr(), grad._version) for grad in grads]
+        params = self.params
+        grads = [params[i].grad for i in indices]
+        if self.box is None and NoneType not in map(type, grads):
+            return list(zip(map(Tensor.data_ptr, grads), map(VERSION, grads), strict=True))  # type: ignore[arg-type]
+        return [(0, 0) if grad is None else mark(grad) for grad in grads]
 
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
@@ -360,7 +360,8 @@ class FlatSpace:
         done: which tensors' are there already, or are read elsewhere, and are left; none by default. keeps: as in
         take_gradients. Raises: ValueError, naming the parameter; then nothing is modified.
         """
-        self.quiet = self.take_gradients([i for i in range(len(self.tensors)) if not (done and done[i])], keeps)
+        every = range(len(self.tensors))
+        self.quiet = self.take_gradients([i for i in every if not done[i]] if any(done) else every, keeps)
 
     @torch.no_grad()
     def take_gradients(self, indices: Sequence[int], keeps: Keeps | None = None, *, is_zero: bool = False) -> list[int]:
@@ -377,7 +378,7 @@ class FlatSpace:
                 missing.append(view)
                 quiet.append(i)
                 self._untouched[i] = self._version(i)
-            elif grad.layout != torch.strided or not _lies(grad, self._gradient_is[i]):
+            elif grad.layout != torch.strided or not self._gradients_lie.holds(i, grad):
                 into.append(view)
                 dense = grad if grad.layout == torch.strided else grad.to_dense()
                 foreign.append(dense.clone() if self.lies_flat(dense) else dense)  # the same memory, read otherwise
@@ -398,20 +399,26 @@ class FlatSpace:
         given, shown = self._given[index], self._shown[index]
         return shown._version if given is shown else shown._version + given._version
 
+    def _versions(self) -> list[int]:
+        found: list[int] = list(map(VERSION, self._shown))
+        return found if self.box is None else [self._version(i) for i in range(len(found))]
+
     def _fit(
         self, grads: Iterable[tuple[int, Tensor | None]], keeps: Keeps | None, quiet: list[int]
     ) -> list[tuple[int, Tensor | None]]:
         """What is here of these, but for those that are kept, of which quiet gets the old. Raises: ValueError."""
         found: list[tuple[int, Tensor | None]] = []
-        tensors, shapes, dtypes, device = self.tensors, self._shapes, self._dtypes, self.p_N.device
+        tensors, shapes, dtypes, device = self.tensors, self._lying.shapes, self._dtypes, self.p_N.device
         for i, grad in grads:
             if grad is None:
                 found.append((i, grad))
                 continue
             here = grad if self.box is None else local_gradient(grad, tensors[i].param)
             if keeps is not None and keeps(i, here):
-                before, self._left[i] = self._left.get(i), (id(grad), grad._version)
-                quiet += [i] if before == self._left[i] else []
+                now = id(grad), grad._version
+                if self._left.get(i) == now:
+                    quiet.append(i)
+                self._left[i] = now
                 continue
             if grad.shape != shapes[i] or grad.dtype != dtypes[i] or grad.device != device:
                 if self.box is None and grad.shape != shapes[i]:
@@ -422,14 +429,19 @@ class FlatSpace:
 
     def _kept(self, indices: Sequence[int]) -> tuple[list[int], list[tuple[int, Tensor | None]]]:
         """Takes the gradients that lie where they were shown, as most do. Those without a new one; and the others."""
+        params, given, taken = self.params, self._given, self._taken
+        is_all = indices == range(len(params))
+        grads: list[Tensor | None] = list(map(GRAD, params if is_all else [params[i] for i in indices]))
+        if self.box is not None:
+            return [], list(zip(indices, grads, strict=True))
+        if is_all and are(grads, given) and self._gradients_lie.all_hold(given):
+            self._taken = list(map(VERSION, given))
+            return [i for i in indices if taken[i] == self._taken[i]] if any(map(eq, taken, self._taken)) else [], []
         quiet: list[int] = []
         others: list[tuple[int, Tensor | None]] = []
-        tensors, given, place, taken = self.tensors, self._given, self._gradient_is, self._taken
-        if self.box is not None:
-            return quiet, [(i, tensors[i].param.grad) for i in indices]
-        for i in indices:
-            grad, own = tensors[i].param.grad, given[i]
-            if grad is not own or not _lies(own, place[i]):
+        for i, grad in zip(indices, grads, strict=True):
+            own = given[i]
+            if grad is not own or not self._gradients_lie.holds(i, own):
                 others.append((i, grad))
                 continue
             version = own._version
@@ -495,15 +507,15 @@ class FlatSpace:
 
         g_N keeps what it held, until take_gradients or gather_gradients have brought the next ones.
         """
-        for tensor in self.tensors:
-            tensor.param.grad = None
+        for param in self.params:
+            param.grad = None
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
         """g_N <- 0, and gradients are views of it again. Those in low precision become None, or zero.
 
         Raises: ValueError for a parameter of another shape; then nothing is modified.
         """
-        if self.box is None and [tensor.param.shape for tensor in self.tensors] != self._shapes:
+        if self.box is None and list(map(SHAPE, self.params)) != self._lying.shapes:
             self.refuse_changed()
         self.g_N.zero_()
         for i in self._low:
@@ -512,20 +524,23 @@ class FlatSpace:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.detach_().zero_()
-        self._show_gradients(range(len(self.tensors)))
-        self._untouched = [self._version(i) for i in range(len(self._shown))]
+        if not (are(list(map(GRAD, self.params)), self._given) and self._gradients_lie.all_hold(self._shown)):
+            self._show_gradients(range(len(self.tensors)))
+        self._untouched = self._versions()
 
     def _show_gradients(self, indices: Sequence[int]) -> None:
         """Backward adds into the flat gradient, where the parameter has its dtype."""
         for i in indices:
             param, view = self.tensors[i].param, self._gradients[i]
-            if param.grad is self._given[i] and _lies(self._shown[i], self._gradient_is[i]):
+            if param.grad is self._given[i] and self._gradients_lie.holds(i, self._shown[i]):
                 continue
             if param.dtype == view.dtype:
                 if self.box is None and param.shape != view.shape:
                     self.refuse_changed()
-                if not _lies(self._shown[i], self._gradient_is[i]):  # somebody replaced its storage, as model.to() does
-                    self._shown[i] = _alone(view)
+                if not self._gradients_lie.holds(
+                    i, self._shown[i]
+                ):  # somebody replaced its storage, as model.to() does
+                    self._shown[i] = alone(view)
                     self._given[i] = as_dtensor(self._shown[i], param)
                 param.grad = self._given[i]
 
@@ -534,27 +549,6 @@ def shortening(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that brings a vector of this norm, 0-dim, to max_norm at most, as torch.nn.utils.clip_grad_norm_."""
     # NaN would reach the dead elements, which nothing clears
     return (max_norm / (norm + 1e-6)).clamp_(max=1.0).nan_to_num_(1.0)
-
-
-def _alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor with a storage of its own, just as long, at which nothing else can be reached.
-
-    It keeps the memory alive. Its version counter is its own.
-    """
-    return from_dlpack(view)
-
-
-_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
-
-
-def _place(x: Tensor) -> _Place:
-    """Where a dense tensor lies, and how its memory is read: `.data =` and t_() change that in the tensor itself."""
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
-
-
-def _lies(x: Tensor, place: _Place) -> bool:
-    at, shape, stride, dtype = place
-    return x.data_ptr() == at and x.stride() == stride and x.shape == shape and x.dtype is dtype
 
 
 class _Answer:

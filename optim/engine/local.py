@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.optim.engine.lying import holders
+
 _are_dtensors: dict[type, bool] = {Tensor: False, nn.Parameter: False}
 """By type of tensor. It is asked of every parameter and gradient, several times a step."""
 
@@ -106,11 +108,6 @@ def mark(x: Tensor) -> tuple[int, int]:
         return x.data_ptr(), x._version
     here = local(x)
     return here.data_ptr(), here._version + x._version
-
-
-def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and arrays hold a storage, beside the object that it was asked of."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def lay_in(here: Tensor, param: Any, gatherer: Any) -> bool:

@@ -265,7 +265,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
     def _step(self) -> None:
         """Raises: as step(), and then parameters, state and step count are as before the call."""
         refuse_late_process_group(self.group)
-        refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
+        refuse_edited(self.state, self.param_groups, self.listed, self.space)
         if self.reader is not None and self.gradients == "own" and self.group.size > 1:
             own = self.compresses or self.space.box is not None or self.space.master_bytes > 0
             refuse_reader(self.reader, compresses=own)
@@ -538,7 +538,7 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
 
     def _begin_early(self) -> Exchange | str:
         """What hooks of the backward that begins now may send, or why they may not."""
-        refuse_edited(self.state, self.param_groups, self.listed, self.space.tensors)
+        refuse_edited(self.state, self.param_groups, self.listed, self.space)
         if self.is_out_of_phase or not changing.is_laid_out(self):
             return "other parameters are trained than in the step before: step() lays them out anew"
         plan = self.plan(self.num_steps + 1)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import Tensor
 
+from thinwire.optim.engine.flat import FlatSpace
 from thinwire.optim.engine.places import FlatTensor
 from thinwire.optim.engine.state import Shown
 
@@ -32,8 +34,8 @@ def refuse_orphans(tensors: Sequence[FlatTensor], state: Mapping[Tensor, Any]) -
     Raises: RuntimeError naming the first that nothing else holds, with what to do.
     """
     for one in tensors:
-        # Its own: an attribute of FlatTensor, an entry of a group's list, and a key of the state.
-        own = OF_ONE_ATTRIBUTE + 1 + (one.param in state)
+        # Its own: an attribute of FlatTensor, entries of FlatSpace's list and of a group's, and a key of the state.
+        own = OF_ONE_ATTRIBUTE + 2 + (one.param in state)
         if sys.getrefcount(one.param) > own or one.param._use_count() > 1:  # type: ignore[attr-defined]
             continue
         raise RuntimeError(
@@ -46,27 +48,32 @@ def refuse_orphans(tensors: Sequence[FlatTensor], state: Mapping[Tensor, Any]) -
 
 def listed(param_groups: list[dict[str, Any]]) -> list[int]:
     """The ids of all parameters in the groups, in order."""
-    return [id(param) for group in param_groups for param in group["params"]]
+    return [one for group in param_groups for one in map(id, group["params"])]
 
 
-def refuse_edited(
-    state: Mapping[Tensor, Any], param_groups: list[dict[str, Any]], known: list[int], tensors: Sequence[FlatTensor]
-) -> None:
-    """known: listed() of when the groups were laid out; tensors: those that were, which `state` shows.
-
-    Raises: RuntimeError for groups or state edited by hand.
-    """
+def refuse_listed_otherwise(param_groups: list[dict[str, Any]], known: list[int]) -> None:
+    """known: as in refuse_edited(). Raises: RuntimeError for groups that list other parameters."""
     now = listed(param_groups)
-    is_whole = len(known) == len(tensors) == len(state) and set(map(id, state)) == set(known)
-    if now == known and is_whole and set(map(type, state.values())) == {Shown}:
-        return  # by far the most steps: without a look at each
     if now != known:
         raise RuntimeError(
             f"param_groups was edited by hand: it lists {len(now)} parameters, {len(set(now) - set(known))} of them "
             f"new, {len(set(known) - set(now))} gone, and the flat vectors are of those before. Call add_param_group() "
             "to add parameters and requires_grad_(False) to leave some out, or make the optimizer anew"
         )
-    for one in tensors:
+
+
+def refuse_edited(
+    state: Mapping[Tensor, Any], param_groups: list[dict[str, Any]], known: list[int], space: FlatSpace
+) -> None:
+    """known: listed() of when the groups were laid out; space: of those that were, which `state` shows, in this order.
+
+    Raises: RuntimeError for groups or state edited by hand.
+    """
+    refuse_listed_otherwise(param_groups, known)
+    num, keys = len(space.params), list(map(id, state))
+    if keys[:num] == list(map(id, space.params)) and {*map(type, islice(state.values(), num))} == {Shown}:
+        return  # by far the most steps: without a look at each
+    for one in space.tensors:
         if not isinstance(state.get(one.param), Shown):
             raise RuntimeError(
                 f"optimizer.state was emptied or replaced, of {one.label} at least: it only shows the flat vectors, "

@@ -266,11 +266,10 @@ class Overlap:
         mine = weakref.ref(self)  # hooks live as long as the parameter
         weakref.finalize(self, _forget, [id(tensor.param) for tensor in self._space.tensors], mine).atexit = False
         for index, tensor in enumerate(self._space.tensors):
+            before, after = _hooks(mine, index)
             self._handles += [
-                tensor.param.register_hook(partial(_before, mine, index)),  # type: ignore[no-untyped-call]
-                tensor.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(_after, mine, index)
-                ),
+                tensor.param.register_hook(before),  # type: ignore[no-untyped-call]
+                tensor.param.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
             ]
             _owners[id(tensor.param)] = mine
 
@@ -399,15 +398,17 @@ def _forget(params: list[int], owner: weakref.ref[Overlap]) -> None:
             del _owners[param]
 
 
-def _before(owner: weakref.ref[Overlap], index: int, grad: Tensor) -> None:
-    overlap = owner()
-    if overlap is not None:
-        here = overlap._round
-        if here is not None and here.ready[index]:
+def _hooks(owner: weakref.ref[Overlap], index: int) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+    """Of one parameter: before its gradient is added to what it has, and after. They run once a gradient."""
+
+    def before(_: Tensor) -> None:
+        overlap = owner()
+        if overlap is not None and (here := overlap._round) is not None and here.ready[index]:
             overlap._refuse_second(here, index)
 
+    def after(_: Tensor) -> None:
+        overlap = owner()
+        if overlap is not None:
+            overlap._after_accumulation(index)
 
-def _after(owner: weakref.ref[Overlap], index: int, param: Tensor) -> None:
-    overlap = owner()
-    if overlap is not None:
-        overlap._after_accumulation(index)
+    return before, after

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from operator import attrgetter
 from weakref import ref
 
 import numpy as np
@@ -135,8 +136,9 @@ class CudaKernels(Kernels):
     ) -> None:
         """reads: what the tail has addresses of."""
         require_cover(x_parts, table)
-        for part in x_parts:
-            _require_part(part, table)
+        if not _are_parts(x_parts, table):
+            for part in x_parts:
+                _require_part(part, table)
         for run in runs_of(x_parts, table):
             arguments = *kept, run.parts, np.uint32(run.first), *tail
             if run.blocks:
@@ -222,6 +224,15 @@ def _require(vector: Tensor, length: int, alignment: int, dtype: torch.dtype = D
             f"{vector.data_ptr()} must be contiguous {dtype} of shape ({length},), at a multiple of {alignment}"
         )
     return vector
+
+
+def _are_parts(parts: Sequence[Tensor], table: BlockTable) -> bool:
+    """Does _require_part() pass each of them? Asked of all at once: a bucket has as many as it has tensors."""
+    alike = {*map(_DTYPE, parts)} <= {DTYPE, NARROW} and {*map(Tensor.dim, parts)} <= {1}
+    return alike and all(map(Tensor.is_contiguous, parts)) and {*map(_DEVICE, parts)} <= {table.starts.device}
+
+
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 def _require_part(part: Tensor, table: BlockTable) -> None:

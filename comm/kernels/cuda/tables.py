@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -92,6 +93,7 @@ class Run:
         return Run(self.first, self.blocks, words.view(PARTS), self.begins)
 
 
+_DTYPE = attrgetter("dtype")
 _known: WeakKeyDictionary[BlockTable, Records] = WeakKeyDictionary()
 
 
@@ -109,7 +111,7 @@ def runs_of(parts: Sequence[Tensor], table: BlockTable) -> list[Run]:
     Raises: ValueError for a part that does not end where a block does.
     """
     records = records_of(table)
-    key = tuple([(part.numel(), part.dtype) for part in parts])
+    key = tuple(zip(map(Tensor.numel, parts), map(_DTYPE, parts), strict=True))
     cut = records.cut.get(key)
     if cut is None:
         records.cut.clear()

@@ -361,3 +361,17 @@ def test_a_parameter_of_another_shape_is_named_before_the_next_forward():
     weight.data = weight.data.view(4, 4)
     with pytest.raises(ValueError, match=r"is now torch.float32 \(4, 4\) on cpu; move and convert the model first"):
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("own_memory", [True, False])
+def test_a_parameter_that_is_turned_trains_as_it_reads(own_memory):
+    weight = torch.nn.Parameter(torch.arange(16.0).view(4, 4))
+    plain = torch.nn.Parameter(weight.detach().t().clone())
+    optimizer, reference = Adam([weight], lr=0.1), torch.optim.Adam([plain], lr=0.1)
+    weight.data = weight.data.t() if own_memory else weight.data.t().clone()
+    for _ in range(3):
+        for param, its in ((weight, optimizer), (plain, reference)):
+            its.zero_grad()
+            (param * torch.arange(16.0).view(4, 4).sub(7.0)).square().sum().backward()
+            its.step()
+    torch.testing.assert_close(weight, plain)
