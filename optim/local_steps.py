@@ -49,6 +49,7 @@ from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.exchange import gather_flags
 from thinwire.comm.kernels.peak import witness
 from thinwire.comm.protocol import Codec, Group
+from thinwire.comm.signals import deferred
 from thinwire.contract.hyperparameters import EVERY, PARTS, TOTAL_STEPS, CodecName
 from thinwire.optim.engine import changing
 from thinwire.optim.engine.exchanges import Exchange, LeftGradients, LeftInPlace, formed_sum, refusal
@@ -210,7 +211,7 @@ class LocalSteps(InRounds):
     def reached(self) -> list[object]:
         """As Algorithm.reached, with what the inner optimizer keeps."""
         ours = self.inner.ours
-        return [*super().reached(), self.state, *([] if ours is None else ours.reached())]
+        return [*super().reached(), self.state, self._rooms, *([] if ours is None else ours.reached())]
 
     def kept_beside(self, param: Tensor) -> dict[Any, Any]:
         """As Algorithm.kept_beside: the inner optimizer's among it."""
@@ -369,9 +370,10 @@ class LocalSteps(InRounds):
             assert s.start_N is not None
             assert s.base_b is not None
             x_b = self.space.p_N[self._at]
-            torch.sub(s.base_b, x_b, out=s.base_b)  # in place: new memory costs more than the sum
-            torch.sub(s.start_N[self._at], s.base_b, out=x_b)
-            self._has_arrived = False
+            with deferred():  # base is written on the way
+                torch.sub(s.base_b, x_b, out=s.base_b)  # in place: new memory costs more than the sum
+                torch.sub(s.start_N[self._at], s.base_b, out=x_b)
+                self._has_arrived = False
             self.space.write_back()
         if s.start_N is not None and self._under_way is None:
             s.base_b = None
@@ -565,7 +567,7 @@ class LocalSteps(InRounds):
         self.space.p_N.copy_(own["parameters"])
         self.space.write_back()
         if in_round:
-            s.start_N = own["start_N"].to(self.space.p_N, copy=True)
+            s.start_N = self._copied("start", own["start_N"].to(self.space.p_N))
             s.lost.fill_(own["lost"])
             parts, part, since = own.get("turn", (1, 0, self.saved["last_sync"]))
             self._at = slice(0, self.space.p_N.numel())
@@ -573,7 +575,8 @@ class LocalSteps(InRounds):
                 self._turn = Turn(part, since)
                 self._at = self._parts[(part - 1) % parts]
             if "base_N" in own:
-                s.base_b, self._has_arrived = own["base_N"][self._at].to(self.space.p_N, copy=True), True
+                base_b = own["base_N"][self._at].to(self.space.p_N)
+                s.base_b, self._has_arrived = self._copied("base", base_b), True
         else:
             self.saved["last_sync"] = self.num_steps
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 BUSY_TIMEOUT_MS = 5000
 WRITE_IDLE_MS, READ_IDLE_MS = 5000, 60_000
 """PostgreSQL ends a transaction that says nothing for so long. A process that was stopped in one that writes holds its
-locks; one that reads waits for its turn on a busy machine, and nobody for it.
+locks; one that reads waits for its turn on a busy machine, and only a change of the schema waits for it.
 """
 ENDED = frozenset({"25P03", "25P04", "25006"})
 """What PostgreSQL says of it: idle or open for too long; and, of a server that is a primary no more, read-only."""

@@ -70,7 +70,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
-    """Of the cases of a test with the mark `few(k)`, all but k get the mark `slow`; the first stays.
+    """Of the cases of a test with the mark `few(k)`, all but k get the mark `slow`; the first and the last stay.
 
     Cases with that mark are not made where `-m` rules it out: two of three are, and each process that runs tests would
     make them all. One is, where there is no other: without cases pytest takes a test for one that has no parameters.
@@ -81,14 +81,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     few = metafunc.definition.get_closest_marker("few")
     if few and not metafunc.definition.get_closest_marker("slow"):
         (k,) = few.args
-        kept = {round(place * (len(usual) - 1) / max(k - 1, 1)) for place in range(k)}
+        # One from the middle: first is the case of one rank, where nothing is compressed.
+        kept = {round(place * (len(usual) - 1) / (k - 1)) for place in range(k)} if k > 1 else {len(usual) // 2}
         for place, case in enumerate(usual):
             if place not in kept:
                 case.marks.append(pytest.mark.slow.mark)
     if "slow" in _unasked(metafunc.config):
         cases[:] = [case for case in cases if not _is_slow(case.marks)] or cases[:1]
     if (most := metafunc.config.getoption("most_cases", None)) and len(cases) > most:
-        # From the middle: first is the case of one rank, where nothing is compressed.
         cases[:] = [cases[(2 * part + 1) * len(cases) // (2 * most)] for part in range(most)]
 
 

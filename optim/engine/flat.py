@@ -157,9 +157,12 @@ class FlatSpace:
         apart = [i for i, x in enumerate(here) if i not in low and not self._lying.holds(i, x)]
         if not apart:
             return
-        stays = set() if self.box else self._held_elsewhere(apart)
-        # What was turned in its own memory is read while that is written: from a copy.
-        values = [here[i].clone() if here[i].data_ptr() == self._lying.at[i] else here[i] for i in apart]
+        # What lies in p_N in another place or way, as turned there or changed with another, is read while that is
+        # written: from a copy. Who else looks there sees what comes there.
+        first, end = self.p_N.data_ptr(), self.p_N.data_ptr() + self.p_N.nbytes
+        inside = {i for i in apart if first <= here[i].data_ptr() < end}
+        stays = set() if self.box else self._held_elsewhere([i for i in apart if i not in inside])
+        values = [here[i].clone() if i in inside else here[i] for i in apart]
         torch._foreach_copy_([self._parameters[i] for i in apart], values)
         for index in apart:
             if self.box:

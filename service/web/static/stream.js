@@ -6,7 +6,7 @@ import { project } from "./project.js";
 const SILENT_MS = 45_000; // the service says something every 15 s
 const RETRY_MS = 2000;
 const SELDOM_MS = 60_000;
-/** A stream that has told what happens for so long is opened again at once: there are proxies that cut each after 30 or 60 s. */
+/** A stream that has told what happens for so long is opened again soon: there are proxies that cut each after 30 or 60 s. */
 const LIVED_MS = 10_000;
 const LONGEST = 1 << 20; // of one line: the service writes none of half of it
 /** A browser opens six connections to one service over HTTP/1.1, for all of its windows: some are left for questions. */
@@ -91,9 +91,10 @@ export class Stream {
       if (!answer.ok || !/^text\/event-stream\b/.test(answer.headers.get("Content-Type") ?? "")) { await answer.body?.cancel(); return; }
       const since = performance.now(), reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       const message = { id: this.lastId, event: "", data: "" };
-      let rest = "";
+      let rest = "", came = false;
       for (;;) {
         const { value, done } = await reader.read().catch(() => ({ done: true }));
+        if (came && performance.now() - since > LIVED_MS) this.tries = 0;
         if (done || connection.signal.aborted) return;
         wait();
         this.heard();
@@ -103,7 +104,7 @@ export class Stream {
         for (const line of lines) this.take(line, message);
         // Only what has come is proof: there are proxies that keep a stream until it ends.
         if (!this.ended) this.be(true);
-        if (performance.now() - since > LIVED_MS) this.tries = 0;
+        came = true;
         if (this.ended) return;
       }
     } finally {

@@ -363,11 +363,12 @@ def test_a_parameter_of_another_shape_is_named_before_the_next_forward():
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("own_memory", [True, False])
-def test_a_parameter_that_is_turned_trains_as_it_reads(own_memory):
+@pytest.mark.parametrize("own_memory, held", [(True, False), (False, False), (True, True)])
+def test_a_parameter_that_is_turned_trains_as_it_reads(own_memory, held):
     weight = torch.nn.Parameter(torch.arange(16.0).view(4, 4))
     plain = torch.nn.Parameter(weight.detach().t().clone())
     optimizer, reference = Adam([weight], lr=0.1), torch.optim.Adam([plain], lr=0.1)
+    kept = weight.detach() if held else None
     weight.data = weight.data.t() if own_memory else weight.data.t().clone()
     for _ in range(3):
         for param, its in ((weight, optimizer), (plain, reference)):
@@ -375,3 +376,15 @@ def test_a_parameter_that_is_turned_trains_as_it_reads(own_memory):
             (param * torch.arange(16.0).view(4, 4).sub(7.0)).square().sum().backward()
             its.step()
     torch.testing.assert_close(weight, plain)
+    assert kept is None or kept.data_ptr() == weight.data_ptr()
+
+
+def test_parameters_that_change_places_keep_their_values():
+    a, b = (torch.nn.Parameter(torch.full((4, 4), value)) for value in (1.0, 2.0))
+    optimizer = Adam([a, b], lr=0.0)
+    a.data, b.data = b.data, a.data
+    for param in (a, b):
+        param.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert a.eq(2.0).all()
+    assert b.eq(1.0).all()
