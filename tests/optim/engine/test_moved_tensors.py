@@ -363,7 +363,7 @@ def test_a_parameter_of_another_shape_is_named_before_the_next_forward():
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("own_memory, held", [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("own_memory", "held"), [(True, False), (False, False), (True, True)])
 def test_a_parameter_that_is_turned_trains_as_it_reads(own_memory, held):
     weight = torch.nn.Parameter(torch.arange(16.0).view(4, 4))
     plain = torch.nn.Parameter(weight.detach().t().clone())
