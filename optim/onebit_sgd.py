@@ -208,9 +208,8 @@ class OneBitSGD(FlatOptimizer[OneBitSgdState]):
             s.momentum.received()
 
     def _pieces(self, groups: Sequence[MomentumHyper], at: slice) -> Iterator[tuple[MomentumHyper, slice]]:
-        """The elements `at` by run; on a CPU in pieces that its cache holds from operation to operation, else as many
-
-        at a time as a bucket has, small buckets together.
+        """The elements `at` by run, in pieces: on a CPU such as its cache holds from operation to operation, else at
+        least of the largest bucket.
         """
         spans = [] if self.space.p_N.device.type == "cpu" else self.reduce.buckets.spans
         most = max([PIECE, *(stop - start for start, stop in spans)])
