@@ -64,7 +64,7 @@ class Case:
 
 def cases(inner: str, lr: float) -> dict[str, Case]:
     """What is run for this inner optimizer at this rate, by name."""
-    nesterov, mean = OuterSGD(0.7, 0.9), OuterSGD(1.0, 0.0)
+    nesterov, half, mean = OuterSGD(0.7, 0.9), OuterSGD(1.0, 0.5), OuterSGD(1.0, 0.0)
     dense = Case(lr, partial(Muon if inner == "muon" else Adam, lr=lr, weight_decay=DECAY))
     one_bit = {"one bit a step": Case(lr, partial(OneBitMuon, lr=lr, weight_decay=DECAY))} if inner == "muon" else {}
     local = {
@@ -72,6 +72,8 @@ def cases(inner: str, lr: float) -> dict[str, Case]:
         for every, outer, said, rate, codec in (
             (32, nesterov, "Nesterov 0.7, 0.9", lr, "sign"),
             (128, nesterov, "Nesterov 0.7, 0.9", lr, "sign"),
+            (32, half, "Nesterov 1, 0.5", lr, "sign"),
+            (128, half, "Nesterov 1, 0.5", lr, "sign"),
             (32, mean, "the mean", lr, "sign"),
             (128, mean, "the mean", lr, "sign"),
             (16, mean, "the mean", lr, "sign"),

@@ -146,6 +146,7 @@ def test_the_table_the_assumptions_and_the_verdict_are_printed(job, capsys, monk
     assert request.link.bytes_per_s == pytest.approx(0.957 * 12.5e6)
     lines = out.splitlines()
     assert lines[-1].startswith("Compress, with ")
+    assert lines[-2].startswith("Soonest at the loss at which dense training ends: ")
     for title in ("dense fp32", "dense bf16", "1-bit Adam", "1-bit LAMB", "0/1 Adam"):
         assert any(line.startswith(title) for line in lines)
     assert any("ends after step 600; " in line for line in lines)

@@ -78,7 +78,8 @@ def plan(
     The job's own model makes a few dry steps on this machine (nothing is trained, nothing is kept), by each method.
     From that, the link and the job file follow the seconds and bytes of the run, with its warm-up, by dense training in
     fp32 and in bf16 and by 1-bit Adam, 1-bit LAMB and 0/1 Adam; of a job of SGD or Muon by that at one bit; and by
-    local steps, which are advised only where the job asks for them. The last line says what to do, and why.
+    local steps, which are advised only where the job asks for them. The last line says what to do, and why, the one before
+    it which way is the first at the loss of a dense run.
 
     **The link.** Give it with `--rate` and `--latency`, or by what `thinwire doctor` (`--doctor`) or
     `thinwire bench collectives` (`--collectives`) has measured; then one machine is enough. Or start the command on all
@@ -133,8 +134,20 @@ def lines(found: Plan) -> list[str]:
         "",
         *(f"* {one}" for one in found.assumed),
         "",
+        _soonest(found),
         found.verdict,
     ]
+
+
+def _soonest(found: Plan) -> str:
+    """Which way is the first at the loss of a dense run, and what that stands on."""
+    first, dense = found.method(found.soonest), min(found.methods[:2], key=lambda one: one.run_s)
+    if first.same_loss_s is None or first is dense:
+        return f"Soonest at the loss at which dense training ends: {dense.title}, after {hours(dense.run_s)}."
+    return (
+        f"Soonest at the loss at which dense training ends: {first.title}, after {hours(first.same_loss_s)} where "
+        f"{dense.title} takes {hours(dense.run_s)}, by the steps that a small GPT took: try it on your model first."
+    )
 
 
 def _table(methods: tuple[MethodPlan, ...]) -> list[str]:

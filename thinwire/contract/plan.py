@@ -51,8 +51,8 @@ class MethodPlan:
 
     warmup: steps that send the gradient in full; of a dense way none is called so. step_s, step_bytes: means over the
     others. gain_fp32, gain_bf16: how many times as fast as dense training the whole run is, warm-up included.
-    same_loss_s: until the loss at which dense training ends; None: in our studies it did not come to it in as many
-    steps, or has not been measured.
+    same_loss_s: until the loss at which dense training ends, by the steps that this took in our studies; None: it has
+    not been measured.
     """
 
     name: str
@@ -73,7 +73,8 @@ class MethodPlan:
 class Plan:
     """The prediction. cores: of one worker; None on GPUs. buckets: into which exchanges of compressed ways are cut.
 
-    best: of `methods`, by name. assumed: in sentences.
+    best: of `methods`, by name; of those that stand in for the job's own. soonest: of all, at the loss at which dense
+    training ends. assumed: in sentences.
     """
 
     job: str
@@ -90,6 +91,7 @@ class Plan:
     methods: tuple[MethodPlan, ...]
     compress: bool
     best: str
+    soonest: str
     verdict: str
     assumed: tuple[str, ...]
 

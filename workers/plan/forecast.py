@@ -18,6 +18,7 @@ from thinwire.workers.plan.ways import (
     LATER_KINDS,
     LOCAL_STEPS,
     ONE_BIT,
+    MUON,
     ONE_BIT_MUON,
     TITLES,
     WARMUP_KINDS,
@@ -42,13 +43,19 @@ On a small GPT at equal tokens, in at most 32 rounds, one seed: benchmarks/resul
 """
 SAME_LOSS = {
     **dict.fromkeys(("dense_fp32", "dense_bf16", "onebit_adam", "zero_one_adam", "onebit_lamb"), 1.0),
-    "onebit_muon": 0.40,
+    ONE_BIT_MUON: 0.40,
 }
 """The part of as many steps after which a method comes to the loss at which dense training ends.
 
 Of a small GPT: 1-bit Adam, 0/1 Adam and 1-bit LAMB beside Adam and LAMB, five seeds each, benchmarks/results/defaults;
-1-bit Muon beside AdamW, one seed, benchmarks/results/local-steps. Local steps did not come to it.
+1-bit Muon beside AdamW, one seed, benchmarks/results/local-steps.
 """
+SAME_LOSS_IN_ROUNDS = {("adam", 32): 2.0, ("muon", 32): 1.0}
+"""That of local steps in signs, in runs of 100 rounds and more, by inner optimizer and steps of a round.
+
+Beside dense AdamW of 4096 steps, on the same GPT: benchmarks/results/local-steps/4096-steps.
+"""
+LEAST_ROUNDS = 100
 WORTH = 1.05
 """Less than that is in the noise of a step, and compression is not free: docs/algorithms.md says what it changes."""
 
@@ -62,12 +69,14 @@ def forecast(
     bucket = chosen_bucket(job, network, found.elements, found.cores == inf)
     dense = {name: _dense(name, run, network, found) for name in DENSE}
     runs = {name: one.run_s for name, one in dense.items()}
-    ways = [Way(name, job, network, found, bucket) for name in compressed_for(run.family)]
+    ways = [Way(name, job, network, found, bucket) for name in compressed_for(run.family) if name in found.busy]
     methods = [
-        _with_gains(one, runs) for one in (*dense.values(), *(_plan_of(way, network, found.cores) for way in ways))
+        _with_gains(one, runs) for one in (*dense.values(), *(_plan_of(run, way, network, found.cores) for way in ways))
     ]
-    # A run of local steps does not come to the same loss: nobody is told to take them who has not asked for them.
-    choice = [one for one in methods if one.name != LOCAL_STEPS or run.method == LOCAL_STEPS]
+    # As many local steps do not come to the same loss, and steps of Muon are no substitute for Adam's: nobody is told
+    # to take them who has not asked for them.
+    others = {LOCAL_STEPS} - {run.method} | ({ONE_BIT_MUON} if inner_of(compressed_for(run.family)) != MUON else set())
+    choice = [one for one in methods if one.name not in others]
     best = min(choice, key=lambda one: one.run_s)
     compress = best.name not in DENSE and min(runs.values()) >= WORTH * best.run_s
     if not compress:
@@ -87,12 +96,13 @@ def forecast(
         methods=tuple(methods),
         compress=compress,
         best=best.name,
+        soonest=min((one for one in methods if one.same_loss_s is not None), key=lambda one: one.same_loss_s or 0).name,
         verdict=_verdict(run, network, found, choice, best if compress else None),
         assumed=(*assumed, *_assumed(run, network, found)),
     )
 
 
-def _plan_of(way: Way, network: Network, cores: float) -> MethodPlan:
+def _plan_of(run: RunSteps, way: Way, network: Network, cores: float) -> MethodPlan:
     """Without the gains."""
 
     def added(kinds: Sequence[str]) -> tuple[float, float, float]:
@@ -115,7 +125,7 @@ def _plan_of(way: Way, network: Network, cores: float) -> MethodPlan:
         run_bytes=warmup_bytes + later_bytes,
         gain_fp32=1.0,
         gain_bf16=1.0,
-        same_loss_s=_same_loss(way.name, warmup_s + later_s),
+        same_loss_s=_same_loss(run, way, warmup_s + later_s),
     )
 
 
@@ -134,12 +144,15 @@ def _dense(name: str, run: RunSteps, network: Network, found: Rehearsed) -> Meth
         run_bytes=run.steps * sent.payload_bytes,
         gain_fp32=1.0,
         gain_bf16=1.0,
-        same_loss_s=_same_loss(name, run.steps * step_s),
+        same_loss_s=run.steps * step_s,
     )
 
 
-def _same_loss(name: str, run_s: float) -> float | None:
-    return SAME_LOSS[name] * run_s if name in SAME_LOSS else None
+def _same_loss(run: RunSteps, way: Way, run_s: float) -> float | None:
+    part = SAME_LOSS.get(way.name)
+    if way.name == LOCAL_STEPS and way.codec == "sign" and run.steps >= LEAST_ROUNDS * run.every:
+        part = SAME_LOSS_IN_ROUNDS.get((inner_of(compressed_for(run.family)), run.every))
+    return None if part is None else part * run_s
 
 
 def _with_gains(one: MethodPlan, runs: dict[str, float]) -> MethodPlan:
@@ -202,7 +215,7 @@ def _assumed(run: RunSteps, network: Network, found: Rehearsed) -> list[str]:
     wires = sorted({schedule.full_wire(run, at) for at in (run.warmup, run.var_freeze_step)} - {"fp32"})
     if wires and not set(methods) & set(FROM_THE_FIRST):
         notes.append(f"full exchanges in {' and '.join(wires)} cost the processor what those in fp32 do")
-    if ONE_BIT_MUON in methods:
+    if inner_of(methods) == MUON:
         notes.append("the dense ways take torch's AdamW, and not Muon, which every rank would compute for them too")
     words = LOSSES.get((inner_of(methods), run.every), "how much is not known for this one")
     parts = ""

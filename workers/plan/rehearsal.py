@@ -38,6 +38,7 @@ from thinwire.contract.spec import TrainSpec
 from thinwire.optim import FlatOptimizer, LocalSteps, ZeroOneAdam, ZeroOneSchedule
 from thinwire.optim.by_name import OPTIMIZERS
 from thinwire.optim.kernels.compiled import compile_all
+from thinwire.optim.muon_rules import rules_of
 from thinwire.workers.data.feed import MapFeed
 from thinwire.workers.plan.children import Children, Parent
 from thinwire.workers.plan.scripts import Learned, OfShapes, with_script
@@ -45,6 +46,7 @@ from thinwire.workers.plan.ways import (
     COMPRESSED,
     FROM_THE_FIRST,
     LOCAL_STEPS,
+    ONE_BIT_MUON,
     ONE_BIT_SGD,
     ZERO_ONE,
     Busy,
@@ -116,6 +118,8 @@ def rehearse(recipe: Recipe, setting: Setting, together: Together, tell: Tell) -
     forward_s, backward_s, update_s, elements = _alone(dry, clock, of_sgd=ONE_BIT_SGD in setting.methods)
     busy = {}
     for name in setting.methods:
+        if name == ONE_BIT_MUON and not _has_matrix(dry.fresh()):  # Muon would refuse it
+            continue
         tell(f"dry steps of {name}")
         busy[name] = _busy(name, dry, setting, clock)
     return Rehearsed(
@@ -177,6 +181,12 @@ def _alone(dry: DryModel, clock: _Clock, *, of_sgd: bool) -> tuple[float, float,
     both_s = clock.median_s(both)
     forward_s = min(statistics.median(forwards[SETTLING:]), both_s)
     return forward_s, both_s - forward_s, clock.median_s(optimizer.step), sum(param.numel() for param in params)
+
+
+def _has_matrix(model: nn.Module) -> bool:
+    named = {called: param for called, param in model.named_parameters() if param.requires_grad}
+    group = {"params": list(named.values()), "param_names": list(named)}
+    return any(rule != "vector" for rule in rules_of([group], None).values())
 
 
 def _busy(name: str, dry: DryModel, setting: Setting, clock: _Clock) -> Busy:

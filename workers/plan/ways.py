@@ -51,20 +51,21 @@ TITLES = {
 
 
 def compressed_for(method: str) -> tuple[str, ...]:
-    """The compressed methods that can stand in for a job's own: steps of SGD, Muon and Adam are no substitute.
+    """The compressed methods to rehearse beside a job's own; what is advised in its place says forecast.py.
 
-    method: RunSteps.family. The last one are local steps of the same kind.
+    method: RunSteps.family. Beside Adam's 1-bit Muon too, which takes its rates and decay. The last one are local steps
+    of the same kind.
     """
     if method == SKETCHED:
         return (SKETCHED, ONE_BIT_SGD, LOCAL_STEPS)
     if method in (SGD, ONE_BIT_SGD):
         return (ONE_BIT_SGD, LOCAL_STEPS)
-    return (ONE_BIT_MUON, LOCAL_STEPS) if method in (MUON, ONE_BIT_MUON) else (*COMPRESSED, LOCAL_STEPS)
+    return (ONE_BIT_MUON, LOCAL_STEPS) if method in (MUON, ONE_BIT_MUON) else (*COMPRESSED, ONE_BIT_MUON, LOCAL_STEPS)
 
 
 def inner_of(methods: Sequence[str]) -> str:
     """What local steps beside these are made of. LAMB is taken to cost what Adam does."""
-    return SGD if ONE_BIT_SGD in methods else MUON if ONE_BIT_MUON in methods else "adam"
+    return SGD if ONE_BIT_SGD in methods else "adam" if ZERO_ONE in methods else MUON
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ SPEC = small_spec(
     optimizer={"name": "onebit_adam", "warmup": 100},
     workers={"min": 1, "max": 2},
 )
+OF_INT8 = {"name": "local_steps", "inner": {"name": "adam"}, "every": 32, "codec": "int8"}
 TINY = {"elements": 1000, "forward_s": 1e-6, "backward_s": 1e-6, "update_s": 1e-6, "cast_s": 1e-6}
 
 
@@ -50,7 +51,13 @@ def test_the_time_to_the_same_loss_is_the_runs_by_the_steps_of_our_studies_or_no
     adams = plan(SPEC)
     for name in ("dense_fp32", "dense_bf16", *COMPRESSED):
         assert adams.method(name).same_loss_s == adams.method(name).run_s
-    assert adams.method("local_steps").same_loss_s is None
+    assert adams.method("local_steps").same_loss_s is None  # of 31 rounds
+    assert adams.soonest == "onebit_muon"
+    assert adams.best != "onebit_muon"
+    long = plan(small_spec(steps=3200, global_batch=4096)).method("local_steps")
+    assert long.same_loss_s == pytest.approx(2 * long.run_s)
+    in_bytes = small_spec(steps=3200, global_batch=4096, optimizer=OF_INT8)
+    assert plan(in_bytes).method("local_steps").same_loss_s is None
     muons = plan(small_spec(steps=1000, global_batch=4096, optimizer={"name": "onebit_muon"}))
     assert muons.method("onebit_muon").same_loss_s == pytest.approx(0.4 * muons.method("onebit_muon").run_s)
     assert json.loads(json.dumps(muons.as_json()))["methods"][-1]["same_loss_s"] is None

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 
 from tests.workers.plan.rehearsed import rehearsed
 from tests.workers.small_job import small_spec
@@ -92,10 +93,18 @@ def test_a_job_of_sgd_rehearses_1_bit_sgd_and_nothing_of_adam(sent):
     assert found.busy["local_steps"].local > 0
 
 
-def test_orders_name_the_methods_that_can_stand_in_for_the_job_s_own():
-    for name, methods in (("sgd", ["onebit_sgd"]), ("adam", [*COMPRESSED])):
+def test_orders_name_the_methods_that_can_stand_in_for_the_job_s_own_and_muon_beside_adam():
+    for name, methods in (("sgd", ["onebit_sgd"]), ("adam", [*COMPRESSED, "onebit_muon"])):
         orders = orders_of(PlanRequest(small_spec(optimizer={"name": name}), GIGABIT), GIGABIT, 2)[1]
         assert list(orders.methods) == [*methods, "local_steps"]
+
+
+def test_muon_is_not_rehearsed_on_a_model_of_vectors():
+    recipe = recipe_of(SPEC)
+    recipe.model = lambda: nn.LayerNorm(64)
+    recipe.loss = lambda model, batch: model(torch.ones(64)).pow(2).sum()
+    setting = Setting(2, 64, 1, 1.0, torch.device("cpu"), methods=("onebit_muon", "onebit_adam"))
+    assert set(rehearse(recipe, setting, lambda: None, quiet).busy) == {"onebit_adam"}
 
 
 def test_nothing_is_trained():
