@@ -78,8 +78,8 @@ def plan(
     The job's own model makes a few dry steps on this machine (nothing is trained, nothing is kept), by each method.
     From that, the link and the job file follow the seconds and bytes of the run, with its warm-up, by dense training in
     fp32 and in bf16 and by 1-bit Adam, 1-bit LAMB and 0/1 Adam; of a job of SGD or Muon by that at one bit; and by
-    local steps, which are advised only where the job asks for them. The last line says what to do, and why, the one before
-    it which way is the first at the loss of a dense run.
+    local steps, which are advised only where the job asks for them. The last line says what to do, and why, the one
+    before it which way is the first at the loss of a dense run.
 
     **The link.** Give it with `--rate` and `--latency`, or by what `thinwire doctor` (`--doctor`) or
     `thinwire bench collectives` (`--collectives`) has measured; then one machine is enough. Or start the command on all
