@@ -269,7 +269,9 @@ class FlatSpace:
 
     def refuse_changed(self) -> None:
         """Raises: ValueError for a parameter that has another dtype, shape or device than when the space was made."""
-        self._refuse_changed(self._here())
+        here = self._here()
+        if not self._lying.all_hold(here):  # what lies there is on their device
+            self._refuse_changed(here)
 
     def _refuse_changed(self, here: list[Tensor]) -> None:
         alike = list(map(SHAPE, here)) == self._lying.shapes and list(map(DTYPE, here)) == self._dtypes
@@ -285,7 +287,12 @@ class FlatSpace:
 
     def marks(self) -> list[tuple[int, int]]:
         """Of each parameter what changes when it is written or gets other memory: where it lies, and its version."""
-        return [mark(tensor.param) for tensor in self.tensors]
+        return self._marks_of(self.params)
+
+    def _marks_of(self, tensors: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+        if self.box is None and NoneType not in map(type, tensors):
+            return list(zip(map(Tensor.data_ptr, tensors), map(VERSION, tensors), strict=True))  # type: ignore[arg-type]
+        return [(0, 0) if one is None else mark(one) for one in tensors]
 
     def refuse_written(self, marks: Sequence[tuple[int, int]], why: str) -> None:
         """Raises: RuntimeError for a parameter with other values since marks() gave these; why: what is wrong with it.
@@ -293,6 +300,8 @@ class FlatSpace:
         One in memory of its own with the same values is fine. What is written through `param.data` cannot be seen.
         """
         self.refuse_changed()
+        if self.marks() == marks:
+            return
         for tensor, here, view, before in zip(self.tensors, self._here(), self._parameters, marks, strict=True):
             apart = here.data_ptr() != view.data_ptr()
             if mark(tensor.param) != before and not (apart and torch.equal(here, view.to(here.dtype))):
@@ -342,10 +351,7 @@ class FlatSpace:
     def marks_of_gradients(self, indices: Iterable[int]) -> list[tuple[int, int]]:
         """Of each what changes when its memory is replaced or written, of a shard through its DTensor too."""
         params = self.params
-        grads = [params[i].grad for i in indices]
-        if self.box is None and NoneType not in map(type, grads):
-            return list(zip(map(Tensor.data_ptr, grads), map(VERSION, grads), strict=True))  # type: ignore[arg-type]
-        return [(0, 0) if grad is None else mark(grad) for grad in grads]
+        return self._marks_of([params[i].grad for i in indices])
 
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
