@@ -292,6 +292,11 @@ class Coder(ABC):
         assert given.vector_N is not None
         if self.is_in_vector(k, given):
             return [given.vector_N[at]]
+        return self.cut_parts(k, given)
+
+    def cut_parts(self, k: int, given: Given) -> list[Tensor]:
+        """parts_of() where not is_in_vector()."""
+        assert given.vector_N is not None
         vector_N, runs = given.vector_N, given.runs
         return [
             run

@@ -83,7 +83,7 @@ class SignCoder(Coder):
         self._pieces: list[Pieces | None] = [None] * len(self._rows)
         """Of each bucket, where runs have factors; made when they first have."""
         self._in_vector: list[tuple[Tensor, tuple[Tensor, ...]] | None] = [None] * len(self._rows)
-        """Of each bucket, a vector that was mixed with the last result, as an optimizer's gradient, and its part of it."""
+        """Of each bucket, a vector that was mixed with the last result, as a gradient is, and its part of it."""
         self._memory: ErrorMemory | None = None
         self._formed_by: Added | None = None
         """From form() to encode(): what kernels form a bucket by."""
@@ -286,7 +286,7 @@ class SignCoder(Coder):
     def _parts_again(self, k: int, given: Given) -> Sequence[Tensor]:
         """As parts_of(); the same tuple from step to step, by which kernels know it, of a vector that has all of it."""
         if not self.is_in_vector(k, given):
-            return self.parts_of(k, given)
+            return self.cut_parts(k, given)
         known = self._in_vector[k]
         if known is None or known[0] is not given.vector_N:
             assert given.vector_N is not None

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import NamedTuple
 from weakref import ref
 
@@ -74,23 +74,21 @@ class CudaKernels(Kernels):
         ready = records_of(table).ready if noise is NONE else ()
         for one in ready:
             if one.is_of(c_c, scale_b, z, out):
+                if not one.starts:
+                    one.starts[:] = [
+                        self._launcher.prepared(*x) for x in self._launches(c_c, scale_b, z, table, out, noise)
+                    ]
                 for start in one.starts:
                     start()
                 return
-        shared_bytes = _shared_bytes(table, MEANS if isinstance(z, MeanOfRows) else 0)
-        if shared_bytes > MOST_SHARED_BYTES:
+        if _shared_bytes(table, MEANS if isinstance(z, MeanOfRows) else 0) > MOST_SHARED_BYTES:
             _say_large(table.largest)
             super().encode(c_c, scale_b, z, table, out, noise)
             return
-        launches = self._launches(c_c, scale_b, z, table, out, noise, shared_bytes)
-        if noise is NONE and _comes_again(z):
-            starts = [self._launcher.prepared(*launch) for launch in launches]
-            records_of(table).ready[:] = [_Ready(ref(c_c), scale_b, z, out, starts), *ready[: MOST_READY - 1]]
-            for start in starts:
-                start()
-            return
-        for launch in launches:
+        for launch in self._launches(c_c, scale_b, z, table, out, noise):
             self._launcher.launch(*launch)
+        if noise is NONE and table.num_blocks and _may_come_again(z):
+            records_of(table).ready[:] = [_Ready(ref(c_c), scale_b, z, out, []), *ready[: MOST_READY - 1]]
 
     def _launches(
         self,
@@ -100,9 +98,9 @@ class CudaKernels(Kernels):
         table: BlockTable,
         out: RowMemory,
         noise: Noise,
-        shared_bytes: int,
     ) -> list[_Launch]:
         """What encode() starts. Raises: ValueError for what does not fit."""
+        shared_bytes = _shared_bytes(table, MEANS if isinstance(z, MeanOfRows) else 0)
         kept, written = _checked(c_c, scale_b, table, out)
         tail: tuple[Argument, ...]
         reads: tuple[Tensor, ...]
@@ -160,7 +158,10 @@ MOST_READY = 4
 
 
 class _Ready(NamedTuple):
-    """Launches of an encode whose arguments have been looked at, and packed. Sums are large, and not to stay for it."""
+    """Launches of an encode whose arguments have been looked at, and packed where the same came again.
+
+    Sums are large, and not to stay for it.
+    """
 
     c: ref[Tensor]
     scale_b: Tensor
@@ -173,14 +174,12 @@ class _Ready(NamedTuple):
         known = self.z
         if self.out is not out or self.c() is not c_c or self.scale_b is not scale_b or type(z) is not type(known):
             return False
-        # x_parts, weight and last; or rows and their number; of ScaledLerp more.
-        alike = z[0] is known[0] and z[1] == known[1] and all(map(is_, z[2:], known[2:]))
-        return alike
+        return all(a is b or (isinstance(a, int | float) and a == b) for a, b in zip(z, known, strict=True))
 
 
-def _comes_again(z: Added) -> bool:
-    """Is what it reads kept by the caller from step to step, so that the same objects come again?"""
-    return type(z) is MeanOfRows or (type(z) in (Lerp, ScaledLerp) and type(z[0]) is tuple)
+def _may_come_again(z: Added) -> bool:
+    """May what it reads be kept by the caller from step to step, so that the same objects come again?"""
+    return isinstance(z, MeanOfRows) or (not isinstance(z, Vector) and isinstance(z.x_parts, tuple))
 
 
 def _of_parts(
