@@ -278,16 +278,25 @@ class Coder(ABC):
         """How well the last exchange carried what it was given. Collective. Raises: PeerLost."""
         return None
 
+    def is_in_vector(self, k: int, given: Given) -> bool:
+        """Does no part of bucket k lie in memory of its own?"""
+        if not given.runs:
+            return True
+        if not self._parts[k]:
+            self._parts[k] = _by_segment(*self.buckets.spans[k], self.buckets.layout)
+        return not any(part.run is not None and given.runs[part.run] is not None for part in self._parts[k])
+
     def parts_of(self, k: int, given: Given) -> list[Tensor]:
         """Bucket k of the vector that was given, in tensors that lie end to end."""
         at = slice(*self.buckets.spans[k])
         assert given.vector_N is not None
-        if not given.runs:
+        if self.is_in_vector(k, given):
             return [given.vector_N[at]]
-        if not self._parts[k]:
-            self._parts[k] = _by_segment(at.start, at.stop, self.buckets.layout)
-        if not any(part.run is not None and given.runs[part.run] is not None for part in self._parts[k]):
-            return [given.vector_N[at]]
+        return self.cut_parts(k, given)
+
+    def cut_parts(self, k: int, given: Given) -> list[Tensor]:
+        """parts_of() where not is_in_vector()."""
+        assert given.vector_N is not None
         vector_N, runs = given.vector_N, given.runs
         return [
             run

@@ -82,6 +82,8 @@ class SignCoder(Coder):
         self._places = [_place(rows, group.rank) for rows in self._rows]
         self._pieces: list[Pieces | None] = [None] * len(self._rows)
         """Of each bucket, where runs have factors; made when they first have."""
+        self._in_vector: list[tuple[Tensor, tuple[Tensor, ...]] | None] = [None] * len(self._rows)
+        """Of each bucket, a vector that was mixed with the last result, as a gradient is, and its part of it."""
         self._memory: ErrorMemory | None = None
         self._formed_by: Added | None = None
         """From form() to encode(): what kernels form a bucket by."""
@@ -276,10 +278,20 @@ class SignCoder(Coder):
         if self._formed_by is not None:
             return self._formed_by
         assert given.weight is not None
-        lerp = self.parts_of(k, given), given.weight, self._rows[k].gathered[self.turn]
+        lerp = self._parts_again(k, given), given.weight, self._rows[k].gathered[self.turn]
         if given.factor_r is None:
             return Lerp(*lerp)
         return ScaledLerp(*lerp, given.factor_r, self._pieces_of(k))
+
+    def _parts_again(self, k: int, given: Given) -> Sequence[Tensor]:
+        """As parts_of(); the same tuple from step to step, by which kernels know it, of a vector that has all of it."""
+        if not self.is_in_vector(k, given):
+            return self.cut_parts(k, given)
+        known = self._in_vector[k]
+        if known is None or known[0] is not given.vector_N:
+            assert given.vector_N is not None
+            known = self._in_vector[k] = given.vector_N, tuple(self.parts_of(k, given))
+        return known[1]
 
     def _advanced(self, k: int, given: Given) -> Added | None:
         """What the kernels form bucket k by in the pass that encodes it, where they can."""

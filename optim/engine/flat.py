@@ -32,6 +32,7 @@ from torch import Tensor
 from thinwire.optim.engine.box import Box
 from thinwire.optim.engine.local import as_dtensor, local, local_gradient, mark
 from thinwire.optim.engine.lying import DTYPE, GRAD, SHAPE, VERSION, Lying, alone, are, holders
+from thinwire.optim.engine.masters import Answer, bits, few, where_true
 from thinwire.optim.engine.parameters import LOW_PRECISION, compute_dtype, refuse_unfit_gradient
 from thinwire.optim.engine.places import places
 
@@ -41,8 +42,6 @@ Keeps = Callable[[int, Tensor], bool]
 
 LOOK_AT_ALL = 100
 """Steps from one look at all low-precision parameters to the next."""
-FEW = 8
-"""Elements of each that the other steps look at, at least, where it has so many rows."""
 THROUGH_DATA = (
     "bfloat16 or float16 parameters are written through `.data`, which leaves no trace, and a step has not seen it. "
     "From here on every step compares all of them with their float32 masters. Write them under torch.no_grad() without "
@@ -90,7 +89,7 @@ class FlatSpace:
         self._sampled = [self._few_masters(dtype) for dtype in LOW_PRECISION]
         self._samples: tuple[list[int], list[list[Tensor]]] = [], [[] for _ in LOW_PRECISION]
         """Where low-precision parameters lie, and of each type a few elements of each: views."""
-        self._unlike: _Answer | None = None
+        self._unlike: Answer | None = None
         """Did look_at_values find other values than the rounded masters?"""
         self.gradient_norm: Tensor | None = None
         """What shorten_gradient last found, 0-dim, before it shortened; None before."""
@@ -130,7 +129,6 @@ class FlatSpace:
         """Of p_N, what is beside the memory of low-precision parameters and of shards that stay where they are."""
         return sum(self._parameters[i].nbytes for i in {*self._low, *(self._in_place if self.box else ())})
 
-    @torch.no_grad()
     def take_changes(self) -> None:
         """p <- parameters that were changed from outside: other memory, or a low-precision tensor written in place.
 
@@ -140,18 +138,25 @@ class FlatSpace:
         Raises: ValueError for another dtype, shape or device; then nothing is taken.
         """
         self.take_moved()
+        if self._low:
+            self._take_low()
+
+    @torch.no_grad()
+    def _take_low(self) -> None:
         for index, here in zip(self._low, self._here(self._low), strict=True):
             view, now = self._parameters[index], mark(self.tensors[index].param)
             if self._written.get(index) != now:
-                view.copy_(_where_true(view, here))
+                view.copy_(where_true(view, here))
                 self._written[index] = now
 
-    @torch.no_grad()
     def take_moved(self) -> None:
         """take_changes(), of those that are not in low precision: they lie in p_N again, unless they stay in place."""
         here = self._here()
-        if self._lying.all_hold(here):  # what is there is on their device
-            return
+        if not self._lying.all_hold(here):  # what is there is on their device
+            self._take_moved(here)
+
+    @torch.no_grad()
+    def _take_moved(self, here: list[Tensor]) -> None:
         self._refuse_changed(here)
         low = set(self._low)
         apart = [i for i, x in enumerate(here) if i not in low and not self._lying.holds(i, x)]
@@ -212,7 +217,7 @@ class FlatSpace:
         if whole:
             found = self._unlike_all() & ~found
             self.take_written()
-        self._unlike = _Answer(found, whole)
+        self._unlike = Answer(found, whole)
         if self.p_N.device.type == "cpu":
             self.take_unlike()
 
@@ -237,25 +242,25 @@ class FlatSpace:
         params = [here.detach() for here in self._here(self._low) if here.numel()]
         where = [param.data_ptr() for param in params]
         if self._samples[0] != where:
-            self._samples = where, [[_few(x) for x in params if x.dtype == dtype] for dtype in LOW_PRECISION]
+            self._samples = where, [[few(x) for x in params if x.dtype == dtype] for dtype in LOW_PRECISION]
         found = torch.zeros((), dtype=torch.bool, device=self.p_N.device)
-        for at_K, few in zip(self._sampled, self._samples[1], strict=True):
-            if few:
-                few_K = torch.cat(few)
-                found |= (_bits(self.p_N[at_K].to(few_K.dtype)) != _bits(few_K)).any()
+        for at_K, sample in zip(self._sampled, self._samples[1], strict=True):
+            if sample:
+                few_K = torch.cat(sample)
+                found |= (bits(self.p_N[at_K].to(few_K.dtype)) != bits(few_K)).any()
         return found
 
     def _few_masters(self, dtype: torch.dtype) -> Tensor:
         """Where in p_N the masters of a few elements of the parameters of this type lie."""
         lowest = [self._parameters[i] for i in self._low if self._dtypes[i] == dtype]
-        views = [_few(view) for view in lowest if view.numel()]
+        views = [few(view) for view in lowest if view.numel()]
         at = [x.storage_offset() + k * x.stride(0) for x in views for k in range(len(x))]
         return torch.tensor(at, dtype=torch.int64, device=self.p_N.device)
 
     def _unlike_all(self) -> Tensor:
         found = torch.zeros((), dtype=torch.bool, device=self.p_N.device)
         for i, here in zip(self._low, self._here(self._low), strict=True):
-            found |= (_bits(self._parameters[i].to(here.dtype)) != _bits(here.detach())).any()
+            found |= (bits(self._parameters[i].to(here.dtype)) != bits(here.detach())).any()
         return found
 
     def refuse_unlike(self, why: str) -> None:
@@ -264,12 +269,14 @@ class FlatSpace:
         Looks at all values, and waits for the device.
         """
         for i, here in zip(self._low, self._here(self._low), strict=True):
-            if not torch.equal(_bits(self._parameters[i].to(here.dtype)), _bits(here.detach())):
+            if not torch.equal(bits(self._parameters[i].to(here.dtype)), bits(here.detach())):
                 raise RuntimeError(f"{self.tensors[i].label}: was written after {why}")
 
     def refuse_changed(self) -> None:
         """Raises: ValueError for a parameter that has another dtype, shape or device than when the space was made."""
-        self._refuse_changed(self._here())
+        here = self._here()
+        if not self._lying.all_hold(here):  # what lies there is on their device
+            self._refuse_changed(here)
 
     def _refuse_changed(self, here: list[Tensor]) -> None:
         alike = list(map(SHAPE, here)) == self._lying.shapes and list(map(DTYPE, here)) == self._dtypes
@@ -285,7 +292,12 @@ class FlatSpace:
 
     def marks(self) -> list[tuple[int, int]]:
         """Of each parameter what changes when it is written or gets other memory: where it lies, and its version."""
-        return [mark(tensor.param) for tensor in self.tensors]
+        return self._marks_of(self.params)
+
+    def _marks_of(self, tensors: Sequence[Tensor | None]) -> list[tuple[int, int]]:
+        if self.box is None and NoneType not in map(type, tensors):
+            return list(zip(map(Tensor.data_ptr, tensors), map(VERSION, tensors), strict=True))  # type: ignore[arg-type]
+        return [(0, 0) if one is None else mark(one) for one in tensors]
 
     def refuse_written(self, marks: Sequence[tuple[int, int]], why: str) -> None:
         """Raises: RuntimeError for a parameter with other values since marks() gave these; why: what is wrong with it.
@@ -293,6 +305,8 @@ class FlatSpace:
         One in memory of its own with the same values is fine. What is written through `param.data` cannot be seen.
         """
         self.refuse_changed()
+        if self.marks() == marks:
+            return
         for tensor, here, view, before in zip(self.tensors, self._here(), self._parameters, marks, strict=True):
             apart = here.data_ptr() != view.data_ptr()
             if mark(tensor.param) != before and not (apart and torch.equal(here, view.to(here.dtype))):
@@ -308,9 +322,13 @@ class FlatSpace:
         if self.box is not None:
             self.box.equalise_(self._parameters)
 
-    @torch.no_grad()
     def write_back(self) -> None:
         """Parameters with memory of their own <- their part of p_N, rounded to theirs. Does not wait for the device."""
+        if self._in_place or self._low:
+            self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
         if self._in_place:
             torch._foreach_copy_(self._here(self._in_place), [self._parameters[i] for i in self._in_place])
         if self._low:
@@ -321,7 +339,7 @@ class FlatSpace:
     def masters(self) -> dict[Tensor, Tensor]:
         """The master of each low-precision parameter, float[elements]: what was written counts. New."""
         pairs = [(self.tensors[i].param, self._parameters[i]) for i in self._low]
-        return {param: _where_true(view, local(param)).reshape(-1) for param, view in pairs}
+        return {param: where_true(view, local(param)).reshape(-1) for param, view in pairs}
 
     @torch.no_grad()
     def load_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
@@ -342,10 +360,7 @@ class FlatSpace:
     def marks_of_gradients(self, indices: Iterable[int]) -> list[tuple[int, int]]:
         """Of each what changes when its memory is replaced or written, of a shard through its DTensor too."""
         params = self.params
-        grads = [params[i].grad for i in indices]
-        if self.box is None and NoneType not in map(type, grads):
-            return list(zip(map(Tensor.data_ptr, grads), map(VERSION, grads), strict=True))  # type: ignore[arg-type]
-        return [(0, 0) if grad is None else mark(grad) for grad in grads]
+        return self._marks_of([params[i].grad for i in indices])
 
     def release(self, index: int) -> None:
         """The tensor leaves: its memory is its own again, without a gradient. Its part of the flat vectors stays."""
@@ -366,12 +381,14 @@ class FlatSpace:
         every = range(len(self.tensors))
         self.quiet = self.take_gradients([i for i in every if not done[i]] if any(done) else every, keeps)
 
-    @torch.no_grad()
     def take_gradients(self, indices: Sequence[int], keeps: Keeps | None = None, *, is_zero: bool = False) -> list[int]:
         """As gather_gradients, of these tensors. Returns those without a new one. Raises: ValueError, naming one.
 
         keeps: is this one read, and left, where backward made it? is_zero: is g_N? Collective where local_gradient is.
         """
+        if torch.is_grad_enabled():  # seldom, and a decorator would take 4 us of each bucket
+            with torch.no_grad():
+                return self.take_gradients(indices, keeps, is_zero=is_zero)
         quiet, others = self._kept(indices)
         indices, missing, into, foreign = [], [], [], []
         for i, grad in self._fit(others, keeps, quiet):
@@ -552,45 +569,3 @@ def shortening(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that brings a vector of this norm, 0-dim, to max_norm at most, as torch.nn.utils.clip_grad_norm_."""
     # NaN would reach the dead elements, which nothing clears
     return (max_norm / (norm + 1e-6)).clamp_(max=1.0).nan_to_num_(1.0)
-
-
-class _Answer:
-    """A bool, 0-dim, that comes to the host by itself from a CPU or a GPU.
-
-    of_all: of a look at all values, which have been taken.
-    """
-
-    def __init__(self, found: Tensor, of_all: bool) -> None:
-        self.of_all = of_all
-        self._host: Tensor | None = found if found.device.type == "cpu" else None
-        self._event: torch.cuda.Event | None = None
-        if found.device.type == "cuda":
-            self._host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-            self._host.copy_(found, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(found.device))
-
-    def there(self) -> bool | None:
-        """It; None where it has not come yet."""
-        if self._host is None or (self._event is not None and not self._event.query()):  # type: ignore[no-untyped-call]
-            return None
-        return bool(self._host.numpy())
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.int16)
-
-
-def _where_true(master: Tensor, param: Tensor) -> Tensor:
-    """The master where the parameter is its rounded value, bit for bit, else the parameter. New, in its shape."""
-    same = _bits(master.to(param.dtype)) == _bits(param)
-    return torch.where(same, master, param.to(master.dtype))
-
-
-def _few(x: Tensor) -> Tensor:
-    """A view of some elements: of rows that are evenly spread the one in the middle."""
-    if not x.dim():
-        return x.view(1)
-    where: list[slice | int] = [size // 2 for size in x.shape]
-    where[0] = slice(None, None, max(1, len(x) // FEW))
-    return x[tuple(where)]

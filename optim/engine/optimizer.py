@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, Unpack
 
 import torch
@@ -58,6 +58,7 @@ from thinwire.optim.engine.state import TensorState, bytes_per_parameter, error_
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = nullcontext()
 SAVE_EVERYWHERE = "call state_dict() on every rank and write what it returns on one, or rank_state_dict() on one alone"
 
 
@@ -317,9 +318,12 @@ class FlatOptimizer(torch.optim.Optimizer, Algorithm[State]):
             space.leave_gradients(left_N)
         self._tell_scaler(left_out=False)
 
-    @contextmanager
-    def _told_in_box(self) -> Iterator[None]:
+    def _told_in_box(self) -> AbstractContextManager[None]:
         """A peer that is lost inside is told to the ranks of this box, who ask about that in the exchange to come."""
+        return _NOTHING if self.reduce.agree is None else self._telling()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
         try:
             yield
         except CommError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from operator import is_
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -70,8 +71,9 @@ def refuse_edited(
     Raises: RuntimeError for groups or state edited by hand.
     """
     refuse_listed_otherwise(param_groups, known)
-    num, keys = len(space.params), list(map(id, state))
-    if keys[:num] == list(map(id, space.params)) and {*map(type, islice(state.values(), num))} == {Shown}:
+    num = len(space.params)
+    alike = len(state) >= num and all(map(is_, state, space.params))
+    if alike and {*map(type, islice(state.values(), num))} == {Shown}:
         return  # by far the most steps: without a look at each
     for one in space.tensors:
         if not isinstance(state.get(one.param), Shown):

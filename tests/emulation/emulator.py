@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from tests.conftest import missing
-from thinwire.comm.kernels.cuda.launch import FORMS, THREADS, Argument
+from thinwire.comm.kernels.cuda.launch import FORMS, THREADS, Argument, Launcher
 
 HERE = Path(__file__).parent
 BUILT = HERE.parents[1] / ".pytest_cache" / "emulation"
@@ -42,7 +42,7 @@ def kernels_in(source: str) -> list[str]:
     return KERNEL.findall(source)
 
 
-class Emulator:
+class Emulator(Launcher):
     """A Launcher for vectors on the CPU. seed: of the order of blocks and lanes; 0: as they are numbered.
 
     resident: blocks that run at the same time, lane by lane. Raises from launch: KernelFault.

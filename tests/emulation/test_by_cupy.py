@@ -138,6 +138,32 @@ def test_every_thread_has_memory_of_its_own_for_arguments_and_the_driver_s_conte
     assert [number for _, number in played.prepared] == [1, 1, 1]
 
 
+def test_a_launch_that_was_prepared_is_that_of_then_whatever_is_launched_meanwhile(played, launcher):
+    played.sizes, x = [8, 4], torch.zeros(3)
+    start = launcher.prepared("add", 2, 64, (x, np.uint32(7)))
+    assert not played.launched
+    launcher.launch("add", 1, 0, (torch.zeros(5), np.uint32(8)))
+    other = launcher.prepared("add", 3, 0, (x, np.uint32(9)))
+    played.launched.clear()
+    elsewhere = threading.Thread(target=start)
+    start()
+    other()
+    elsewhere.start()
+    elsewhere.join()
+    told = [(shape[0], shape[6], struct.unpack("=I", given[1])[0]) for _, shape, given in played.launched]
+    assert told == [(2, 64, 7), (3, 0, 9), (2, 64, 7)]
+    assert {given[0] for _, _, given in played.launched} == {struct.pack("=Q", x.data_ptr())}
+    assert len({thread for thread, _ in played.prepared}) == 2  # each has the driver's context
+
+
+def test_a_launch_that_was_prepared_is_on_the_vectors_own_gpu(played, launcher):
+    played.sizes = [4]
+    start = launcher.prepared("add", 1, 0, (np.uint32(5),))
+    played.current = 0
+    start()
+    assert (played.launched[0][1][-1], played.current) == (78, 0)
+
+
 def test_a_launch_from_where_another_gpu_is_current_is_on_the_vectors_own(played, launcher):
     played.sizes, played.current = [4], 0
     launcher.launch("add", 1, 0, (np.uint32(5),))

@@ -163,6 +163,60 @@ def test_more_parts_than_a_launch_has_room_for_are_several_launches():
     assert launcher.launched == ["encode_lerp", "encode_lerp", "flag_rows"]
 
 
+class Prepares(Emulator):
+    """Notes what is prepared, which is what comes for the second time."""
+
+    def __init__(self):
+        super().__init__(cuda.source())
+        self.made = []
+
+    def prepared(self, kernel, *launch):
+        self.made.append(kernel)
+        return super().prepared(kernel, *launch)
+
+
+def again(kernels, name, case, kept, weight):
+    """One kernel on what is kept of this case, the same objects each time."""
+    if name == "serve":
+        kernels.encode(kept["c"], kept["scale"], MeanOfRows(kept["rows"], 2), case.chunk, kept["served"])
+        return
+    lerp = kept["parts"], weight, kept["last"]
+    z = Lerp(*lerp) if name == "encode_lerp" else ScaledLerp(*lerp, case.factors, case.pieces)
+    kernels.encode(kept["c"], kept["scale"], z, case.table, kept["out"])
+    kernels.flag(case.table, kept["out"])
+
+
+def kept_of(case):
+    wires = {name: case.wire(name) for name in ("last", "rows", "out", "served")}
+    return {"c": case.slice("c"), "scale": case.scale(), "parts": (case.slice("x"),), **wires}
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("name", ["encode_lerp", "encode_scaled", "serve"])
+def test_what_comes_again_is_packed_once_and_what_has_changed_is_seen_bit_for_bit(name):
+    launcher, case = Prepares(), tame(Case([64, 8, 1000], [3], num_rows=2))
+    ours, theirs = case.clone(), case.clone()
+    mine, those = kept_of(ours), kept_of(theirs)
+    packed = []
+    for step in range(12):
+        weight = WEIGHT if step < 6 else WEIGHT / 2
+        for here, kept in ((ours, mine), (theirs, those)):
+            here.slice("x").mul_(0.9)  # where it lies
+            if step == 3:
+                kept["c"] = kept["c"].clone()
+            if step == 9:
+                kept["scale"] = kept["scale"].clone()
+        again(CudaKernels(launcher), name, ours, mine, weight)
+        again(PLAIN, name, theirs, those, weight)
+        assert_same(ours, theirs)
+        for vector in ("c", "scale"):
+            assert torch.equal(mine[vector], those[vector])
+        packed.append(len(launcher.made))
+    launches = 2 if name == "serve" else 1  # that, and its flags
+    changes = [1, 4, 10] if name == "serve" else [1, 4, 7, 10]  # each packed when it comes for the second time
+    assert packed == [launches * sum(at <= step for at in changes) for step in range(12)]
+
+
 def test_a_call_is_one_launch_for_all_blocks_and_one_for_the_flags_that_are_asked_for():
     case, launcher = Case([64, 8, 1000], [3], num_rows=2, cuts=(1,)), Emulator(cuda.source())
     for name in KERNELS:

@@ -80,6 +80,27 @@ def test_a_bucket_is_5_launches_whatever_the_number_of_ranks():
     assert launcher.launched == ["encode_left", "flag_rows", "serve_rows", "flag_rows", "decode_rows"]
 
 
+@pytest.mark.law
+def test_what_comes_again_is_packed_once_and_what_lies_elsewhere_is_seen_bit_for_bit(monkeypatch):
+    layout, loops, kernels, launcher = both(1000, 2, 1, 64)
+    made, prepared = [], launcher.prepared
+
+    def noted(kernel, *launch):
+        made.append(kernel)
+        return prepared(kernel, *launch)
+
+    monkeypatch.setattr(launcher, "prepared", noted)
+    x_N, packed = values(layout.numel, torch.float32), []
+    kept = [x_N.clone() for _ in range(3)]
+    for step in range(9):
+        given_N = kept[step // 3].copy_(x_N * (step + 1))
+        kernels.encode(given_N)
+        loops.encode(given_N)
+        assert torch.equal(kernels.sent_nB, loops.sent_nB)
+        packed.append(len(made))
+    assert packed == [0, 2, 2, 2, 3, 3, 3, 4, 4]
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_one_value_that_is_not_finite_is_told_by_its_row_and_by_what_is_served_of_it(bad):
     layout, _, kernels, _ = both(3000, 3, 1, 64)

@@ -11,6 +11,7 @@ from thinwire.comm.groups.threads import run_threads
 from thinwire.comm.kernels.cuda import int8
 from thinwire.comm.kernels.cuda import kernels as exchange
 from thinwire.comm.kernels.cuda.kernels import CudaKernels
+from thinwire.comm.kernels.cuda.launch import Launcher
 from thinwire.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam, lamb_math, onebit_lamb
 from thinwire.optim.engine import exchanges
 from thinwire.optim.kernels import lamb, updates
@@ -223,7 +224,7 @@ def test_lamb_with_groups_on_emulated_kernels_is_that_on_the_loops_bit_for_bit(m
         assert all(torch.equal(a, b) for a, b in zip(mine, those, strict=True))
 
 
-class Counting:
+class Counting(Launcher):
     """A Launcher that only counts: what rows hold are zeros, which is finite."""
 
     def __init__(self, _):

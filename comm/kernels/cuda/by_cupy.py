@@ -57,19 +57,42 @@ class CupyLauncher:
         if torch._C._cuda_getDevice() != self._number:  # the public one takes 1 us more
             with torch.cuda.device(self._number):
                 return self.launch(kernel, blocks, shared_bytes, arguments, reads)
-        calls: dict[str, _Call] | None = getattr(self._of_thread, "calls", None)
-        if calls is None:
-            cupy.cuda.runtime.setDevice(self._number)  # the driver's context is current in this thread from now on
-            calls = self._of_thread.calls = {}
+        calls = self._calls()
         call = calls.get(kernel)
         if call is None:
             call = calls[kernel] = _Call(self._module.get_function(kernel), arguments)
-        call(blocks, shared_bytes, arguments, torch._C._cuda_getCurrentRawStream(self._number))
+        call.pack(arguments)
+        call.start(blocks, shared_bytes, torch._C._cuda_getCurrentRawStream(self._number))
         return None
+
+    def prepared(
+        self, kernel: str, blocks: int, shared_bytes: int, arguments: Sequence[Argument], reads: Sequence[Tensor] = ()
+    ) -> Callable[[], None]:
+        """As Launcher.prepared: packed once, in memory of its own. Holds no tensor."""
+        call, number = _Call(self._module.get_function(kernel), arguments), self._number
+        call.pack(arguments)
+
+        def start() -> None:
+            if torch._C._cuda_getDevice() != number:
+                with torch.cuda.device(number):
+                    return start()
+            self._calls()
+            call.start(blocks, shared_bytes, torch._C._cuda_getCurrentRawStream(number))
+            return None
+
+        return start
+
+    def _calls(self) -> dict[str, _Call]:
+        """Of this thread, in which the driver's context is current from now on."""
+        calls: dict[str, _Call] | None = getattr(self._of_thread, "calls", None)
+        if calls is None:
+            cupy.cuda.runtime.setDevice(self._number)
+            calls = self._of_thread.calls = {}
+        return calls
 
 
 class _Call:
-    """Launches of one kernel by one thread: its arguments are packed into memory that the driver copies them from.
+    """Launches of one kernel: its arguments are packed into memory that the driver copies them from.
 
     CuPy's own call makes an object of each argument, and of a structure a description: 16 to 36 us a launch on the
     host of an H200, where this takes 7 to 16. arguments: of any launch; those of others are of the same types.
@@ -86,10 +109,13 @@ class _Call:
         self._pointers = (ctypes.c_void_p * len(arguments))(*(first + at for at in starts))
         self._at = ctypes.addressof(self._pointers)
 
-    def __call__(self, blocks: int, shared_bytes: int, arguments: Sequence[Argument], stream: int) -> None:
-        """On this stream, of torch's current device, which is the module's."""
+    def pack(self, arguments: Sequence[Argument]) -> None:
+        """What start() launches with from now on."""
         values = [value(a) for value, a in zip(self._values, arguments, strict=True)]
         self._packed.pack_into(self._memory, self._start, *values)
+
+    def start(self, blocks: int, shared_bytes: int, stream: int) -> None:
+        """On this stream, of torch's current device, which is the module's."""
         cupy.cuda.driver.launchKernel(
             self._function.ptr, blocks, 1, 1, THREADS, 1, 1, shared_bytes, stream, self._at, 0
         )

@@ -6,7 +6,7 @@ of no use, as there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -22,6 +22,8 @@ WARPS = THREADS // 32
 FOUR = 4
 ALIGNMENT = 16
 HEADER_BYTES = 8
+MOST_KNOWN = 64
+"""Launches of the rows of one bucket that are remembered. What two steps in turn use is 10."""
 
 
 @cache
@@ -41,8 +43,12 @@ class CudaInt8:
         if run % FOUR or any(at % FOUR for at in starts) or starts[:-1] != [start for start, _ in bounds]:
             raise ValueError(f"rows of {bounds}, runs of {run}: must adjoin, begin at 0 and be whole fours")
         self._launcher, self._run = launcher, run
+        self._ready: dict[tuple[object, ...], Callable[[], None] | None] = {}
+        """By kernel and where its arguments are: what launches it, once that has come twice."""
         self._structures: dict[tuple[int, ...], Argument] = {}
         """Of ROWS, by their numbers: numpy takes some microseconds to make one."""
+        self._numbers: dict[int, Argument] = {}
+        """Numbers as arguments: the same objects each time, for launches are known by them."""
         self._starts = on_device(torch.tensor(starts, dtype=torch.int64, device="cpu"), device)
         self._count, self._most = len(bounds), max(stop - start for start, stop in bounds)
         self._numel = starts[-1]
@@ -68,7 +74,7 @@ class CudaInt8:
             raise ValueError(f"the rows of {self._count} chunks: a mean is of one")
         given = self._structure(len(given_nB), given_nB.shape[1], self._run, self._numel)
         row, error_c = self._rows(row_1B), left_c if (without := error_c is None) else error_c
-        vectors = self._vector(error_c), np.uint32(not without), self._vector(left_c)
+        vectors = self._vector(error_c), self._number(not without), self._vector(left_c)
         self._launch("serve_rows", given_nB, given, *vectors, self._starts, row_1B, row)
         self._flag(row_1B, row, given_nB)
 
@@ -78,8 +84,8 @@ class CudaInt8:
 
     def _flag(self, rows_nB: Tensor, rows: Argument, others_nB: Tensor | None = None) -> None:
         """others: rows whose flags must be 1, too, for these to be."""
-        others, number = (rows_nB, 0) if others_nB is None else (others_nB, len(others_nB))
-        self._launcher.launch("flag_rows", self._count, 0, (self._starts, rows_nB, rows, others, np.uint32(number)))
+        others, number = (rows_nB, 0) if others_nB is None else (others_nB, others_nB.shape[0])
+        self._start("flag_rows", self._count, (self._starts, rows_nB, rows, others, self._number(number)))
 
     def _rows(self, rows_nB: Tensor) -> Argument:
         runs = -(-self._most // self._run)
@@ -98,6 +104,9 @@ class CudaInt8:
             found = self._structures[numbers] = np.array([numbers], ROWS)
         return found
 
+    def _number(self, number: int) -> Argument:
+        return self._numbers.setdefault(number, np.uint32(number))
+
     def _vector(self, x_b: Tensor) -> Tensor:
         fits = x_b.shape == (self._numel,) and x_b.dtype == torch.float32 and x_b.is_contiguous()
         if not fits or x_b.data_ptr() % ALIGNMENT:
@@ -110,4 +119,19 @@ class CudaInt8:
     def _launch(self, kernel: str, *arguments: Argument) -> None:
         """A warp for each run of each row."""
         if blocks := -(-self._count * -(-self._most // self._run) // WARPS):
-            self._launcher.launch(kernel, blocks, 0, arguments)
+            self._start(kernel, blocks, arguments)
+
+    def _start(self, kernel: str, blocks: int, arguments: tuple[Argument, ...]) -> None:
+        """What is no tensor is kept here, so that it is the same object where it is the same."""
+        key = kernel, *[one.data_ptr() if isinstance(one, Tensor) else id(one) for one in arguments]
+        start = self._ready.get(key)
+        if start is not None:
+            start()
+            return
+        if key in self._ready:
+            self._ready[key] = self._launcher.prepared(kernel, blocks, 0, arguments)
+        else:
+            if len(self._ready) >= MOST_KNOWN:
+                self._ready.clear()
+            self._ready[key] = None
+        self._launcher.launch(kernel, blocks, 0, arguments)

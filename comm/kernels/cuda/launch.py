@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,12 @@ class Launcher(Protocol):
         shared_bytes: of memory that the threads of a block share. reads: tensors whose addresses are inside of an
         argument. Tensors are contiguous, and stay as they are until what is started here has run.
         """
+
+    def prepared(
+        self, kernel: str, blocks: int, shared_bytes: int, arguments: Sequence[Argument], reads: Sequence[Tensor] = ()
+    ) -> Callable[[], None]:
+        """What starts it, as often as it is called, from any thread: with the addresses and numbers of now."""
+        return partial(self.launch, kernel, blocks, shared_bytes, arguments, reads)
 
 
 Load = Callable[[str], Launcher]

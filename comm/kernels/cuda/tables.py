@@ -72,6 +72,8 @@ class Records:
     """What it gave last, by where the parts lay, and of which cut: mostly they lie there again."""
     checked: list[Any] = field(default_factory=list)
     """Of kernels.py: what it has seen to fit, and how it is passed."""
+    ready: list[Any] = field(default_factory=list)
+    """Of kernels.py: launches whose arguments are packed already."""
 
 
 @dataclass(frozen=True, slots=True)
