@@ -170,7 +170,8 @@ class Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands |= {name: TyperCommand(name, help=words) for name, (_, words) in OWN_COMMANDS.items()}
+        for name, (_, words) in OWN_COMMANDS.items():
+            self.add_command(TyperCommand(name, help=words))
         self._others: dict[str, EntryPoint] | None = None
 
     def list_commands(self, ctx: Any) -> list[str]:

@@ -143,7 +143,8 @@ class _Asking(Generic[Http]):
     ) -> None:
         self._find: Callable[[], Server] = (lambda: server) if isinstance(server, Server) else server
         self._timeout_s = timeout_s
-        self._make, self._trusted = make, trusted()
+        self._make: Callable[[ssl.SSLContext | bool], Http] = make
+        self._trusted = trusted()
         self._made: dict[bool, Http] = {}
         self._making = threading.Lock()
 
