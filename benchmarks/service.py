@@ -356,7 +356,8 @@ class Load:
             row = dict(session.execute(select(table).where(table.c.id == self.ids[0])).mappings().one())
             row |= {"state": "SUBMITTING", "idempotency_key": None, "kept_bytes": 1000}
             copies = [row | {"id": f"copy-{n}", "token_hash": f"none-{n}", "arrival": 10**6 + n} for n in range(count)]
-            session.execute(insert(JobRow), copies)
+            if copies:  # an insert of no rows is one of a row of defaults
+                session.execute(insert(JobRow), copies)
 
     def put_leases(self) -> None:
         """Of the workers of all jobs that run."""

@@ -429,8 +429,8 @@ def _collect_one(
 
 def registered_in(content: Content) -> Any:
     """The plain values of what was registered: before recipes were scripts, in effect the model of the recipe."""
-    found = content.plain.get("registered")
-    return {"model": {**content.plain["model"], **_buffers(content)}} if found is None else found
+    plain: dict[str, Any] = dict(content.plain)
+    return plain["registered"] if "registered" in plain else {"model": {**plain["model"], **_buffers(content)}}
 
 
 def restore(content: Content, training: Training) -> None:
