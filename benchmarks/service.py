@@ -470,8 +470,10 @@ def main(
     if hostile == bool(jobs):
         raise typer.BadParameter("say --hostile, or --jobs with numbers of jobs")
     if jobs:
-        found = made() | {"workers": WORKERS, "database": kind.title}
-        found |= many_jobs([int(one) for one in jobs.split(",")], kind)
+        sizes = [int(one) for one in jobs.split(",")]
+        if min(sizes) < 2 * SUBMITTED:
+            raise typer.BadParameter(f"--jobs {jobs}: at least {2 * SUBMITTED}, as many as are submitted one by one")
+        found = made() | {"workers": WORKERS, "database": kind.title} | many_jobs(sizes, kind)
         keep(found, RESULT.with_name(f"{name}.json"))
         return
     found = made() | {"files": FILES}
