@@ -356,7 +356,8 @@ class Load:
             row = dict(session.execute(select(table).where(table.c.id == self.ids[0])).mappings().one())
             row |= {"state": "SUBMITTING", "idempotency_key": None, "kept_bytes": 1000}
             copies = [row | {"id": f"copy-{n}", "token_hash": f"none-{n}", "arrival": 10**6 + n} for n in range(count)]
-            session.execute(insert(JobRow), copies)
+            if copies:  # an insert of no rows is one of a row of defaults
+                session.execute(insert(JobRow), copies)
 
     def put_leases(self) -> None:
         """Of the workers of all jobs that run."""
@@ -469,8 +470,10 @@ def main(
     if hostile == bool(jobs):
         raise typer.BadParameter("say --hostile, or --jobs with numbers of jobs")
     if jobs:
-        found = made() | {"workers": WORKERS, "database": kind.title}
-        found |= many_jobs([int(one) for one in jobs.split(",")], kind)
+        sizes = [int(one) for one in jobs.split(",")]
+        if min(sizes) < 2 * SUBMITTED:
+            raise typer.BadParameter(f"--jobs {jobs}: at least {2 * SUBMITTED}, as many as are submitted one by one")
+        found = made() | {"workers": WORKERS, "database": kind.title} | many_jobs(sizes, kind)
         keep(found, RESULT.with_name(f"{name}.json"))
         return
     found = made() | {"files": FILES}

@@ -11,9 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from thinwire.boxes import FOLDER_VARIABLE
-from thinwire.cli.commands import installed_commands
-from thinwire.cli.main import app
-from thinwire.client.asking import PROJECT_VARIABLE
+from thinwire.cli.commands import OWN_COMMANDS, other_commands
+from thinwire.contract.job_names import PROJECT_VARIABLE
 from thinwire.contract.metric_names import METRICS
 from thinwire.service.config import Settings
 from thinwire.service.metrics import HELP, ServiceMetrics
@@ -121,9 +120,7 @@ def test_every_test_with_a_mark_is_where_make_looks_for_it(mark, variable):
 
 @cache
 def commands_and_variables() -> tuple[set[str], set[str]]:
-    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    commands |= {group.name for group in app.registered_groups if group.name}
-    commands |= {point.name for point in installed_commands()}
+    commands = {*OWN_COMMANDS, *(point.name for point in other_commands())}
     variables = {f"THINWIRE_{name.upper()}" for name in Settings.model_fields} | {"THINWIRE_URL", "THINWIRE_TOKEN"}
     variables |= {WIRE_INTERFACE_VARIABLE, FOLDER_VARIABLE, PROJECT_VARIABLE}
     units = "".join(unit.read_text() for unit in (ROOT / "deploy/systemd").glob("*.service"))

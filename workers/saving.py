@@ -72,8 +72,6 @@ SEES_S = 10.0
 """How long what rank 0 has written in a shared folder may take to be seen by another machine."""
 REGISTERED = "registered."
 """Before the names of tensors of what is registered, among a checkpoint's buffers."""
-_OF_A_RECIPE: dict[str, Any] = {"model": {}}
-"""What a checkpoint of a built-in recipe has in effect registered that was written before recipes were scripts."""
 
 
 class Saving:
@@ -430,8 +428,9 @@ def _collect_one(
 
 
 def registered_in(content: Content) -> Any:
-    """The plain values of what was registered."""
-    return content.plain.get("registered", _OF_A_RECIPE)
+    """The plain values of what was registered: before recipes were scripts, in effect the model of the recipe."""
+    plain: dict[str, Any] = dict(content.plain)
+    return plain["registered"] if "registered" in plain else {"model": {**plain["model"], **_buffers(content)}}
 
 
 def restore(content: Content, training: Training) -> None:

@@ -201,13 +201,10 @@ def reference() -> dict[str, str]:
 
 
 def _commands() -> str:
-    from thinwire.cli import commands, exit_codes
+    from thinwire.cli import exit_codes
     from thinwire.cli.main import app
 
     lines = ["# Commands", "", *_command(typer.main.get_command(app), "thinwire")]
-    for point in commands.installed_commands():
-        if point.name in commands.OWN_COMMANDS:
-            lines += _command(typer.main.get_command(point.load()), f"thinwire {point.name}", 3)
     lines += ["## Exit codes", "", "| code | |", "|---|---|"]
     lines += [f"| {code} | {_cell(meaning)} |" for code, meaning in exit_codes.MEANINGS.items()]
     return "\n".join(lines) + "\n"
@@ -230,8 +227,8 @@ def _command(command: Any, name: str, level: int = 2) -> Iterator[str]:
             yield f"| {shown} | {_cell(getattr(param, 'help', None) or '')} |"
         yield ""
     for inner in command.list_commands(context) if hasattr(command, "list_commands") else []:
-        found = command.get_command(context, inner)
-        if found is not None and not found.hidden:
+        _, found, _ = command.resolve_command(context, [inner])  # as it is called: what a list shows knows no options
+        if not found.hidden:
             yield from _command(found, f"{name} {inner}", min(level + 1, 4))
 
 

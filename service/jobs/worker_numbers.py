@@ -181,14 +181,15 @@ def is_newer(known: tuple[int, int | None, float], said: tuple[int, int, float],
 class Membership(BaseModel):
     """What is kept of such an event. world_size: None where it named none.
 
-    at: when it came, by the service's clock, with which no worker's is to be compared. step, at: None of an earlier
-    version.
+    at: when it came, by the service's clock, with which no worker's is to be compared. number: the order in which the
+    database took it and the newest sample. step, at: None of an earlier version; number: 0.
     """
 
     attempt: int
     step: int | None = None
     time: float
     at: float | None = None
+    number: int = 0
     world_size: int | None
     waiting: WaitingForWorkers | None
 
@@ -214,13 +215,18 @@ def newest_membership(row: JobRow, attempt: int, events: Sequence[Event], now: f
 
 
 def membership_now(row: JobRow) -> tuple[int | None, WaitingForWorkers | None]:
-    """The world size, None where this attempt has not said it; and what the job waits for, where it does."""
-    size, since = None, float("-inf")
-    if row.newest_sample is not None and row.newest_sample["attempt"] == row.attempt:
-        sample = row.newest_sample["sample"]
-        size, since = sample["world_size"], sample["time"]
+    """The world size, None where this attempt has not said it; and what the job waits for, where it does.
+
+    Samples come from a worker, and that the job waits from its driver: their clocks are two. So a sample is the newer
+    one if it came no earlier, and is of a later step than the event; one that was held up is of none.
+    """
+    size, newer = None, False
     said = Membership.model_validate(row.newest_membership) if row.newest_membership is not None else None
-    if said is None or said.attempt != row.attempt or said.time < since:
+    if row.newest_sample is not None and row.newest_sample["attempt"] == row.attempt:
+        sample, number = row.newest_sample["sample"], row.newest_sample.get("number", 0)
+        size = sample["world_size"]
+        newer = said is not None and number >= said.number and sample["step"] > (-1 if said.step is None else said.step)
+    if said is None or said.attempt != row.attempt or newer:
         return size, None
     waits = JobState(row.state) in (JobState.PENDING, JobState.RUNNING)
     return said.world_size if said.world_size is not None else size, said.waiting if waits else None

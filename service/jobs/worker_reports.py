@@ -194,8 +194,10 @@ class WorkerReports:
                         fields = {"kept_bytes": row.kept_bytes + added}
                         last = {"kind": EventKind.HISTORY_FULL.value, "step": last_step(row), "time": self._clock()}
                         jobs.put_events(job_id, row.attempt, [{**last, "fields": fields}])
-            if "newest_sample" in progress:
-                progress["newest_sample"]["number"] = jobs.next_numbers(1)
+            if told := [progress[name] for name in ("newest_sample", "newest_membership") if name in progress]:
+                number = jobs.next_numbers(1)
+                for one in told:
+                    one["number"] = number
             if progress:
                 session.flush()
                 jobs.note_plain(job_id, progress)

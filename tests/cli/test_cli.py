@@ -402,7 +402,7 @@ def test_serve_runs_until_asked_to_end(
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`joined(lab=app)` makes the module of an entry point `lab` hold this app; `joined(lab=None)` lacks its module."""
+    """`joined(survey=app)` makes the module of an entry point `survey` hold this app; None: there is none."""
 
     def join(**apps: object) -> None:
         points = []
@@ -412,7 +412,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             if found is not None:
                 monkeypatch.setitem(sys.modules, f"fake_{name}", module)
             points.append(EntryPoint(name=name, value=f"fake_{name}:app", group=commands.GROUP))
-        monkeypatch.setattr(commands, "installed_commands", lambda: points)
+        monkeypatch.setattr(commands, "other_commands", lambda: points)
 
     return join
 
@@ -428,47 +428,47 @@ def test_a_group_of_another_package_joins(thinwire: Callable[..., Run], joined: 
     def down() -> None:
         raise AssertionError
 
-    joined(lab=lab)
+    joined(survey=lab)
     assert "A lab in a box." in thinwire("--help").out
-    assert thinwire("lab", "up", "3").out == "3 hosts\n"
+    assert thinwire("survey", "up", "3").out == "3 hosts\n"
 
 
 def test_a_typer_of_one_command_is_that_command(thinwire: Callable[..., Run], joined: Callable[..., None]) -> None:
-    drill = typer.Typer()
+    strike = typer.Typer()
 
-    @drill.command()
+    @strike.command()
     def anything(kill: int = 1) -> None:
         """Kill workers."""
         typer.echo(f"killed {kill}")
 
-    joined(drill=drill)
+    joined(strike=strike)
     assert "Kill workers." in thinwire("--help").out
-    assert thinwire("drill", "--kill", "3").out == "killed 3\n"
+    assert thinwire("strike", "--kill", "3").out == "killed 3\n"
 
 
 def test_a_command_whose_module_is_missing_says_what_to_install(
     thinwire: Callable[..., Run], joined: Callable[..., None]
 ) -> None:
-    joined(lab=None)
-    assert "lab" in thinwire("--help").out
-    for arguments in (("lab",), ("lab", "up", "--hosts", "3"), ("lab", "--help")):
+    joined(survey=None)
+    assert "survey" in thinwire("--help").out
+    for arguments in (("survey",), ("survey", "up", "--hosts", "3"), ("survey", "--help")):
         run = thinwire(*arguments)
         assert run.code == 1
-        assert "'fake_lab'" in run.err
+        assert "'fake_survey'" in run.err
         assert "pip install 'thinwire[all]'" in run.err
 
 
 def test_a_module_missing_only_when_the_command_runs_says_the_same(
     thinwire: Callable[..., Run], joined: Callable[..., None]
 ) -> None:
-    bench = typer.Typer()
+    weigh = typer.Typer()
 
-    @bench.command()
+    @weigh.command()
     def run_it() -> None:
         import torch_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
 
-    joined(bench=bench)
-    run = thinwire("bench")
+    joined(weigh=weigh)
+    run = thinwire("weigh")
     assert run.code == 1
     assert "'torch_that_nobody_has'" in run.err
     assert "pip install" in run.err
@@ -477,11 +477,11 @@ def test_a_module_missing_only_when_the_command_runs_says_the_same(
 def test_another_packages_fault_does_not_take_our_commands_away(
     thinwire: Callable[..., Run], joined: Callable[..., None]
 ) -> None:
-    joined(lab="not a typer", jobs=typer.Typer(help="An impostor."))
+    joined(survey="not a typer", jobs=typer.Typer(help="An impostor."))
     help_text = thinwire("--help").out
     assert "quickstart" in help_text
     assert "An impostor." not in help_text
-    run = thinwire("lab")
+    run = thinwire("survey")
     assert run.code == 1
     assert "not a typer.Typer" in run.err
 
@@ -492,6 +492,44 @@ def test_our_own_commands_import_no_other_package(
     def load(point: EntryPoint) -> None:
         raise AssertionError(point)
 
-    joined(lab=typer.Typer())
+    joined(survey=typer.Typer())
     monkeypatch.setattr(EntryPoint, "load", load)
     assert thinwire("jobs").code == 2  # no server: and nothing else was tried
+
+
+# What a command loads.
+
+
+def test_a_list_of_commands_shows_what_each_says_of_itself() -> None:
+    for name, (_, words) in commands.OWN_COMMANDS.items():
+        said = commands.own_command(name, "markdown").help or ""
+        assert " ".join(said.partition("\n\n")[0].split()) == words, name
+
+
+def _loaded(words: str, code: int) -> set[str]:
+    """The modules of a process that has run this."""
+    source = (
+        f"import sys\nfrom thinwire.cli.main import main\ntry:\n    main({words.split()!r})\n"
+        f"except SystemExit as end:\n    assert end.code == {code}, end.code\nprint('loaded', *sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=True)
+    return set(run.stdout.splitlines()[-1].split())
+
+
+def test_the_help_loads_no_command_and_no_client(home: Path) -> None:
+    loaded = _loaded("--help", 0)
+    assert not {"pydantic", "httpx", "yaml", "ssl"} & loaded
+    assert {name for name in loaded if name.startswith("thinwire.")} <= {
+        "thinwire.cli",
+        *(f"thinwire.cli.{name}" for name in ("main", "commands", "exit_codes", "extras")),
+        "thinwire.contract",
+        "thinwire.contract.job_names",
+    }
+
+
+@pytest.mark.parametrize("words", ["jobs", "show some", "watch some", "--project some jobs"])
+def test_a_command_loads_no_other_and_no_settings_of_the_service(home: Path, words: str) -> None:
+    loaded = _loaded(words, 2)
+    assert {"thinwire.client", "thinwire.cli.job_ids"} <= loaded
+    others = ("submit", "plan", "quickstart", "up", "migrate", "people", "serve")
+    assert not (loaded & {*(f"thinwire.cli.{name}" for name in others), "pydantic_settings", "thinwire.service"})

@@ -29,8 +29,10 @@ from thinwire.client import (
     calls,
     find_server,
 )
+from thinwire.client import home as home_folder
 from thinwire.client.streams import follow
 from thinwire.contract.jobs import JobState
+from thinwire.service.config import Settings
 
 
 def answering(reply: Callable[[httpx.Request], httpx.Response]) -> Client:
@@ -179,13 +181,21 @@ def test_the_token_of_the_home_is_not_sent_to_another_machine(home: Path, monkey
         find_server()
 
 
-@pytest.mark.parametrize(("name", "value"), [("THINWIRE_URL", "train.example"), ("THINWIRE_PORT", "many")])
+@pytest.mark.parametrize(("name", "value"), [("THINWIRE_URL", "train.example"), ("THINWIRE_HOME", "~nobody-here/x")])
 def test_a_wrong_variable_is_named_with_its_value(
     home: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(WrongEnvironment, match=f"(?s){name}.*{value}"):
         find_server()
+
+
+@pytest.mark.parametrize("named", [None, "", "~/here", "there", "/elsewhere"])
+def test_a_client_looks_where_the_service_keeps_its_home(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+    monkeypatch.delenv("THINWIRE_HOME", raising=False)
+    if named is not None:
+        monkeypatch.setenv("THINWIRE_HOME", named)
+    assert home_folder() == Settings().home
 
 
 @pytest.mark.parametrize(

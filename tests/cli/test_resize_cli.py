@@ -13,7 +13,7 @@ from tests.cli.command_line import Run
 from tests.covering import parametrize
 from tests.service.control_plane_harness import sample, wait_until
 from tests.service.live_service import LiveService
-from thinwire.cli import main, watch
+from thinwire.cli import resize, watch
 from thinwire.client import Client, Unreachable
 from thinwire.contract.jobs import Job
 from thinwire.service.launch.protocol import LaunchState
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_the_waiting_and_what_was_asked_stands(
         raise KeyboardInterrupt
 
     job_id = live.service.running(workers=ELASTIC)
-    monkeypatch.setattr(main, "wait_for_workers", interrupt)
+    monkeypatch.setattr(resize, "wait_for_workers", interrupt)
     run = thinwire("resize", job_id, "--max", "8", "--wait")
     assert run.code == 130
     assert "what was asked stands" in run.err

@@ -61,6 +61,38 @@ def test_of_a_worker_whose_clock_is_ahead_a_late_batch_is_not_newer(service: Ser
     assert service.job(job_id)["progress"]["step"] == 4
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, HOUR_S, -HOUR_S])
+def test_what_a_job_waits_for_goes_by_no_clock(service: Service, ahead_s: float) -> None:
+    """Its driver says that it waits, by a clock that is so far ahead of that of the worker that reports its steps."""
+    job_id = service.running(workers={"min": 2, "max": 4})
+
+    def waits(step: int) -> None:
+        at = service.clock.now + ahead_s
+        told = {"kind": "waiting_for_workers", "step": step, "time": at, "fields": {"have": 1, "min": 2}}
+        assert service.post(job_id, events=[told]).status_code == 204
+
+    def steps(*numbers: int, size: int) -> tuple[int, object]:
+        made = [sample(step, at=service.clock.now, world_size=size) for step in numbers]
+        assert service.post(job_id, samples=made).status_code == 204
+        return seen()
+
+    def seen() -> tuple[int, object]:
+        service.clock.pass_(1.0)
+        found = service.job(job_id)
+        return found["world_size"], found["waiting_for_workers"]
+
+    waiting = (1, {"have": 1, "min": 2})
+    assert steps(5, size=4) == (4, None)
+    waits(5)
+    assert seen() == waiting
+    assert steps(4, 5, size=4) == waiting, "what is sent again, or late, was said before"
+    assert steps(6, size=2) == (2, None)
+    service.clock.pass_(-2 * HOUR_S)
+    waits(6)
+    assert seen() == waiting, "nor by the service's own"
+    assert steps(7, size=3) == (3, None)
+
+
 @pytest.mark.parametrize("behind_s", [HOUR_S, -HOUR_S])
 def test_how_long_a_job_stands_still_goes_by_the_services_clock_alone(service: Service, behind_s: float) -> None:
     job_id = service.running()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import stat
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -380,3 +382,21 @@ def test_a_script_whose_batch_nobody_knows_may_have_any_number_of_workers(servic
     job_id = service.client.post("/v1/jobs", json={"recipe": recipe}).json()["id"]
     assert patch(service, job_id, max=4096).json()["wanted_workers"]["max"] == 4096
     assert service.job(job_id)["steps"] is None
+
+
+def test_of_many_requests_at_once_over_postgresql_the_file_is_the_rows(
+    tmp_path: Path, new_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(tmp_path / "home", database_url=new_database())
+    ticks = itertools.count(int(service.clock.now))
+    monkeypatch.setattr(service.plane.jobs, "_clock", lambda: float(next(ticks)))
+    try:
+        job_id = service.running(workers=ELASTIC)
+        with ThreadPoolExecutor(6) as clients:
+            answers = list(clients.map(lambda n: patch(service, job_id, min=n % 3 + 1, max=n % 3 + 2), range(12)))
+        assert {answer.status_code for answer in answers} == {200}
+        row = service.job(job_id)["wanted_workers"]
+        assert {name: row[name] for name in ("min", "max", "revision")} == wanted(service, job_id)
+        assert row["revision"] == len(events(service, job_id)) > 1
+    finally:
+        service.close()

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from tests.certificates import authority, self_signed, signed
 from tests.service.control_plane_harness import STORE, spec, wait_until
 from tests.service.test_server_process import Server
-from thinwire.client import Client, Unreachable, WrongEnvironment
+from thinwire.client import Client, Unreachable, WrongEnvironment, servers
 from thinwire.contract.reports import Sample, Telemetry
 from thinwire.contract.tls import LONGEST_CA, WrongCa, as_word, from_word, read_ca, trusting
 from thinwire.service.config import Settings
@@ -139,6 +139,19 @@ def test_who_does_not_know_the_ca_sends_no_token(
         monkeypatch.setenv("THINWIRE_TLS_CA", ca)
         with Client() as client, pytest.raises(Unreachable, match="name the CA of its certificate in THINWIRE_TLS_CA"):
             client.jobs()
+    ends, reads = [], ssl.SSLContext.load_verify_locations
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *a, **b: ends.append(1) or reads(*a, **b))
+    monkeypatch.delenv("THINWIRE_TLS_CA")
+    with (
+        Client(servers.Server("http://127.0.0.1:9", "a")) as client,
+        pytest.raises(Unreachable, match="cannot be reached"),
+    ):
+        client.jobs()
+    assert not ends, "certificates were read for a request without TLS"
+    # Whoever is asked without TLS, and whose address is one with it in capitals, is trusted by no other rule.
+    with Client(servers.Server(server.url.upper(), "a")) as client, pytest.raises(Unreachable, match="name the CA"):
+        client.jobs()
+    assert ends
     (tmp_path / "job.json").write_text('{"job_id": "a"}')
     (tmp_path / "token").write_text("a" * 40)
     (tmp_path / "service_url").write_text(server.url)

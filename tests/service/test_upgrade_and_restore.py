@@ -5,8 +5,11 @@ The commands of the back-up are those of docs/operations.md, taken from there.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import sqlite3
 import subprocess
 import threading
 from pathlib import Path
@@ -16,12 +19,13 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import make_url, select, text
 
+from tests.contract.test_job_file_promise import differs
 from tests.covering import parametrize
 from tests.service.control_plane_harness import STORE, Service, sample
 from tests.service.postgresql import _programs
 from thinwire.service.db import Base, Database
 from thinwire.service.jobs.repository import JobRow
-from thinwire.service.launch.fake import FakeLauncher
+from thinwire.service.launch.fake import FakeLauncher, Submission
 from thinwire.service.launch.protocol import LaunchState
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -140,6 +144,49 @@ def test_a_database_of_an_older_version_is_taken_over_with_its_running_jobs(
             assert stream.count("event: state") == 4
             assert '"state":"SUCCEEDED"' in stream
             assert stream.count("event: end") == 1
+    finally:
+        new.close()
+
+
+FIRST = Path(__file__).parents[1] / "data/database-0001.sql"
+"""What the first code that had a database left, with four jobs; and the token of the one that runs."""
+TOKEN_OF_FIRST = "61KhyOSjiWrVH-I2PmcyERn74ZaBfhiOWypzBpuz3JQ"
+
+
+def test_a_database_that_the_first_code_wrote_is_taken_over(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    running, waiting, over, failed = "running-5b2e91", "pending-7cf5a1", "over-dd89f4", "failed-5d6dc5"
+    launcher = standing()
+    for job_id in (running, waiting):
+        (home / "runs" / job_id).mkdir(parents=True)
+        launcher.submissions[job_id] = Submission(home / "runs" / job_id, 1, {}, 0.0)
+    launcher.put(running, LaunchState.RUNNING)
+    (home / "runs" / running / "token").write_text(TOKEN_OF_FIRST)
+    with contextlib.closing(sqlite3.connect(home / "thinwire.db")) as connection:
+        connection.executescript(FIRST.read_text())
+        specs = {job_id: json.loads(text) for job_id, text in connection.execute("SELECT id, spec FROM jobs")}
+    new = Service(home, launcher)
+    try:
+        new.turn(2)
+        states = {job["id"]: job["state"] for job in new.client.get("/v1/jobs").json()["jobs"]}
+        assert states == {running: "RUNNING", waiting: "PENDING", over: "SUCCEEDED", failed: "FAILED"}
+        found = new.job(running)
+        assert (found["attempt"], found["progress"]["step"], found["world_size"]) == (1, 3, 2)
+        for job_id, before in specs.items():
+            assert differs(before, new.job(job_id)["spec"]) == []
+        assert new.job(failed)["reason"].startswith("the run ended without a reason")
+        told = {"attempt": 1, "samples": [sample(4, at=new.clock.now)]}
+        answer = new.client.post(f"/v1/jobs/{running}/telemetry", json=told, headers=new.job_headers(running))
+        assert answer.is_success, answer.text
+        assert new.job(running)["progress"]["step"] == 4
+        kinds = [one["kind"] for one in new.client.get(f"/v1/jobs/{over}/metrics").json()["events"]]
+        assert kinds == ["job_submitting", "job_pending", "job_running", "checkpoint_saved", "job_succeeded"]
+        assert new.client.get(f"/v1/jobs/{over}/events").text.count("event: end") == 1
+        launcher.put(running, LaunchState.SUCCEEDED)
+        new.turn(2)
+        assert new.state(running) == "SUCCEEDED"
+        for job_id in (running, over, failed):
+            assert new.client.delete(f"/v1/jobs/{job_id}").is_success
     finally:
         new.close()
 

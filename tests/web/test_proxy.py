@@ -125,3 +125,46 @@ def test_streams_that_a_proxy_cuts_are_read_on(desk: Desk, tmp_path: Path) -> No
     assert [one for one in log.get_by_role("log").inner_text().split("\n") if one.startswith("line")] == lines
     assert page.get_by_role("row").filter(has_text="word ").count() == len(words)
     assert desk.complaints == []
+
+
+LIVES = """async ([seconds, says]) => {
+  const { Stream } = await import(new URL("stream.js", document.querySelector("script").src));
+  const waited = [], own = { fetch: fetch.bind(window), timeout: setTimeout.bind(window), now: performance.now };
+  let now = 0;
+  performance.now = () => now;
+  window.setTimeout = (then, ms) => {
+    if (![2, 4, 8, 16, 32, 60].includes(ms / 1000)) return own.timeout(then, ms); // what else the page waits for
+    waited.push(ms);
+    return own.timeout(then, 0);
+  };
+  window.fetch = async (address, options) => {
+    if (address !== "/none") return own.fetch(address, options);
+    const body = new ReadableStream({
+      start(controller) { if (says) controller.enqueue(new TextEncoder().encode(": here\\n\\n")); },
+      pull(controller) { now += 1000 * seconds; controller.close(); },
+    }, { highWaterMark: 0 });
+    return new Response(body, { headers: { "Content-Type": "text/event-stream" } });
+  };
+  const stream = new Stream(() => "/none", () => {}, () => {}, () => {});
+  try {
+    while (waited.length < 6) await new Promise((resolve) => own.timeout(resolve, 1));
+  } finally {
+    stream.stop();
+    window.fetch = own.fetch; window.setTimeout = own.timeout; performance.now = own.now;
+  }
+  return waited.slice(0, 6).map((ms) => ms / 1000);
+}"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says", "waits"),
+    [
+        (11, True, [2, 2, 2, 2, 2, 2]),
+        (9, True, [2, 4, 8, 16, 32, 60]),
+        (60, False, [2, 4, 8, 16, 32, 60]),  # a proxy that keeps what it is to pass on
+    ],
+)
+def test_a_stream_that_has_lived_is_opened_again_soon_and_another_ever_more_seldom(
+    desk: Desk, seconds: int, says: bool, waits: list[int]
+) -> None:
+    assert desk.signed_in().evaluate(LIVES, [seconds, says]) == waits

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -193,3 +194,48 @@ def test_what_others_keep_in_the_state_of_the_optimizer_goes_back_too(tmp_path):
     assert torch.equal(loaded.state[other.first.bias]["z"], z)
     assert loaded.state[other.first.bias]["count"] == 3
     assert set(loaded.state[other.last.bias]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+FORMAT_4 = Path(__file__).parents[1] / "data/checkpoints-of-format-4"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_checkpoint_of_the_oldest_format_that_is_promised_is_gone_on_from(dtype, size):
+    name = f"onebit_adam-{str(dtype).partition('.')[2]}"
+    held = torch.load(FORMAT_4 / "held.pt", weights_only=True)[name]
+    store = CheckpointStore(FORMAT_4 / name, keep=1)
+
+    def work(group):
+        model, optimizer, meter = make("onebit_adam", group, dtype)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        training = Training(group, CPU, optimizer, of(model, optimizer), MapFeed([0], 1, 1))
+        content = store.load(store.newest_whole(), CPU)
+        restore(content, training)
+        meter.load(restored(content)["meter"])
+        then = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, group.rank, range(AT + 1, AT + 4))
+        assert all(torch.isfinite(param).all() for param in model.parameters())
+        return then
+
+    for model, optimizer in run_threads(size, work):
+        assert {name: bits(x) for name, x in model.items()} == {name: bits(x) for name, x in held["model"].items()}
+        assert (optimizer["num_steps"], optimizer["format"]) == (held["num_steps"], 6)
+        for kind in ("vectors", "residuals"):
+            assert {name: bits(x) for name, x in held[kind].items()} == {
+                name: bits(x) for name, x in optimizer[kind].items() if name in held[kind]
+            }
+        assert held["master"] is None or bits(optimizer["master"]) == bits(held["master"])
+
+
+def test_of_a_checkpoint_of_a_0_1_adam_that_is_no_more_the_model_is_left():
+    store = CheckpointStore(FORMAT_4 / "zero_one_adam-float32", keep=1)
+    model, optimizer, _ = make("zero_one_adam", SoloGroup(), torch.float32)
+    state = restored(store.load(store.newest_whole(), CPU))
+    with pytest.raises(ValueError, match="which this version does not have: go on with the version that saved it, or"):
+        optimizer.load_state_dict(state["optimizers"][0])
+    model.load_state_dict(state["model"])
+    held = torch.load(FORMAT_4 / "held.pt", weights_only=True)["zero_one_adam-float32"]["model"]
+    assert {name: bits(x) for name, x in model.state_dict().items()} == {name: bits(x) for name, x in held.items()}

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Measure the kernels, collectives, the exchange and whole training steps. All but `gpu` and `collectives` "
-    "need a checkout of the repository.",
+    help="Measure the kernels, collectives, the exchange and whole training steps.\n\n"
+    "All but `gpu` and `collectives` need a checkout of the repository.",
 )
 
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")]

@@ -22,6 +22,12 @@ MEANINGS: Final = {
 }
 
 
+class Ended(Exception):
+    """What a command expects to go wrong: its message is all that is said, and the command ends with its code."""
+
+    code: int = FAILURE
+
+
 def in_help() -> str:
     """The table as the end of `thinwire --help`."""
     return "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEANINGS.items()) + "."

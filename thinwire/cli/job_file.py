@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 from pydantic import JsonValue, ValidationError
 
+from thinwire.cli.exit_codes import WRONG_INPUT, Ended
 from thinwire.contract.jobs import BODY_LIMIT_BYTES, MOST_VALUES, Problem
 from thinwire.contract.spec import ScriptSpec, TrainSpec, read_spec
 
@@ -24,8 +25,10 @@ STDIN = Path("-")
 """In the place of a file: what is piped into the command."""
 
 
-class JobFileError(Exception):
+class JobFileError(Ended):
     """The file is not a job that can run; the message names the file and the place in it."""
+
+    code = WRONG_INPUT
 
 
 def read_job_file(path: Path) -> dict[str, JsonValue]:

@@ -19,18 +19,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Annotated, Self
 
+import typer
 from pydantic import JsonValue
 from rich.console import Console
 from rich.status import Status
 
+from thinwire.cli.exit_codes import Ended
 from thinwire.cli.extras import install_line
 from thinwire.cli.job_file import JobFileError, explain_rejection, read_job_file
 from thinwire.cli.quantities import seconds_text
+from thinwire.cli.screen import console
+from thinwire.cli.serve import LauncherName
 from thinwire.cli.summary import read_summary, summary_table
 from thinwire.cli.watch import outcome, watch
-from thinwire.client import Client, ClientError, Rejected, Server, Unreachable, server_of
+from thinwire.client import Client, ClientError, Rejected, Server, Unreachable, home, server_of
 from thinwire.contract.files import data_folder, unusable_home
 from thinwire.contract.jobs import Job, JobState
 from thinwire.contract.run_folder import RunFolder
@@ -53,7 +57,7 @@ CHILD_POLL_S = 0.1
 logger = logging.getLogger(__name__)
 
 
-class QuickstartError(Exception):
+class QuickstartError(Ended):
     """The quickstart did not reach its end; the message says why, and what the logs say."""
 
 
@@ -61,6 +65,22 @@ def first_job() -> Path:
     """The job of who names none: the example of the clone, which is there to be changed, else the package's copy."""
     example = Path("examples/quickstart.yaml")
     return example if example.exists() else Path(__file__).with_name("quickstart.yaml")
+
+
+def quickstart(
+    file: Annotated[
+        Path | None, typer.Option(help="The job to run. Default: examples/quickstart.yaml, which the package has too.")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/quickstart"),
+    launcher: Annotated[LauncherName, typer.Option(help="As for `thinwire serve`.")] = LauncherName.LOCAL,
+) -> None:
+    """Run a first job from start to end: service, job, live display, summary, results; then stop what was started.
+
+    Ctrl-C at any moment cancels the job, stops the service and leaves no process behind (exit code 130).
+
+    Example: `thinwire quickstart --results runs/quickstart`
+    """
+    raise typer.Exit(run_quickstart(file or first_job(), results, launcher.value, home(), console()))
 
 
 def run_quickstart(file: Path, results: Path, launcher: str, home: Path, console: Console) -> int:

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from thinwire.cli.commands import work
-from thinwire.cli.exit_codes import WRONG_INPUT
+from thinwire.cli.exit_codes import WRONG_INPUT, Ended
 from thinwire.cli.job_ids import JobId
 from thinwire.cli.quantities import bytes_text, loss_text, ratio_text, seconds_text
 from thinwire.cli.screen import complain, note
@@ -35,7 +35,7 @@ MOST_ROWS = 100
 LONGEST_CELL = 200
 
 
-class SummaryError(Exception):
+class SummaryError(Ended):
     """The summary lacks a key or holds a wrong value; the message names it."""
 
 

@@ -203,6 +203,18 @@ def has_wanted_workers(job: Job) -> bool:
     return job.wanted_workers.min <= job.world_size <= job.wanted_workers.max
 
 
+def watch_command(job_id: JobId) -> None:
+    """Watch a job live until its end: phase, step, loss, throughput, bytes on the wire, time to go.
+
+    Exit code 0 if it SUCCEEDED, else 1; 2 where no service answers or none has such a job. Ctrl-C ends the watching,
+    not the job. If the service is started again in the meantime, the command finds it again.
+
+    Example: `thinwire watch quickstart-3f`
+    """
+    with Client() as client:
+        watch_to_end(client, client.resolve(job_id))
+
+
 def watch_to_end(client: Client, job: Job) -> None:
     """Watch the job and leave with its exit code. Raises: typer.Exit, ClientError."""
     try:

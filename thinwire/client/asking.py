@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
+import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
@@ -36,13 +38,14 @@ from thinwire.client.errors import (
 )
 from thinwire.client.servers import Server, find_server, trusted
 from thinwire.client.streams import Params
+from thinwire.contract.job_names import PROJECT_VARIABLE
 from thinwire.contract.people import EXPIRES_HEADER
 from thinwire.contract.streams import HEARTBEAT_S
 
 T = TypeVar("T")
 P = ParamSpec("P")
 Answer = TypeVar("Answer", bound=BaseModel)
-PROJECT_VARIABLE = "THINWIRE_PROJECT"
+Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
 _LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
 _PART_BYTES = 1 << 18
 _FAILURES = (httpx.HTTPError, httpx.InvalidURL, UnicodeEncodeError)
@@ -125,12 +128,33 @@ def scoped(project: str | None) -> dict[str, str]:
     return {"project": found} if found else {}
 
 
-class _Asking:
-    """What both have in common: whom they ask, and what of a request httpx is given."""
+class _Asking(Generic[Http]):
+    """What both have in common: whom they ask, by which client of httpx, and what of a request that is given.
 
-    def __init__(self, server: Server | Callable[[], Server], timeout_s: float) -> None:
+    make: a client of httpx that trusts these. Those of a machine take longer to read than the rest of a short command:
+    they are read for the first request with https, and one without trusts nobody.
+    """
+
+    def __init__(
+        self,
+        server: Server | Callable[[], Server],
+        timeout_s: float,
+        make: Callable[[ssl.SSLContext | bool], Http],
+    ) -> None:
         self._find: Callable[[], Server] = (lambda: server) if isinstance(server, Server) else server
         self._timeout_s = timeout_s
+        self._make: Callable[[ssl.SSLContext | bool], Http] = make
+        self._trusted = trusted()
+        self._made: dict[bool, Http] = {}
+        self._making = threading.Lock()
+
+    def _http(self, url: str) -> Http:
+        speaks_tls = url[:6].lower() == "https:"
+        with self._making:
+            if speaks_tls not in self._made:
+                trusts = self._trusted if speaks_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+                self._made[speaks_tls] = self._make(trusts)
+            return self._made[speaks_tls]
 
     def _options(self, server: Server, ask: Ask) -> dict[str, Any]:
         headers = dict(ask.headers or {})
@@ -172,7 +196,7 @@ def _mounts(transport: object) -> Any:
     return None if transport else dict.fromkeys(_LOOPBACK)
 
 
-class Blocking(_Asking):
+class Blocking(_Asking[httpx.Client]):
     """Makes requests and waits for them. Use it as a context manager, or close it."""
 
     def __init__(
@@ -182,8 +206,13 @@ class Blocking(_Asking):
         timeout_s: float = 30.0,
     ) -> None:
         """server: where to ask, or what says so before each request. Raises WrongEnvironment."""
-        super().__init__(server, timeout_s)
-        self._http = httpx.Client(transport=transport, timeout=timeout_s, mounts=_mounts(transport), verify=trusted())
+        super().__init__(
+            server,
+            timeout_s,
+            lambda trusts: httpx.Client(
+                transport=transport, timeout=timeout_s, mounts=_mounts(transport), verify=trusts
+            ),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +224,8 @@ class Blocking(_Asking):
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        for http in self._made.values():
+            http.close()
 
     def run(self, steps: Steps[T]) -> T:
         """Make the requests of a call; its result. Raises ClientError, and what the call itself raises."""
@@ -233,7 +263,7 @@ class Blocking(_Asking):
         url, options = self._stream_options(server, job_id, what, params, last_id)
         with ExitStack() as stack:
             try:
-                response = stack.enter_context(self._http.stream("GET", url, **options))
+                response = stack.enter_context(self._http(url).stream("GET", url, **options))
                 if not response.is_success:
                     response.read()
             except _FAILURES as error:
@@ -248,7 +278,7 @@ class Blocking(_Asking):
         if ask.upload is not None:
             options["content"] = ask.upload.parts()
         try:
-            with self._http.stream(ask.method, server.url + ask.path, **options) as response:
+            with self._http(server.url).stream(ask.method, server.url + ask.path, **options) as response:
                 if ask.into is None or not response.is_success:
                     response.read()
                 else:
@@ -261,7 +291,7 @@ class Blocking(_Asking):
         return _checked(ask, response)
 
 
-class Awaiting(_Asking):
+class Awaiting(_Asking[httpx.AsyncClient]):
     """The same for a program with an event loop. Use it with `async with`, or await `close`.
 
     Files, and the server's own where it is looked up, are read and written in threads.
@@ -274,9 +304,12 @@ class Awaiting(_Asking):
         timeout_s: float = 30.0,
     ) -> None:
         """server: where to ask, or what says so before each request. Raises WrongEnvironment."""
-        super().__init__(server, timeout_s)
-        self._http = httpx.AsyncClient(
-            transport=transport, timeout=timeout_s, mounts=_mounts(transport), verify=trusted()
+        super().__init__(
+            server,
+            timeout_s,
+            lambda trusts: httpx.AsyncClient(
+                transport=transport, timeout=timeout_s, mounts=_mounts(transport), verify=trusts
+            ),
         )
 
     async def __aenter__(self) -> Self:
@@ -289,7 +322,8 @@ class Awaiting(_Asking):
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        for http in self._made.values():
+            await http.aclose()
 
     async def run(self, steps: Steps[T]) -> T:
         """Make the requests of a call; its result. Raises ClientError, and what the call itself raises."""
@@ -323,7 +357,7 @@ class Awaiting(_Asking):
         url, options = self._stream_options(server, job_id, what, params, last_id)
         async with AsyncExitStack() as stack:
             try:
-                response = await stack.enter_async_context(self._http.stream("GET", url, **options))
+                response = await stack.enter_async_context(self._http(url).stream("GET", url, **options))
                 if not response.is_success:
                     await response.aread()
             except _FAILURES as error:
@@ -338,7 +372,7 @@ class Awaiting(_Asking):
         if ask.upload is not None:
             options["content"] = _in_threads(ask.upload.parts())
         try:
-            async with self._http.stream(ask.method, server.url + ask.path, **options) as response:
+            async with self._http(server.url).stream(ask.method, server.url + ask.path, **options) as response:
                 if ask.into is None or not response.is_success:
                     await response.aread()
                 else:

@@ -75,6 +75,10 @@ class Rejected(ApiError):
     """The body is wrong: see `problems`."""
 
 
+OF_INPUT = (AmbiguousId, NotFound, NoText, Rejected, WrongEnvironment, Unreachable)
+"""What it takes other input to mend: another ID, another address, another job."""
+
+
 def error_body(response: httpx.Response) -> ErrorBody:
     """What an answer that is no success says, whoever has sent it. The response has been read."""
     try:

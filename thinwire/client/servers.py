@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from pydantic import ValidationError
 
 from thinwire.client import sign_on
 from thinwire.client.errors import Unreachable, WrongEnvironment
-from thinwire.contract.files import unusable_home
-from thinwire.contract.redaction import redacted_json
+from thinwire.contract.files import data_folder, unusable_home
 from thinwire.contract.tls import WrongCa, read_ca, trusting
-from thinwire.service.config import Settings
 
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -76,13 +73,11 @@ def trusted() -> ssl.SSLContext | bool:
 
 def home() -> Path:
     """The folder of the service's state: THINWIRE_HOME, else the user's data folder. Raises WrongEnvironment."""
+    named = os.environ.get("THINWIRE_HOME", "")
     try:
-        return Settings().home
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = "THINWIRE_" + "_".join(map(str, first["loc"])).upper()
-        given = redacted_json(first["input"], name)
-        raise WrongEnvironment(f"the environment variable {name} is {given!r}: {first['msg']}") from error
+        return Path(named).expanduser().absolute() if named else data_folder()
+    except RuntimeError as error:  # ~somebody whom this machine does not know
+        raise WrongEnvironment(f"THINWIRE_HOME is {named!r}, of which no folder can be made: {error}") from error
 
 
 def server_of(home: Path) -> Server:

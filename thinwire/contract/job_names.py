@@ -1,10 +1,11 @@
-"""What a job may be called, and the nearest to a name that it may not have. Torch-free."""
+"""What a job may be called, the nearest to a name that it may not have, and what names the project that is meant."""
 
 from __future__ import annotations
 
 import re
 
 LABEL = r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"
+PROJECT_VARIABLE = "THINWIRE_PROJECT"
 
 
 def fitting_name(text: str) -> str:
