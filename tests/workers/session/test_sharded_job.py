@@ -78,11 +78,11 @@ def test_a_dead_process_takes_its_box_out_the_others_go_on_and_a_new_box_joins(t
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_the_shards_of_all_processes_of_a_box(tmp_path):
-    first, again, alone, others = (tmp_path / name for name in ("first", "again", "alone", "others"))
+    first, again, alone = (tmp_path / name for name in ("first", "again", "alone"))
     with BoxJob(first, Limits(2, 2), 30, 0, steps=30) as job:
         job.start(0, 1).wait()
         went_on = same(job.finals())
-    for folder in (again, alone, others):
+    for folder in (again, alone):
         folder.mkdir()
         shutil.copytree(first / "checkpoints", folder / "checkpoints")
         shutil.copy(first / "buckets.json", folder)
@@ -96,9 +96,21 @@ def test_a_run_goes_on_from_the_shards_of_all_processes_of_a_box(tmp_path):
     with BoxJob(alone, Limits(1, 1), 30, 0, steps=30) as job:
         job.start(0).wait()
         assert sorted(same(job.finals())) == [0, 1]
-    with BoxJob(others, Limits(1, 1), 30, 0, steps=30, per_box=3) as job:
-        job.start(0).wait(tolerate="CheckpointRefused: the checkpoint is of boxes of 2 processes, and these have 3")
-        assert job.events("failed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "now"), [(2, 3), (2, 1), (1, 2)])
+def test_a_checkpoint_of_boxes_of_another_size_is_refused_with_what_to_do(tmp_path, saved, now):
+    first, again = tmp_path / "first", tmp_path / "again"
+    with BoxJob(first, Limits(1, 1), 12, 0, steps=12, per_box=saved) as job:
+        job.start(0).wait()
+    shutil.copytree(first / "checkpoints", again / "checkpoints", ignore=shutil.ignore_patterns("step-00000012-*"))
+    with BoxJob(again, Limits(1, 1), 12, 0, steps=12, per_box=now) as job:
+        said = f"CheckpointRefused: the checkpoint is of boxes of {saved} processes, and these have {now}: "
+        job.start(0).wait(tolerate=said)
+        (failed,) = job.events("failed")
+        assert f"say workers.per_box = {saved}" in failed["error"]
+        assert not job.commits()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from thinwire.optim import OneBitAdam, OneBitMuon, muon
+from thinwire.optim.engine.local import local
 from thinwire.train import session
 
 DIES_AFTER = 6
@@ -64,11 +65,13 @@ def die_at(moment):
 
 
 with session() as run:
-    box = init_device_mesh(run.device.type, (dist.get_world_size(),))
+    process = dist.get_rank() if dist.is_initialized() else 0  # workers.per_box = 1: no box, and no shards
     torch.manual_seed(os.getpid())  # a newcomer is given what the others have
     model = nn.Sequential(nn.Linear(11, 24), nn.ReLU(), nn.Linear(24, 10), nn.LayerNorm(10), nn.Linear(10, 1))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=box)
+    if dist.is_initialized():
+        box = init_device_mesh(run.device.type, (dist.get_world_size(),))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=box)
     kind, more = (OneBitMuon, {}) if (folder / "muon").exists() else (OneBitAdam, {"warmup": 4, "total_steps": steps})
     optimizer = kind(model.parameters(), lr=1e-2, group=run.group, max_grad_norm=1.0, **more)
     run.register(model=model, optimizer=optimizer)
@@ -79,13 +82,14 @@ with session() as run:
             (folder / f"at-{run.step_number}").touch()
             time.sleep(0.02)
         if run.world_size == 3 and run.step_number == DIES_AFTER and (folder / "dies").exists():
-            for box_rank, process, moment in map(str.split, (folder / "dies").read_text().splitlines()):
-                if (run.rank, dist.get_rank()) == (int(box_rank), int(process)):
+            for line in (folder / "dies").read_text().splitlines():
+                *who, moment = line.split()
+                if who == [str(run.rank), str(process)]:
                     die_at(moment)
         if run.world_size > 1:
             timeout_s = run.group._timeout_s(run.group.process_group)
         loss = loss_of(batch)
-        if dist.get_rank() == 1 and run.step_number >= 5 and breaks.exists():
+        if process == 1 and run.step_number >= 5 and breaks.exists():
             how, once = breaks.read_text(), breaks.rename(folder / f"broken-{os.getpid()}")
             if how == "raise":
                 raise ValueError(f"what {once.name} is of")
@@ -96,7 +100,7 @@ with session() as run:
         run.report(loss=loss)
         losses.append((run.step_number, float(loss.detach())))
 
-shards = [p.to_local().detach().clone() for p in model.parameters()]
-kept = {"rank": dist.get_rank(), "shards": shards, "vectors": optimizer.rank_state_dict()["vectors"], "losses": losses}
+shards = [local(p.detach()).clone() for p in model.parameters()]
+kept = {"rank": process, "shards": shards, "vectors": optimizer.rank_state_dict()["vectors"], "losses": losses}
 kept["timeout_s"] = timeout_s
-torch.save(kept, folder / f"final-{dist.get_rank()}-{os.getpid()}")
+torch.save(kept, folder / f"final-{process}-{os.getpid()}")
