@@ -213,9 +213,7 @@ def flat_reducer(
     second = group.second_communicator()
     coder: Coder
     if isinstance(codec, SignCodec) and codec.scale == "l2":
-        coder = SignCoder(
-            group, second, buckets, codec, like, keeps=keeps, sums=sums, threads=threads, results=results
-        )
+        coder = SignCoder(group, second, buckets, codec, like, keeps=keeps, sums=sums, threads=threads, results=results)
     elif keeps is not Keeps.NOTHING or sums not in (None, like.dtype):
         raise ValueError(f"keeps = {keeps.value}, sums = {sums}: must be nothing and None with codec {codec.name}")
     elif isinstance(codec, LinearCodec):

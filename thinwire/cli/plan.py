@@ -208,9 +208,8 @@ def _refuse_what_cannot_be(request: PlanRequest) -> int:
     if request.spec.workers.per_box > 1:
         raise JobFileError(
             f"workers.per_box = {request.spec.workers.per_box}: a plan rehearses workers of one process, and shards no "
-            f"model. `thinwire what-if --nodes {workers} --rate 1gbit --values 7b --compute 900ms` predicts boxes: their "
-            "number, the link of one, the values of the whole model, and forward and backward as you have measured them "
-            "in a box"
+            f"model. `thinwire what-if --nodes {workers} --rate 1gbit --values 7b --compute 900ms` predicts boxes: say "
+            "their number, the link of one, the values of the whole model, and forward and backward of a box, measured"
         )
     if workers % request.per_machine:
         raise typer.BadParameter(

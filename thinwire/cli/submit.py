@@ -363,7 +363,8 @@ def manifest(
     job_id = f"{spec.name}-SUFFIX"
     if isinstance(spec, ScriptSpec):
         recipe = spec.recipe
-        words = script_of_workers(Code(None, "SHA256" if packed else recipe.package, recipe.working_dir, recipe.pip, recipe.env_vars))
+        sha256 = "SHA256" if packed else recipe.package
+        words = script_of_workers(Code(None, sha256, recipe.working_dir, recipe.pip, recipe.env_vars))
     try:
         made = rayjob(
             read_template(template, image, added),

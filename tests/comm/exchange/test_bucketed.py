@@ -165,7 +165,9 @@ def test_where_results_are_only_read_no_bit_is_another_and_what_was_read_is_know
 
     kept = run_threads(size, partial(work, results={}))
     for more, known, sets in (({}, (False, False), 1), ({"keeps": Keeps.ROWS}, (True, True), 2)):
-        for ours, theirs in zip(run_threads(size, partial(work, results={"results": "read", **more})), kept, strict=True):
+        for ours, theirs in zip(
+            run_threads(size, partial(work, results={"results": "read", **more})), kept, strict=True
+        ):
             assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
             assert ours[1:] == (known, sets)
 

@@ -424,7 +424,9 @@ def test_error_memory_of_before_is_gone_when_r_gets_memory_anew(monkeypatch, kin
     """Else a rank would hold both at once: 6 bytes a parameter of two ranks."""
     build = maker(kind) if kind == "onebit_adam" else lambda net: OneBitMuon(net.parameters())
     ranks = trained(build, 3, STEP)
-    before = {rank.optimizer: [weakref.ref(x) for x in error_memories(rank.optimizer.vectors).values()] for rank in ranks}
+    before = {
+        rank.optimizer: [weakref.ref(x) for x in error_memories(rank.optimizer.vectors).values()] for rank in ranks
+    }
     still, plain = {}, saving.go_on
 
     def go_on(optimizer, *given):
