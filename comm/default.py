@@ -55,7 +55,7 @@ def default_reducer(
     cuts, keeps, full, sums: as in flat_reducer. topology: "node_first" exchanges signs by node first, which keeps
     nothing of the others, with sums as they are; "auto" does where that can be, and logs why not.
     A group of one exchanges nothing, so it does not compress, and gives out the residual that a larger group may have
-    left; results: as in lone_reducer.
+    left; results: as in lone_reducer and flat_reducer.
     Collective. Raises: WireMismatch, PeerLost; ValueError where "node_first" cannot be.
     """
     group, codec = given_or_default(group), codec or SignCodec()
@@ -84,6 +84,7 @@ def default_reducer(
         keeps=keeps,
         full=full,
         sums=sums,
+        results=results,
     )
 
 

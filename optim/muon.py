@@ -77,7 +77,7 @@ class MuonState:
 class OneBitMuonState:
     """m: of this rank; of all after a save. update_error: what signs have left out of updates.
 
-    An element in fp32 takes 8 bytes as parameter and gradient, 4 as m, 4 + 4 / ranks of error memory, and half a byte
+    An element in fp32 takes 8 bytes as parameter and gradient, 4 as m, 4 + 4 / ranks of error memory, and 3/8 of a byte
     as rows of signs; in bfloat16 m and error memory take half of that. While a step sends, the update of a tensor that
     spans buckets is there too, until its last bucket.
     """

@@ -244,7 +244,9 @@ def regroup_all(
             for one in reversed(staged):
                 one.undo()
             raise
-        return Regrouped.of([one.take() for one in staged])
+        takes = [one.take for one in staged]
+        staged.clear()  # and with it what undo() would need: error memory of before has gone when R gets memory anew
+        return Regrouped.of([take() for take in takes])
 
 
 def _refuse_others(optimizer: object, call: str) -> None:
@@ -378,7 +380,9 @@ def _stage(
             begin_anew(optimizer)
 
     def take_all() -> Regrouped:
+        nonlocal before, room
         take(optimizer, before, room)
+        del before, room
         saving.go_on(optimizer, plain, states, residuals)
         if group.rank in received:
             added.replace(optimizer, of_others)

@@ -365,8 +365,9 @@ def of_shard(content: Content, box: Box) -> Content:
     saved = 1 if shards is None else len(shards)
     if saved != box.size:
         raise CheckpointRefused(
-            f"the checkpoint is of boxes of {saved} processes, and these have {box.size} (workers.per_box): its shards "
-            "are theirs; go on with as many, or begin a new job"
+            f"the checkpoint is of boxes of {saved} processes, and these have {box.size}: a job's shards are not cut "
+            f"anew; say workers.per_box = {saved}, or begin a new job of what the script itself has saved by "
+            "torch.distributed.checkpoint"
         )
     if shards is None:
         return content

@@ -127,6 +127,7 @@ class Coder(ABC):
 
     in_place: error memory is written while buckets are encoded, so that an error in between may tear it.
     keeps_results: results stay until the next exchange but one; else they are written over what was launched.
+    keeps_last: where results are kept, are there two? Else both are one, which the next exchange writes over.
     serves_on: where a bucket is not received the others are served all the same: other ranks may have it, and the whole
     result then. Else nothing more is begun.
     sits_out: can one rank take part and give nothing (Exchange.launch_absent)?
@@ -137,6 +138,7 @@ class Coder(ABC):
 
     in_place = False
     keeps_results = True
+    keeps_last = True
     serves_on = False
     sits_out = True
     takes_givers = False

@@ -122,6 +122,7 @@ class Exchange:
             memory.refuse_torn()
         self._coder.choose(at)
         self._coder.begin(memory, self.draw)
+        self._last_of = self._last_of if self._coder.keeps_last else None
         self._memory, self._lost, self.is_open = memory, None, True
 
     def launch_sum(self, k: int, x_N: Tensor) -> None:
@@ -249,8 +250,8 @@ class Exchange:
     def last(self, memory: ErrorMemory) -> Result | None:
         """The last committed result, if it is of `memory`, untouched since; launch_lerp forms what it sends from it.
 
-        None before the first commit, of all buckets, and after memory.restore(): read it before, which state_dict()
-        does.
+        None before the first commit, of all buckets, after memory.restore(): read it before, which state_dict() does;
+        and where results are only read, from the next begin() on.
         """
         known = len(self._known_of(memory)) == len(self.buckets)
         return self._coder.results[self._coder.turn] if known else None

@@ -191,13 +191,14 @@ def flat_reducer(
     keeps: Keeps = Keeps.NOTHING,
     full: FullWire = "fp32",
     sums: torch.dtype | None = None,
+    results: Results = "kept",
 ) -> Reducer:
     """Every rank exchanges with every other. SignCodec of the 2-norm goes by the fused kernels, any other by its rows.
 
     A LinearCodec goes by sums of the vector in one bucket.
 
     bucket_elements: the most elements of a bucket. cuts: positions that no bucket reaches across, such as the ends of
-    parameter groups whose weights differ. threads, keeps, sums: as in SignCoder, of signs alone.
+    parameter groups whose weights differ. threads, keeps, sums, results: as in SignCoder, of signs alone.
     full: how the mean of a gradient is sent, in steps that send it in full.
     Collective: every rank calls it alike. Raises: ValueError; WireMismatch, PeerLost.
     """
@@ -212,7 +213,7 @@ def flat_reducer(
     second = group.second_communicator()
     coder: Coder
     if isinstance(codec, SignCodec) and codec.scale == "l2":
-        coder = SignCoder(group, second, buckets, codec, like, keeps=keeps, sums=sums, threads=threads)
+        coder = SignCoder(group, second, buckets, codec, like, keeps=keeps, sums=sums, threads=threads, results=results)
     elif keeps is not Keeps.NOTHING or sums not in (None, like.dtype):
         raise ValueError(f"keeps = {keeps.value}, sums = {sums}: must be nothing and None with codec {codec.name}")
     elif isinstance(codec, LinearCodec):

@@ -3,7 +3,8 @@
     sent       one row for each rank, its chunk of what this rank gives     -> collected of that rank   all-to-all
     collected  one row from each rank, all of this rank's own chunk
     served     the mean of those, encoded                                   -> gathered of every rank   all-gather
-    gathered   one row from each rank, its chunk of the result; two sets: the last result, and the one that is made
+    gathered   one row from each rank, its chunk of the result; two sets: the last result, and the one that is made,
+               or one, where no exchange needs the last one
 
 The replica, where it is asked for, has rows as sent and collected for the chunk of the rank before this one. What was
 sent and collected in the last exchange is kept where asked for: two sets take turns, and nothing is copied. A row is
@@ -75,7 +76,7 @@ class BucketRows:
     chunks: the elements that each rank serves, counted from the start of the vector. span: of the bucket; own: of this
     rank's chunk. table: the blocks of all chunks, in n rows; own_table: of the own one, in one row. *_nB: a row each.
     now: of the exchange under way; last: of the one committed last, None unless keeps_last, and before the first.
-    gathered: the two sets, once they have been placed. replica: None unless it is asked for.
+    gathered: the two sets, or one twice, once they have been placed. replica: None unless it is asked for.
     row_bytes: of a row that is longer than this bucket's need.
     """
 
@@ -149,10 +150,10 @@ class BucketRows:
         if self.last is not None:
             self.now, self.last = self.last, self.now
 
-    def place(self, bytes_B: Tensor, dtype: torch.dtype) -> None:
-        """One more set of gathered rows: in this memory."""
-        self.gathered.append(RowMemory.of(bytes_B, dtype))
-        self.gathered_nB.append(bytes_B.view(self.sent_nB.shape))
+    def place(self, bytes_B: Tensor, dtype: torch.dtype, turns: int) -> None:
+        """One more set of gathered rows, or two that are one: in this memory."""
+        self.gathered += [RowMemory.of(bytes_B, dtype)] * turns
+        self.gathered_nB += [bytes_B.view(self.sent_nB.shape)] * turns
 
     def least_flag(self, kernels: Kernels) -> Tensor:
         """0-dim uint8: 1 where all rows that are sent are finite, else 0. Their flags: modified."""
@@ -216,12 +217,12 @@ class Received:
         self._finite = torch.ones((), dtype=torch.uint8, device=flag_at.device)
 
     @classmethod
-    def of(cls, rows: Sequence[BucketRows], kernels: Kernels, like: Tensor, cut: Cut) -> Received:
-        """Of all buckets, in one piece of memory, in which each is given its place."""
+    def of(cls, rows: Sequence[BucketRows], kernels: Kernels, like: Tensor, cut: Cut, turns: int = 1) -> Received:
+        """Of all buckets, in one piece of memory, in which each is given its place: in so many turns."""
         made = cls._laid_out([one.table for one in rows], kernels, like, cut)
         ends = [0, *accumulate(one.sent_nB.numel() for one in rows)]
         for one, (low, high) in zip(rows, pairwise(ends), strict=True):
-            one.place(made.wire.bytes_B[low:high], like.dtype)
+            one.place(made.wire.bytes_B[low:high], like.dtype, turns)
         return made
 
     @classmethod

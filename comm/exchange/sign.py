@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.codecs.sign import SignCodec
+from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.coder import GIVEN_AGAIN, Coder, Given
 from thinwire.comm.exchange.fidelity import Fidelity, fidelity_of
 from thinwire.comm.exchange.memory import SERVER, WORKER, ErrorMemory, Kept, Place, Served, Where, Whole, noise_for
@@ -41,7 +42,8 @@ class SignCoder(Coder):
     keeps: what each rank keeps of the others, for the death of one. REPLICA: the server error of the rank before it, so
     that phase 1 sends each row twice. sums: the type that kept sums have, where it is not the vector's: bfloat16, for
     vectors of float32. threads: cores that a kernel may use. row_bytes: of the rows of each bucket, where they are
-    longer than they need to be. where: what of the model's vector is exchanged; None: all of it.
+    longer than they need to be. where: what of the model's vector is exchanged; None: all of it. results: "read": no
+    exchange begins from the last one, so that it is kept only for the dead (ROWS).
     Raises: ValueError.
     """
 
@@ -61,6 +63,7 @@ class SignCoder(Coder):
         threads: int = 1,
         row_bytes: Sequence[int] | None = None,
         where: Where | None = None,
+        results: Results = "kept",
     ) -> None:
         if sums not in (None, like.dtype) and (sums, like.dtype) != (torch.bfloat16, torch.float32):
             raise ValueError(f"sums = {sums}: must be torch.bfloat16 for vectors of torch.float32, or {like.dtype}")
@@ -68,6 +71,7 @@ class SignCoder(Coder):
         self._group, self._second = group, second
         self._where = where or Whole(group, buckets.layout.numel)
         self._sums = sums
+        self.keeps_last = results == "kept" or keeps is Keeps.ROWS
         self._rounds = sums not in (None, like.dtype)
         """Are sums kept in fewer bits, rounded by what an exchange draws?"""
         self._kernels = kernels_for(like.device, like.dtype, threads)
@@ -109,9 +113,10 @@ class SignCoder(Coder):
         memory.take_room(draw)
         for rows in self._rows:
             rows.take_room()  # of all, so that what is sent of each later has its place
-        if not self.results:  # two, from the first exchange on: a warm-up needs none, and a regroup has the old ones
-            cut = Cut(self.buckets, self._block, self._group.size)
-            self.results = [Received.of(self._rows, self._kernels, self.like, cut) for _ in range(2)]
+        if not self.results:  # from the first exchange on: a warm-up needs none, and a regroup has the old ones
+            cut, sets = Cut(self.buckets, self._block, self._group.size), 1 + self.keeps_last
+            made = [Received.of(self._rows, self._kernels, self.like, cut, 2 // sets) for _ in range(sets)]
+            self.results = made[0], made[-1]
 
     def form(self, k: int, given: Given) -> Tensor | None:
         """Bucket k of what is added to the kept sums; None where the kernels form it themselves."""

@@ -184,3 +184,14 @@ def test_a_start_that_cannot_be_is_refused(
     run = thinwire("submit", str(folder / "src" / "Train_it.py"), *options)
     assert run.code == 2
     assert words in run.err
+
+
+def test_a_manifest_of_a_job_file_is_that_of_the_package_that_submit_makes_of_its_folder(
+    thinwire: Callable[..., Run],
+) -> None:
+    run = thinwire("manifest", str(Path(__file__).parents[2] / "examples" / "sharded-job.yaml"))
+    assert run.code == 0, run.err
+    made = yaml.safe_load(run.out)["spec"]
+    assert made["entrypoint"].endswith(" --script-of-workers --package SHA256")
+    (group,) = made["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["rayStartParams"]["num-cpus"] == "2"  # a box is one pod

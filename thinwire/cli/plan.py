@@ -218,6 +218,12 @@ def _refuse_what_cannot_be(request: PlanRequest) -> int:
     """How many workers it is for. Raises: typer.BadParameter, JobFileError."""
     ranks = int(os.environ.get("WORLD_SIZE") or 1)
     workers = request.workers or (ranks if ranks > 1 else request.spec.workers.max)
+    if request.spec.workers.per_box > 1:
+        raise JobFileError(
+            f"workers.per_box = {request.spec.workers.per_box}: a plan rehearses workers of one process, and shards no "
+            f"model. `thinwire what-if --nodes {workers} --rate 1gbit --values 7b --compute 900ms` predicts boxes: say "
+            "their number, the link of one, the values of the whole model, and forward and backward of a box, measured"
+        )
     if workers % request.per_machine:
         raise typer.BadParameter(
             f"{workers} workers do not fill machines of {request.per_machine}", param_hint="--per-machine"

@@ -352,12 +352,18 @@ def manifest(
     from thinwire.service.launch.kuberay.manifest import Attempt, TemplateRefused, printed, rayjob, read_template
     from thinwire.service.launch.protocol import Code
 
-    spec = read_job_spec(file)
+    job = read_job_file(file)
+    packed = folder_of(job, file) is not None  # by `thinwire submit`
+    if packed:
+        asked = job["recipe"]
+        assert isinstance(asked, dict)
+        job = {**job, "recipe": {**asked, "working_dir": None, "package": "0" * 64}}
+    spec = read_job_spec(file, job)
     words: list[str] = []
     job_id = f"{spec.name}-SUFFIX"
     if isinstance(spec, ScriptSpec):
         recipe = spec.recipe
-        sha256 = recipe.package or ("SHA256" if recipe.working_dir is None else None)
+        sha256 = "SHA256" if packed else recipe.package
         words = script_of_workers(Code(None, sha256, recipe.working_dir, recipe.pip, recipe.env_vars))
     try:
         made = rayjob(

@@ -1,5 +1,7 @@
 """Laws of the exchange in buckets: those of the compressed all-reduce, and that steps and buckets change nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -134,6 +136,40 @@ def test_a_momentum_taken_from_the_rows_is_that_of_the_caller_bit_for_bit(size, 
         return True
 
     assert all(run_threads(size, work))
+
+
+@pytest.mark.few(2)
+@every_value({"size": (2, 3), "bucket_elements": (200, LAYOUT.numel)})
+@pytest.mark.law
+def test_where_results_are_only_read_no_bit_is_another_and_what_was_read_is_known_until_the_next_begins(
+    size, bucket_elements
+):
+    *before, last = inputs(size, 4, torch.float32)
+
+    def work(group, results):
+        reducer = make(group, torch.float32, bucket_elements, **results)
+        memory, outs = reducer.new_memory(), []
+        for ranks in before:
+            reducer.compressed_(x := ranks[group.rank].clone(), memory)
+            outs.append(x)
+        outs.append(torch.tensor(reducer.fidelity(memory).residual_ratio))
+        assert reducer.last(memory) is not None
+        x = last[group.rank].clone()
+        x[0] = torch.nan if group.rank == 1 else 0
+        with pytest.raises(NonFiniteInput):
+            reducer.compressed_(x, memory)
+        known = reducer.last(memory) is not None, reducer.fidelity(memory) is not None
+        reducer.compressed_(x := last[group.rank].clone(), memory)
+        rows = {one.untyped_storage().data_ptr() for of in reducer._coder._rows for one in of.gathered_nB}
+        return [*outs, x, memory.worker_N, memory.server_c], known, len(rows)
+
+    kept = run_threads(size, partial(work, results={}))
+    for more, known, sets in (({}, (False, False), 1), ({"keeps": Keeps.ROWS}, (True, True), 2)):
+        for ours, theirs in zip(
+            run_threads(size, partial(work, results={"results": "read", **more})), kept, strict=True
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+            assert ours[1:] == (known, sets)
 
 
 @every_value({"size": [1, 3], "bucket_elements": CUTS[1:], "decay": [0.0, 0.125]})

@@ -15,6 +15,7 @@ from tests.comm.streams.device import Device, Died, LateKernels, World
 from tests.comm.streams.group import LateGroup
 from thinwire.comm.codecs.sign import SignCodec
 from thinwire.comm.exchange import node_first, pipeline, sign
+from thinwire.comm.exchange.alone import Results
 from thinwire.comm.exchange.reducer import Reducer, flat_reducer, node_first_reducer
 from thinwire.comm.groups.nodes import nodes_of
 from thinwire.comm.keeps import Keeps
@@ -67,10 +68,12 @@ def run_late(world: World, work: Callable[[LateGroup], Any]) -> list[Any]:
     return told
 
 
-def reducer_of(group: Any, keeps: Keeps = Keeps.NOTHING, device: torch.device | None = None) -> Reducer:
+def reducer_of(
+    group: Any, keeps: Keeps = Keeps.NOTHING, device: torch.device | None = None, results: Results = "kept"
+) -> Reducer:
     """Of this test's vector, in three buckets."""
     x = torch.zeros(LAYOUT.numel, device=device)
-    return flat_reducer(group, LAYOUT, SignCodec(256), x, bucket_elements=1024, keeps=keeps)
+    return flat_reducer(group, LAYOUT, SignCodec(256), x, bucket_elements=1024, keeps=keeps, results=results)
 
 
 def inputs_of(rank: int, steps: int, seed: int = 0) -> list[torch.Tensor]:
@@ -105,19 +108,26 @@ def by_node_first(group: Any) -> Reducer:
 
 
 def steps_on(
-    group: Any, steps: int, keeps: Keeps = Keeps.NOTHING, make: Callable[..., Any] = reducer_of
+    group: Any,
+    steps: int,
+    keeps: Keeps = Keeps.NOTHING,
+    make: Callable[..., Any] = reducer_of,
+    results: Results = "kept",
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """So many exchanges. Returns their results, and R."""
-    reducer = make(group, keeps) if make is reducer_of else make(group)
+    """So many exchanges. Returns their results, and R. Of results that are read alone none begins from the last."""
+    reducer = make(group, keeps, results=results) if make is reducer_of else make(group)
     memory, x, outs = reducer.new_memory(), torch.zeros(LAYOUT.numel), []
     device, inputs = getattr(group, "device", None), inputs_of(group.rank, steps)
     with device if isinstance(device, Device) else nullcontext():
         for step, given in enumerate(inputs):
-            exchange(reducer, memory, x, given, lerp=step > 0)
-            out = torch.empty(LAYOUT.numel)
-            reducer.result.decode_(out)
+            exchange(reducer, memory, x, given, lerp=step > 0 and results == "kept")
+            out, result = torch.empty(LAYOUT.numel), reducer.result
+            if results == "read":
+                reducer.commit()  # it is there until the next one
+            result.decode_(out)
             outs.append(out.clone())
-            reducer.commit()
+            if results == "kept":
+                reducer.commit()
             x.fill_(torch.nan)  # the caller's again: backward writes it anew
             out.fill_(torch.nan)
         part_N = done(group, lambda: memory.share(group.size))

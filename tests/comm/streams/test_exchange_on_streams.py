@@ -52,22 +52,23 @@ def differ(ours, theirs):
 
 @pytest.mark.law
 @pytest.mark.parametrize(
-    ("size", "keeps", "seeds"),
+    ("size", "keeps", "results", "seeds"),
     [
-        (3, Keeps.ROWS, 1),
-        (2, Keeps.REPLICA, 1),
+        (3, Keeps.ROWS, "kept", 1),
+        (2, Keeps.REPLICA, "kept", 1),
+        (3, Keeps.NOTHING, "read", 1),
         *(
-            pytest.param(size, keeps, 12, marks=pytest.mark.slow)
+            pytest.param(size, keeps, results, 12, marks=pytest.mark.slow)
             for size in (1, 2, 3, 4)
-            for keeps in (Keeps.NOTHING, Keeps.REPLICA)
+            for keeps, results in ((Keeps.NOTHING, "kept"), (Keeps.NOTHING, "read"), (Keeps.REPLICA, "kept"))
         ),
     ],
 )
-def test_late_and_out_of_order_the_exchange_is_that_of_the_cpu_bit_for_bit(size, keeps, seeds, monkeypatch):
-    theirs = run_threads(size, lambda group: steps_on(group, STEPS, keeps))
+def test_late_and_out_of_order_the_exchange_is_that_of_the_cpu_bit_for_bit(size, keeps, results, seeds, monkeypatch):
+    theirs = run_threads(size, lambda group: steps_on(group, STEPS, keeps, results=results))
     late(monkeypatch)
     for seed in range(seeds):
-        ours = run_late(World(size, seed), lambda group: steps_on(group, STEPS, keeps))
+        ours = run_late(World(size, seed), lambda group: steps_on(group, STEPS, keeps, results=results))
         if (error := raised(ours)) is not None:
             raise error
         assert not differ(ours, theirs)

@@ -21,10 +21,10 @@ HELD = {
     "onebit_adam": (lambda p, g: OneBitAdam(p, group=g, warmup=2), lambda n: 8.5 + 4 / n),
     "onebit_lamb": (lambda p, g: OneBitLamb(p, group=g, warmup=2), lambda n: 12.5 + 4 / n),
     "onebit_sgd": (lambda p, g: OneBitSGD(p, group=g), lambda n: 4.5 + 4 / n),
-    "onebit_muon": (lambda p, g: OneBitMuon(p, group=g), lambda n: 8.5 + 4 / n),
+    "onebit_muon": (lambda p, g: OneBitMuon(p, group=g), lambda n: 8.375 + 4 / n),
     "zero_one_adam": (
         lambda p, g: construct(ZeroOneAdam, p, group=g, var_freeze_step=2, dense_steps=1),
-        lambda n: 12.5 + 4 / n,
+        lambda n: 12.375 + 4 / n,
     ),
     "onebit_adam after 8 bits": (
         lambda p, g: OneBitAdam(p, group=g, warmup=2, refresh=0.9, full_exchange="int8"),
@@ -32,11 +32,11 @@ HELD = {
     ),
     "zero_one_adam before the freeze": (
         lambda p, g: construct(ZeroOneAdam, p, group=g, dense_steps=1),
-        lambda n: 16.5 + 4 / n,
+        lambda n: 16.375 + 4 / n,
     ),
     "zero_one_adam with local steps": (
         lambda p, g: construct(ZeroOneAdam, p, group=g, var_freeze_step=2, dense_steps=1, local_step_scaler=1),
-        lambda n: 20.5 + 4 / n,
+        lambda n: 20.375 + 4 / n,
     ),
 }
 

@@ -1,6 +1,7 @@
 """A change of ranks loses nothing: planned, R is exact; unplanned, what is lost is what only the dead rank held."""
 
 import itertools
+import weakref
 from functools import cache
 
 import pytest
@@ -12,7 +13,8 @@ from tests.optim.regroup.ranks import goes_on, new_ranks, struck, together, trai
 from thinwire.comm import Keeps, PeerLost, SoloGroup
 from thinwire.comm.errors import WireMismatch
 from thinwire.comm.groups.faults import Fault, What, When
-from thinwire.optim import OneBitAdam
+from thinwire.optim import OneBitAdam, OneBitMuon
+from thinwire.optim.engine import saving
 from thinwire.optim.engine.replicas import Replicas
 from thinwire.optim.engine.state import error_memories
 from thinwire.optim.regroup import hand_over, regroup
@@ -415,3 +417,22 @@ def test_after_a_change_of_ranks_the_momentum_is_still_in_what_was_received():
         assert before[0].any()
         assert torch.equal(momentum.floats(), before[0])
     goes_on(ranks[:2])
+
+
+@pytest.mark.parametrize("kind", ["onebit_adam", "onebit_muon"])
+def test_error_memory_of_before_is_gone_when_r_gets_memory_anew(monkeypatch, kind):
+    """Else a rank would hold both at once: 6 bytes a parameter of two ranks."""
+    build = maker(kind) if kind == "onebit_adam" else lambda net: OneBitMuon(net.parameters())
+    ranks = trained(build, 3, STEP)
+    before = {
+        rank.optimizer: [weakref.ref(x) for x in error_memories(rank.optimizer.vectors).values()] for rank in ranks
+    }
+    still, plain = {}, saving.go_on
+
+    def go_on(optimizer, *given):
+        still[optimizer] = [one() is not None for one in before[optimizer]]
+        plain(optimizer, *given)
+
+    monkeypatch.setattr(saving, "go_on", go_on)
+    regrouped(ranks[:2])
+    assert still == {rank.optimizer: [False] for rank in ranks[:2]}

@@ -5,15 +5,18 @@ here: what of FSDP matters is that the ranks of a box are asked whether all of t
 """
 
 import threading
+from functools import cache
 
 import pytest
 import torch
 
+from tests.optim.reference.written_out import bits
 from tests.optim.regroup.ranks import Rank, until
+from tests.optim.regroup.test_regroup import EPS, expected, shares
 from thinwire.comm import PeerLost
 from thinwire.comm.groups.faults import Fault, FaultyGroup, What, When
 from thinwire.comm.groups.threads import ThreadGroup
-from thinwire.optim import OneBitAdam
+from thinwire.optim import OneBitAdam, OneBitMuon
 from thinwire.optim.engine import optimizer
 
 LANES, WARMUP, AHEAD = 2, 2, 6
@@ -114,9 +117,14 @@ class Boxes:
         """By box: of each lane."""
         return {box: [self.ranks[box, lane].optimizer.num_steps for lane in range(LANES)] for box in self.living}
 
+    def lanes(self):
+        """Of each lane its ranks in the boxes that live."""
+        return [[self.ranks[box, lane] for box in self.living] for lane in range(LANES)]
+
     def assert_equal(self):
-        for lane in range(LANES):
-            held = [self.ranks[box, lane].held() for box in self.living]
+        """What is common: parameters, and all but a momentum of each rank's own."""
+        for lane in self.lanes():
+            held = [bits(one.optimizer.space.p_N, *one.optimizer.common_vectors().values()) for one in lane]
             assert all(torch.equal(held[0], one) for one in held)
 
 
@@ -132,29 +140,71 @@ def steps_once(rank, group, fault):
     rank.step(group.rank, group.size)
 
 
+def steps_twice(rank, group, fault):
+    """In the first step R of before the regroup is held by all still."""
+    rank.regroup(group)
+    rank.step(group.rank, group.size)
+    if fault is not None:
+        group.arm(fault)
+    rank.step(group.rank, group.size)
+
+
 def regroups(rank, group, fault):
     if fault is not None:
         group.arm(fault)
     rank.regroup(group)
 
 
+def says_r(rank, group, fault):
+    rank.regroup(group)
+    rank.left = rank.residual(group)
+
+
 def one_bit_adam(params):
     return OneBitAdam(params, lr=0.01, warmup=WARMUP)
 
 
+def one_bit_muon(params):
+    return OneBitMuon(params, lr=0.01)
+
+
+KINDS = pytest.mark.parametrize("kind", [one_bit_adam, one_bit_muon])
+
+
+@cache
+def undisturbed(kind, then):
+    """Of each lane what 3 boxes hold of R where none dies."""
+    with pytest.MonkeyPatch.context() as patch:
+        boxes = Boxes(3, kind, patch)
+        assert not boxes.together(begins)
+        assert not boxes.together(then)
+        return [shares(lane) for lane in boxes.lanes()]
+
+
 @pytest.mark.few(1)
 @pytest.mark.law
+@KINDS
 @pytest.mark.parametrize("lane", range(LANES))
 @pytest.mark.parametrize("when", list(When))
 @pytest.mark.parametrize("collective", ["all_to_all", "all_gather"])
-def test_a_death_in_a_step_leaves_each_box_with_one_step(monkeypatch, collective, when, lane):
-    boxes = Boxes(3, one_bit_adam, monkeypatch)
+def test_a_death_in_a_step_leaves_each_box_with_one_step_and_what_the_others_hold_of_r(
+    monkeypatch, collective, when, lane, kind
+):
+    undone, counted = (undisturbed(kind, then) for then in (steps_once, steps_twice))
+    boxes = Boxes(3, kind, monkeypatch)
     assert not boxes.together(begins)
-    boxes.together(steps_once, {(2, lane): Fault((2,), collective, 0, when)}, dies=2)
+    boxes.together(steps_twice, {(2, lane): Fault((2,), collective, 0, when)}, dies=2)
     assert all(len(set(steps)) == 1 for steps in boxes.steps().values()), boxes.steps()
-    assert not boxes.together(regroups)
-    assert len({step for steps in boxes.steps().values() for step in steps}) == 1
+    assert not boxes.together(says_r)
+    (step,) = {step for steps in boxes.steps().values() for step in steps}
     boxes.assert_equal()
+    for held, ranks in zip(counted if step == WARMUP + 4 else undone, boxes.lanes(), strict=True):
+        largest = max(float(one.abs().max()) for own in held for both in own.values() for one in both)
+        for name, r_N in expected(held, (0, 1)).items():
+            found = [one.left[name] for one in ranks]
+            assert torch.equal(found[0], found[1])
+            assert found[0].any()
+            assert (found[0] - r_N).abs().max() <= 64 * EPS * largest
     assert not boxes.together(steps_once)
     boxes.assert_equal()
 
@@ -179,8 +229,9 @@ def ahead(kind, monkeypatch):
 
 
 @pytest.mark.law
-def test_boxes_that_lack_a_step_finish_it_in_all_lanes(monkeypatch):
-    boxes = ahead(one_bit_adam, monkeypatch)
+@KINDS
+def test_boxes_that_lack_a_step_finish_it_in_all_lanes(monkeypatch, kind):
+    boxes = ahead(kind, monkeypatch)
     assert not boxes.together(regroups)
     assert all(steps == [AHEAD] * 2 for steps in boxes.steps().values())
     boxes.assert_equal()
@@ -188,14 +239,15 @@ def test_boxes_that_lack_a_step_finish_it_in_all_lanes(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.law
-@pytest.mark.parametrize("lane", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_death_anywhere_in_a_regroup_leaves_each_box_with_one_step(monkeypatch, lane):
+@KINDS
+@pytest.mark.parametrize("lane", range(LANES))
+def test_a_death_anywhere_in_a_regroup_leaves_each_box_with_one_step(monkeypatch, lane, kind):
     mixed = died = 0
     for collective in ("all_gather", "sum", "broadcast"):
         for when in When:
             for call in range(100):
                 with monkeypatch.context() as patch:
-                    boxes = ahead(one_bit_adam, patch)
+                    boxes = ahead(kind, patch)
                     raised = boxes.together(regroups, {(0, lane): Fault((0,), collective, call, when)}, dies=0)
                     if not raised:
                         break
