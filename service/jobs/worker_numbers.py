@@ -201,10 +201,12 @@ def newest_membership(row: JobRow, attempt: int, events: Sequence[Event], now: f
     if not said:
         return None
     event = said[-1]
-    if known is not None and not is_newer(
-        (known["attempt"], known.get("step"), known["time"]), (attempt, event.step, event.time), now
-    ):
-        return None
+    # Who goes on from a checkpoint is at an earlier step than the driver that waited, maybe by a clock behind.
+    goes_on = known is not None and (event.kind, attempt) == (EventKind.RESUMED, known["attempt"]) and known["waiting"]
+    if known is not None and not goes_on:
+        of_known = known["attempt"], known.get("step"), known["time"]
+        if not is_newer(of_known, (attempt, event.step, event.time), now):
+            return None
     have, least = _count(event.fields.get("have")), _count(event.fields.get("min"))
     waiting = None
     if event.kind == EventKind.WAITING_FOR_WORKERS and have is not None and least is not None:
@@ -218,7 +220,8 @@ def membership_now(row: JobRow) -> tuple[int | None, WaitingForWorkers | None]:
     """The world size, None where this attempt has not said it; and what the job waits for, where it does.
 
     Samples come from a worker, and that the job waits from its driver: their clocks are two. So a sample is the newer
-    one if it came no earlier, and is of a later step than the event; one that was held up is of none.
+    one if it came no earlier, and is of a later step than the event. One that was held up is of none, unless its step
+    is one that the driver had not heard of: then the job does not seem to wait until the driver says so again.
     """
     size, newer = None, False
     said = Membership.model_validate(row.newest_membership) if row.newest_membership is not None else None

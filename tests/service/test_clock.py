@@ -93,6 +93,17 @@ def test_what_a_job_waits_for_goes_by_no_clock(service: Service, ahead_s: float)
     assert steps(7, size=3) == (3, None)
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_waits_no_longer_though_its_clock_is_behind(service: Service) -> None:
+    job_id = service.running(workers={"min": 2, "max": 4})
+    at = service.clock.now
+    waits = {"kind": "waiting_for_workers", "step": 1000, "time": at + 60, "fields": {"have": 1, "min": 2}}
+    assert service.post(job_id, events=[waits]).status_code == 204
+    assert service.job(job_id)["waiting_for_workers"] == {"have": 1, "min": 2}
+    resumed = {"kind": "resumed", "step": 500, "time": at + 20, "fields": {"world_size": 2}}
+    assert service.post(job_id, events=[resumed]).status_code == 204
+    assert service.job(job_id)["waiting_for_workers"] is None
+
+
 @pytest.mark.parametrize("behind_s", [HOUR_S, -HOUR_S])
 def test_how_long_a_job_stands_still_goes_by_the_services_clock_alone(service: Service, behind_s: float) -> None:
     job_id = service.running()

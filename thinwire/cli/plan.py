@@ -134,7 +134,7 @@ def lines(found: Plan) -> list[str]:
         "",
         *(f"* {one}" for one in found.assumed),
         "",
-        _soonest(found),
+        *([_soonest(found)] if found.workers > 1 else []),
         found.verdict,
     ]
 

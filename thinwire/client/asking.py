@@ -146,12 +146,14 @@ class _Asking(Generic[Http]):
         self._make: Callable[[ssl.SSLContext | bool], Http] = make
         self._trusted = trusted()
         self._made: dict[bool, Http] = {}
-        self._making = threading.Lock()
+        self._making, self._is_closed = threading.Lock(), False
 
     def _http(self, url: str) -> Http:
         speaks_tls = url[:6].lower() == "https:"
         with self._making:
             if speaks_tls not in self._made:
+                if self._is_closed:
+                    raise RuntimeError("this client has been closed: make another one")
                 trusts = self._trusted if speaks_tls else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
                 self._made[speaks_tls] = self._make(trusts)
             return self._made[speaks_tls]
@@ -224,6 +226,7 @@ class Blocking(_Asking[httpx.Client]):
 
     def close(self) -> None:
         """Close the connections."""
+        self._is_closed = True
         for http in self._made.values():
             http.close()
 
@@ -322,6 +325,7 @@ class Awaiting(_Asking[httpx.AsyncClient]):
 
     async def close(self) -> None:
         """Close the connections."""
+        self._is_closed = True
         for http in self._made.values():
             await http.aclose()
 

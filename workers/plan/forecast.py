@@ -30,6 +30,7 @@ from thinwire.workers.plan.ways import (
     dense_step,
     inner_of,
     network_of,
+    shown_alone,
 )
 
 LOSSES = {
@@ -69,14 +70,14 @@ def forecast(
     bucket = chosen_bucket(job, network, found.elements, found.cores == inf)
     dense = {name: _dense(name, run, network, found) for name in DENSE}
     runs = {name: one.run_s for name, one in dense.items()}
-    ways = [Way(name, job, network, found, bucket) for name in compressed_for(run.family) if name in found.busy]
+    beside, shown = compressed_for(run.family), shown_alone(run.family)
+    ways = [Way(name, job, network, found, bucket) for name in beside if name in found.busy or name not in shown]
     methods = [
         _with_gains(one, runs) for one in (*dense.values(), *(_plan_of(run, way, network, found.cores) for way in ways))
     ]
     # As many local steps do not come to the same loss, and steps of Muon are no substitute for Adam's: nobody is told
     # to take them who has not asked for them.
-    others = {LOCAL_STEPS} - {run.method} | ({ONE_BIT_MUON} if inner_of(compressed_for(run.family)) != MUON else set())
-    choice = [one for one in methods if one.name not in others]
+    choice = [one for one in methods if one.name not in {LOCAL_STEPS, *shown} - {run.method}]
     best = min(choice, key=lambda one: one.run_s)
     compress = best.name not in DENSE and min(runs.values()) >= WORTH * best.run_s
     if not compress:

@@ -46,6 +46,7 @@ from thinwire.workers.plan.ways import (
     COMPRESSED,
     FROM_THE_FIRST,
     LOCAL_STEPS,
+    MUON,
     ONE_BIT_MUON,
     ONE_BIT_SGD,
     ZERO_ONE,
@@ -62,8 +63,6 @@ SETTLING = 2
 """Steps of a kind before it is timed: the first touches memory, the second is the first that goes on from it."""
 ENDLESS = 1 << 20
 """As the longest gap between syncs: no sync comes while local steps are timed."""
-PARTS = 6
-"""What rank 0 says: the transport, forward and backward, and each compressed method."""
 ELEMENTS = 1 << 22
 """Of the vector that is sent to time the transport: 16 MB in float32, larger than caches."""
 REPEATS = 3
@@ -118,7 +117,7 @@ def rehearse(recipe: Recipe, setting: Setting, together: Together, tell: Tell) -
     forward_s, backward_s, update_s, elements = _alone(dry, clock, of_sgd=ONE_BIT_SGD in setting.methods)
     busy = {}
     for name in setting.methods:
-        if name == ONE_BIT_MUON and not _has_matrix(dry.fresh()):  # Muon would refuse it
+        if name == ONE_BIT_MUON and inner_of(setting.methods) != MUON and not _has_matrix(dry.fresh()):
             continue
         tell(f"dry steps of {name}")
         busy[name] = _busy(name, dry, setting, clock)
@@ -276,7 +275,7 @@ def spawn(orders: Orders, say: Say) -> Rehearsed:
         given = {"meeting": f"file://{folder}/meeting", "orders": asdict(orders)}
         with Children("the dry steps", "thinwire.workers.plan.rehearsal", [given] * count, environments) as children:
             while "found" not in (message := children.message(0)):
-                say(message["doing"], done / PARTS)
+                say(message["doing"], done / (2 + len(orders.methods)))  # the transport, forward and backward
                 done += 1
     return as_rehearsed(message["found"])
 

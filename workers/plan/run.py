@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from thinwire.contract.spec import ScriptSpec
 from thinwire.workers.data.corpus import DataError
 from thinwire.workers.plan.asked import job_of_recipe
 from thinwire.workers.plan.forecast import forecast
-from thinwire.workers.plan.rehearsal import PARTS, Orders, devices_for, run_rank, spawn
+from thinwire.workers.plan.rehearsal import Orders, devices_for, run_rank, spawn
 from thinwire.workers.plan.scripts import Learned, OfShapes, dry_steps
 from thinwire.workers.plan.ways import PlannedJob, chosen_bucket, compressed_for, network_of
 from thinwire.workers.recipe import Recipe
@@ -121,9 +122,9 @@ def _as_ranks(request: PlanRequest, say: Say) -> Plan | None:
             learned = dry_steps(request.spec, workers, 1, request.steps, [device], dist.barrier)
         job, orders = orders_of(request, link, workers, learned)
         # All rehearse, each beside those of its own machine; the bandwidth was measured through the transport.
-        parts = iter(range(1, PARTS))
-        sharing = max(here, request.per_machine)
-        found = run_rank(orders, group, group.size, sharing, lambda doing: say(doing, next(parts) / PARTS))
+        done = count(1)
+        sharing, parts = max(here, request.per_machine), 2 + len(orders.methods)
+        found = run_rank(orders, group, group.size, sharing, lambda doing: say(doing, next(done) / parts))
         if found is None:
             return None
         say("done", 1.0)

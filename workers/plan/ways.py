@@ -63,6 +63,12 @@ def compressed_for(method: str) -> tuple[str, ...]:
     return (ONE_BIT_MUON, LOCAL_STEPS) if method in (MUON, ONE_BIT_MUON) else (*COMPRESSED, ONE_BIT_MUON, LOCAL_STEPS)
 
 
+def shown_alone(method: str) -> tuple[str, ...]:
+    """Of these methods those that are no substitute: their rows are for who would take another optimizer."""
+    methods = compressed_for(method)
+    return (ONE_BIT_MUON,) if ONE_BIT_MUON in methods and inner_of(methods) != MUON else ()
+
+
 def inner_of(methods: Sequence[str]) -> str:
     """What local steps beside these are made of. LAMB is taken to cost what Adam does."""
     return SGD if ONE_BIT_SGD in methods else "adam" if ZERO_ONE in methods else MUON

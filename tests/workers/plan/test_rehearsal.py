@@ -103,8 +103,8 @@ def test_muon_is_not_rehearsed_on_a_model_of_vectors():
     recipe = recipe_of(SPEC)
     recipe.model = lambda: nn.LayerNorm(64)
     recipe.loss = lambda model, batch: model(torch.ones(64)).pow(2).sum()
-    setting = Setting(2, 64, 1, 1.0, torch.device("cpu"), methods=("onebit_muon", "onebit_adam"))
-    assert set(rehearse(recipe, setting, lambda: None, quiet).busy) == {"onebit_adam"}
+    setting = Setting(2, 64, 1, 1.0, torch.device("cpu"), methods=("zero_one_adam", "onebit_muon"))
+    assert set(rehearse(recipe, setting, lambda: None, quiet).busy) == {"zero_one_adam"}
 
 
 def test_nothing_is_trained():
