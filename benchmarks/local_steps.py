@@ -20,6 +20,7 @@ import typer
 
 from benchmarks.defaults.runs import CURVE, DECAY, train_job
 from benchmarks.defaults.tasks import DEFAULTS_TASKS, DefaultsTask
+from benchmarks.paired import interval, judge
 from benchmarks.provenance import ROOT, provenance
 from benchmarks.report import made_by, pipes
 from benchmarks.turns import run_in_turns
@@ -94,7 +95,8 @@ def cases(inner: str, lr: float) -> dict[str, Case]:
         )
         for said, parts in (("", 1), ("", 2), ("", 4), ("late, ", 1), ("late, ", 4))
     }
-    return {"dense": dense, **one_bit, **local, **in_parts}
+    alone = {"a rank alone": Case(lr, lambda params, group, model: dense.make(params, group=SoloGroup()))}
+    return {"dense": dense, **alone, **one_bit, **local, **in_parts}
 
 
 def task_of(size: str) -> DefaultsTask:
@@ -187,6 +189,29 @@ def _train(spec: Any, make: Callable[..., Any], group: Any) -> Any:
     return train_job(spec, group, max(128, spec.steps // CURVE), make=make)
 
 
+def _verdicts(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Of each method with several seeds beside dense AdamW of the same ones, a line by the rule of paired.py."""
+    runs = [one for one in runs if not one["diverged"]]
+    beside = ("adamw", "dense")
+    dense: dict[int, float] = {}
+    for one in (one for one in runs if (one["inner"], one["method"]) == beside):
+        dense[one["seed"]] = min(one["curve"][-1], dense.get(one["seed"], inf))
+    worse: dict[tuple[str, str, float], list[float]] = {}
+    for one in runs:
+        if one["seed"] in dense and (one["inner"], one["method"]) != beside:
+            of = worse.setdefault((one["inner"], one["method"], one["lr"]), [])
+            of.append(100 * (one["curve"][-1] / dense[one["seed"]] - 1))
+    lines = []
+    for (inner, method, lr), of in sorted(worse.items()):
+        if len(of) > 1:
+            by = interval(of)
+            lines.append(
+                f"* {inner}, {method}, rate {lr:g}, {len(of)} seeds: {by.mean:+.1f} +- {by.half:.1f} % beside dense "
+                f"AdamW: {judge(by)}"
+            )
+    return [*lines, ""] if lines else []
+
+
 def _markdown(runs: Sequence[dict[str, Any]]) -> str:
     ends: dict[tuple[str, int], float] = {}
     for one in runs:
@@ -206,7 +231,7 @@ def _markdown(runs: Sequence[dict[str, Any]]) -> str:
             f"{one['lr']:g}",
             one["diverged"] or f"{one['curve'][-1]:.4f}",
             beside(one),
-            f"{one['fp32_bytes'] / one['sent_bytes']:.0f}",
+            f"{one['fp32_bytes'] / one['sent_bytes']:.0f}" if one["sent_bytes"] else "-",
         ]
         for one in sorted(runs, key=lambda one: (one["inner"], one["seed"], one["method"] != "dense", one["method"]))
     ]
@@ -229,6 +254,7 @@ def _markdown(runs: Sequence[dict[str, Any]]) -> str:
             "",
             *pipes(head, rows),
             "",
+            *_verdicts(runs),
             f"Made {made_by(first)}.",
             "",
         ]

@@ -54,7 +54,8 @@ Of a small GPT: 1-bit Adam, 0/1 Adam and 1-bit LAMB beside Adam and LAMB, five s
 SAME_LOSS_IN_ROUNDS = {("adam", 32): 2.0, ("muon", 32): 1.0}
 """That of local steps in signs, in runs of 100 rounds and more, by inner optimizer and steps of a round.
 
-Beside dense AdamW of 4096 steps, on the same GPT: benchmarks/results/local-steps/4096-steps.
+Beside dense AdamW of 4096 steps, on the same GPT: benchmarks/results/local-steps, 4096-steps (Muon, five seeds) and
+8192-steps (Adam, one).
 """
 LEAST_ROUNDS = 100
 WORTH = 1.05
@@ -227,8 +228,8 @@ def _assumed(run: RunSteps, network: Network, found: Rehearsed) -> list[str]:
         )
     notes.append(
         f"local steps are of {inner_of(methods)}, {run.every} to a round{parts}; their loss is not that of as many "
-        f"dense steps: {words}. Their gain is in steps, not in time to a loss, and counts for the advice only where "
-        "the job asks for them; rounds that a checkpoint ends early are left out"
+        f"dense steps: {words}. They count for the advice only where the job asks for them; rounds that a checkpoint "
+        "ends early are left out"
     )
     fewer = f": {SAME_LOSS[ONE_BIT_MUON]:.2f} of AdamW's with {TITLES[ONE_BIT_MUON]}" if ONE_BIT_MUON in methods else ""
     notes.append(
