@@ -234,7 +234,8 @@ def _assumed(run: RunSteps, network: Network, found: Rehearsed) -> list[str]:
     fewer = f": {SAME_LOSS[ONE_BIT_MUON]:.2f} of AdamW's with {TITLES[ONE_BIT_MUON]}" if ONE_BIT_MUON in methods else ""
     notes.append(
         "same loss: when the loss is that at which dense training ends, by the steps that a small GPT took in our "
-        f"studies{fewer}; another model may differ. -: it did not come to it in as many steps, or is not measured"
+        f"studies{fewer}; another model may differ. -: not measured, as of local steps of fewer than {LEAST_ROUNDS} "
+        "rounds"
     )
     if not run.flat and network.ranks_per_box > 1:
         notes.append("node first: what crosses inside of a machine takes no time")
