@@ -198,7 +198,7 @@ def test_what_comes_again_is_packed_once_and_what_has_changed_is_seen_bit_for_bi
     ours, theirs = case.clone(), case.clone()
     mine, those = kept_of(ours), kept_of(theirs)
     packed = []
-    for step in range(12):
+    for step in range(14):
         weight = WEIGHT if step < 6 else WEIGHT / 2
         for here, kept in ((ours, mine), (theirs, those)):
             here.slice("x").mul_(0.9)  # where it lies
@@ -206,6 +206,8 @@ def test_what_comes_again_is_packed_once_and_what_has_changed_is_seen_bit_for_bi
                 kept["c"] = kept["c"].clone()
             if step == 9:
                 kept["scale"] = kept["scale"].clone()
+            if step == 11:
+                kept["c"].data = kept["c"].data.clone()
         again(CudaKernels(launcher), name, ours, mine, weight)
         again(PLAIN, name, theirs, those, weight)
         assert_same(ours, theirs)
@@ -213,8 +215,8 @@ def test_what_comes_again_is_packed_once_and_what_has_changed_is_seen_bit_for_bi
             assert torch.equal(mine[vector], those[vector])
         packed.append(len(launcher.made))
     launches = 2 if name == "serve" else 1  # that, and its flags
-    changes = [1, 4, 10] if name == "serve" else [1, 4, 7, 10]  # each packed when it comes for the second time
-    assert packed == [launches * sum(at <= step for at in changes) for step in range(12)]
+    changes = [1, 4, 10, 12] if name == "serve" else [1, 4, 7, 10, 12]  # each packed when it comes for the second time
+    assert packed == [launches * sum(at <= step for at in changes) for step in range(14)]
 
 
 def test_a_call_is_one_launch_for_all_blocks_and_one_for_the_flags_that_are_asked_for():

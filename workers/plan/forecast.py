@@ -43,10 +43,10 @@ LOSSES = {
 On a small GPT at equal tokens, in at most 32 rounds, one seed: benchmarks/results/local-steps.
 """
 SAME_LOSS = {
-    **dict.fromkeys(("dense_fp32", "dense_bf16", "onebit_adam", "zero_one_adam", "onebit_lamb"), 1.0),
+    **dict.fromkeys(("onebit_adam", "zero_one_adam", "onebit_lamb"), 1.0),
     ONE_BIT_MUON: 0.40,
 }
-"""The part of as many steps after which a method comes to the loss at which dense training ends.
+"""The part of as many steps after which a compressed method comes to the loss at which dense training ends.
 
 Of a small GPT: 1-bit Adam, 0/1 Adam and 1-bit LAMB beside Adam and LAMB, five seeds each, benchmarks/results/defaults;
 1-bit Muon beside AdamW, one seed, benchmarks/results/local-steps.

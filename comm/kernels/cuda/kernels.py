@@ -88,7 +88,10 @@ class CudaKernels(Kernels):
         for launch in self._launches(c_c, scale_b, z, table, out, noise):
             self._launcher.launch(*launch)
         if noise is NONE and table.num_blocks and _may_come_again(z):
-            records_of(table).ready[:] = [_Ready(ref(c_c), scale_b, z, out, []), *ready[: MOST_READY - 1]]
+            records_of(table).ready[:] = [
+                _Ready(ref(c_c), c_c.data_ptr(), scale_b, z, out, []),
+                *ready[: MOST_READY - 1],
+            ]
 
     def _launches(
         self,
@@ -160,10 +163,11 @@ MOST_READY = 4
 class _Ready(NamedTuple):
     """Launches of an encode whose arguments have been looked at, and packed where the same came again.
 
-    Sums are large, and not to stay for it.
+    Sums are large, and not to stay for it; at: where they lay, for `c.data` may be given other memory.
     """
 
     c: ref[Tensor]
+    at: int
     scale_b: Tensor
     z: Added
     out: RowMemory
@@ -173,6 +177,8 @@ class _Ready(NamedTuple):
         """Are these what it was packed from? The same objects, with the same numbers."""
         known = self.z
         if self.out is not out or self.c() is not c_c or self.scale_b is not scale_b or type(z) is not type(known):
+            return False
+        if self.at != c_c.data_ptr():
             return False
         return all(a is b or (isinstance(a, int | float) and a == b) for a, b in zip(z, known, strict=True))
 
